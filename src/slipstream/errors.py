@@ -107,7 +107,7 @@ class OrchestratorError(SlipstreamError):
     def __init__(self, *arguments: object, was_killed: bool = False) -> None:
         super().__init__(*arguments)
         self.was_killed = was_killed
-        """Whether somebody else has ended it by a signal, which says nothing of what it was doing."""
+        """Whether somebody else has ended or stopped it by a signal, which says nothing of what it was doing."""
 
 
 class OutOfMemory(SlipstreamError):

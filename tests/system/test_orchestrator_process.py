@@ -1,9 +1,11 @@
 """Runs whose rollouts are generated in a process of their own: the same numbers, and what the death of a part does."""
 
 import json
+import os
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -204,6 +206,21 @@ def test_what_it_would_end_with_again_is_not_tried_again(tmp_path, code, expecte
     error = made._ended()
     assert type(error) is expected
     assert f"the orchestrator ended with code {code} (error: reward is no function)" in str(error)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_one_that_was_stopped_says_nothing_of_the_step(tmp_path, is_stopped):
+    """Its silence may come twice at one step, where a second one that hangs by itself ends the run."""
+    made = object.__new__(process.OrchestratorProcess)
+    made._process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    made._name, made._run = "the orchestrator", SimpleNamespace(folder=tmp_path)
+    made.kill = made._process.kill
+    if is_stopped:
+        made._process.send_signal(signal.SIGSTOP)
+        os.waitpid(made._process.pid, os.WUNTRACED)
+    error = made._silent(60.0)
+    assert (error.was_killed, "(state T)" in str(error)) == (is_stopped, is_stopped)
+    assert made._process.wait(20) == -signal.SIGKILL
 
 
 def test_what_it_tells_is_written_and_shown():

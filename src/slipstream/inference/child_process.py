@@ -116,6 +116,11 @@ def state_of(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, as by SIGSTOP, or by a debugger."""
+    return state_of(pid) in ("T", "t")
+
+
 def ending(code: int | None, log_path: Path) -> str:
     """Part of a sentence on a child's exit code (None: it runs), its last exception, and its log."""
     state = "is running" if code is None else f"ended with code {code}"

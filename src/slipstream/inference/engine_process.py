@@ -156,7 +156,7 @@ class EngineProcess:
         return self._was_silent or (self.process is not None and self.process.poll() == -signal.SIGKILL)
 
     def _is_stopped(self) -> bool:
-        return self.process is not None and child_process.state_of(self.process.pid) in ("T", "t")
+        return self.process is not None and child_process.is_stopped(self.process.pid)
 
     async def _is_ready(self) -> bool:
         if not self.is_alive():

@@ -183,12 +183,15 @@ class OrchestratorProcess:
 
     def _silent(self, seconds: float) -> SlipstreamError:
         """Kill a process that gives no sign of life, and say what it was doing."""
-        folder = stacks.folder_of(self._run.folder)
-        what = stacks.sentence(folder, stacks.ask(folder, only_group=self._process.pid))
+        pid, folder = self._process.pid, stacks.folder_of(self._run.folder)
+        is_stopped = child_process.is_stopped(pid)
+        how = "was stopped (state T), gave" if is_stopped else "gave"
+        what = stacks.sentence(folder, stacks.ask(folder, only_group=pid))
         self.kill()
         return OrchestratorError(
-            f"{self._name}, process {self._process.pid}, gave no sign of life for {seconds:g} s and was killed"
-            f"{f': {what}' if what else ''}"
+            f"{self._name}, process {pid}, {how} no sign of life for {seconds:g} s and was killed"
+            f"{f': {what}' if what else ''}",
+            was_killed=is_stopped,
         )
 
     def _on_notice(self, notice: remote.Notice) -> None:
