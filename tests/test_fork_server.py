@@ -25,8 +25,9 @@ from .engine.workers import LOOK_VARIABLE, LookingWorker
 pytestmark = pytest.mark.skipif(
     fork_server.VARIABLE in os.environ, reason=f"{fork_server.VARIABLE} is set: nothing is forked"
 )
-ADDED = {"tests", "setproctitle", "vllm"}
-"""Packages of what a fork server imports beyond what this engine needs: other engines need it."""
+ADDED = {"tests", "setproctitle", "vllm", "requests"}
+"""Packages of what a fork server imports beyond what this engine needs: other engines need it. requests has a name of
+its own for every module of urllib3 that is there when it is imported."""
 COMMAND = [sys.executable, "-m", "slipstream.cli"]
 
 

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import re
-import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,9 +215,11 @@ def _is_whole(registry: Registry, archive: Archive, beside: Path) -> bool:
 
 def _digest_in(file: Path, beside: Path) -> str:
     """The digest of what a file holds; empty for one that is no archive of an environment."""
-    with tempfile.TemporaryDirectory(dir=beside) as whole, contextlib.suppress(DataError):
-        unpack(file, Path(whole))
-        return digest_of_folder(Path(whole))
+    with temporary("environment", beside) as here, contextlib.suppress(DataError):
+        whole = here / "whole"
+        whole.mkdir(mode=0o700)
+        unpack(file, whole)
+        return digest_of_folder(whole)
     return ""
 
 
