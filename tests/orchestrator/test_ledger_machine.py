@@ -40,7 +40,7 @@ class Orchestrator:
 
     def begin(self):
         number = next(self.draws)
-        kept = self.ledger.kept(self.name(number), self.slots.step)
+        kept = self.ledger.kept(self.name(number), self.slots.step, self.slots.is_in_time)
         if kept is None:
             self.slots.begin(number)
             self.ledger.begin(self.name(number))

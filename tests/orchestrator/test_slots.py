@@ -168,3 +168,20 @@ def test_a_group_needs_a_slot():
     begin(made, 0, 1)
     with pytest.raises(ValueError, match="no slot is free for group 2"):
         made.begin(2)
+
+
+def test_groups_that_an_earlier_attempt_began_are_used_as_far_as_they_are_in_time():
+    """As when groups without signal gave their slots to others of the same version: more than batches can take."""
+    slots = Slots(3, staleness=1, first=0, num_steps=3)
+    for number in range(6):
+        assert slots.is_in_time(0)
+        slots.begin(number, 0)
+        slots.finish(number)
+    assert slots.cut() == [0, 1, 2]
+    slots.release(1)
+    assert not slots.is_in_time(0)
+    assert slots.is_in_time(1)
+    for number in range(6, 9):
+        slots.begin(number)
+        slots.finish(number)
+    assert (slots.cut(), slots.cut()) == ([3, 4, 5], [6, 7, 8])

@@ -107,15 +107,18 @@ class Ledger:
             self.survivors = self._survivors()
             self._take_over(repr(sorted(shape.items())))
 
-    def kept(self, group: str, step: int) -> tuple[int, list[Rollout]] | None:
+    def kept(
+        self, group: str, step: int, is_in_time: Callable[[int], bool] = lambda oldest: True
+    ) -> tuple[int, list[Rollout]] | None:
         """The oldest version's step, and the rollouts, of a group that an earlier attempt finished; None where there is
-        none that may be trained on at `step`. The group is ready then."""
+        none that may be trained on at `step`, and, as `is_in_time` says of that version, will be in time. The group is
+        ready then."""
         query = "SELECT lineage, oldest, data FROM groups JOIN rollouts USING (id, lineage) WHERE id = ? AND state = ?"
         row = self._data.execute(query, (group, "kept")).fetchone()
         if row is None:
             return None
         lineage, oldest, data = row
-        if oldest + self._staleness < step:
+        if oldest + self._staleness < step or not is_in_time(oldest):
             self._set(group, "dropped", "stale", lineage=lineage)
             return None
         self._set(group, "ready", lineage=lineage)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.algo.readiness import has_signal
@@ -85,10 +85,11 @@ class Batcher:
         self.ledger.finish(group_id, rollouts)
         return rollouts
 
-    def kept(self, group_id: str, step: int) -> tuple[int, list[Rollout]] | None:
-        """The oldest version's step, and the rollouts, of a group that an earlier attempt finished and that may be
-        trained on at `step`; None where there is none."""
-        kept = self.ledger.kept(group_id, step) if self.ledger is not None else None
+    def kept(
+        self, group_id: str, step: int, is_in_time: Callable[[int], bool] = lambda oldest: True
+    ) -> tuple[int, list[Rollout]] | None:
+        """See `Ledger.kept`."""
+        kept = self.ledger.kept(group_id, step, is_in_time) if self.ledger is not None else None
         for _ in kept[1] if kept is not None else ():
             self.hooks.rollout_ended()
         return kept

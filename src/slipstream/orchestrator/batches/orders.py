@@ -121,7 +121,7 @@ class ReadyFirst:
         version = self._versions.current
         assert version is not None
         step, place = divmod(number, self._whole)
-        kept = self._batcher.kept(group_name(step, place), slots.step)
+        kept = self._batcher.kept(group_name(step, place), slots.step, slots.is_in_time)
         if kept is not None:
             oldest, group = kept
             slots.begin(number, oldest)

@@ -58,6 +58,15 @@ class Slots:
         """The trainer has released `version`: the slots of the batches that made it are free."""
         self._released = max(self._released, version)
 
+    def is_in_time(self, version: int) -> bool:
+        """Whether one more group that began under `version`, in an earlier attempt, can be trained before it is too
+        old, beside those that must be."""
+        last = [*self._running.values(), *self._finished.values()]
+        return all(
+            sum(each <= latest for each in last) < (latest - self.step + 1) * self.size
+            for latest in range(version + self.staleness, self._released + self.staleness)
+        )
+
     def begin(self, number: int, version: int | None = None) -> None:
         """Group `number` begins, under the newest released version, or began in an earlier attempt under `version`."""
         if not self.num_free:
