@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from slipstream.data.draws import Draws
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Message, Task, Ticket, Version
+from slipstream.records import Message, Rollout, Sequence, Task, Ticket, Version, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
 from tests.orchestrator.test_orchestrator import END, make_batcher, say
 
@@ -152,6 +153,28 @@ async def test_the_ledger_knows_while_a_run_goes_on_what_was_trained(order, tmp_
     found = balance(tmp_path)
     assert found.num("trained") >= 4 * SIZE
     assert found.num("trained", "batched") == found.num_begun == len(batches) * SIZE
+
+
+async def test_finished_groups_of_an_earlier_attempt_are_used_as_far_as_they_are_in_time(tmp_path):
+    """Seven began under version 0, as where groups without signal had given their slots away. Two more are generated
+    under it and keep the second batch waiting, so that it has room for one of the four that are left."""
+    earlier = Ledger(tmp_path, 0, 0, staleness=1, shape={})
+    for number in {*range(3 * SIZE)} - {4, 5}:
+        name = group_name(*divmod(number, SIZE))
+        sequence = Sequence([1, 1], [False, True], [0.0, 0.0], [VersionSpan(1, "0.0")])
+        earlier.begin(name)
+        earlier.finish(name, [Rollout(f"{name}.0", "t", name, [sequence], 1.0, "done")])
+    earlier._data.close()  # it was killed
+    ledger = Ledger(tmp_path, 1, 0, staleness=1, shape={})
+    engine = Uneven(say("b"), longest_s=1.0)
+    engine._random.random = lambda: 0.7  # all take 0.34 s
+    batches = await train(engine, order="ready", staleness=1, steps=4, ledger=ledger)
+    ledger.close(4, is_whole=True)
+    assert [sorted({r.group_id for r in batch.rollouts}) for batch in batches[:2]] == [
+        [group_name(step, place) for place in range(SIZE)] for step in range(2)
+    ]
+    found = balance(tmp_path)
+    assert (found.num("dropped"), found.num("trained"), found.num_open) == (SIZE, 4 * SIZE, 0)
 
 
 async def test_a_failure_ends_the_making_with_itself():
