@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -254,7 +254,12 @@ def _try_model(
         if own := group_statistics(of_task, checked.result.threshold, reward_threshold):
             part = source.partition("/")[0] if loaded.config.environment.mixture else ""
             by_task[source] = own, judge(own, checked.mean_reward(is_gold=True, part=part))
-    return _Trial(found, judge(found, checked.mean_reward(is_gold=True)), by_task if len(by_task) > 1 else {})
+    judgement = judge(found, checked.mean_reward(is_gold=True))
+    for task, (_, own) in by_task.items():
+        if own.verdict == "reward broken":  # the others cannot make up for it
+            judgement = replace(own, text=f"{task}: {own.text}")
+            break
+    return _Trial(found, judgement, by_task if len(by_task) > 1 else {})
 
 
 def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> None:
