@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from slipstream.algo.logprobs import HeadLogits, token_statistics
+
 
 def check(device: str) -> None:
     """Against torch's own log-softmax in float64, differentiated by autograd."""
@@ -44,6 +46,26 @@ def check(device: str) -> None:
             torch.testing.assert_close(found_NV.double().cpu(), expected_NV, atol=1e-5, rtol=bound)
 
 
+def check_kept(device: str) -> None:
+    """Float32 logits that are kept in bfloat16: values of the former, a gradient of the latter."""
+    from slipstream.algo import logprobs_triton
+
+    torch.manual_seed(1)
+    wide_NV, ids_N = torch.randn(4, 4099).mul(9).to(device), torch.tensor([0, 17, 4098, 5]).to(device)
+    kept_NV = torch.empty(wide_NV.shape, dtype=torch.bfloat16, device=device)
+    plain = logprobs_triton.forward(wide_NV, ids_N, 0.7)
+    found = logprobs_triton.forward(wide_NV, ids_N, 0.7, kept_NV)
+    for place in (0, 1, 3):
+        assert torch.equal(found[place], plain[place])
+    step = 2**-7 if device == "cpu" else 2**-8  # the interpreter cuts off where a GPU rounds
+    torch.testing.assert_close(kept_NV.float(), wide_NV, atol=0.0, rtol=step)
+    rounded_NV = kept_NV.double() / 0.7
+    torch.testing.assert_close(found[2].double(), rounded_NV.logsumexp(-1), atol=3e-5, rtol=1e-6)
+    gradient_NV = logprobs_triton.backward(kept_NV, ids_N, found[2], found[1], torch.ones(4, device=device), None, 0.7)
+    expected_NV = torch.nn.functional.one_hot(ids_N, 4099) - rounded_NV.softmax(-1)
+    torch.testing.assert_close(gradient_NV.double(), expected_NV / 0.7, atol=1e-5, rtol=8e-3)
+
+
 def _entropy(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Differentiable where a logit is -inf, too."""
     log_NV = (logits_NV / temperature).log_softmax(-1)
@@ -60,7 +82,43 @@ def test_the_kernels_in_tritons_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_on_a_gpu():
     check("cuda")
+    check_kept("cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lazy_logits_on_a_gpu(dtype):
+    """Values and gradients, against float64, in several chunks; and without a backward pass nothing is kept."""
+    torch.manual_seed(2)
+    hidden_ND, weight_VD = (
+        torch.randn(700, 64, device="cuda").to(dtype),
+        torch.randn(300_000, 64, device="cuda").to(dtype),
+    )
+    ids_N, factors_N = torch.randint(300_000, (700,), device="cuda"), torch.randn(700, device="cuda")
+    found, before = [], torch.cuda.memory_allocated()
+    for wide in (False, True):
+        h, w = (
+            each.to(torch.float64 if wide else dtype, copy=True).requires_grad_() for each in (hidden_ND, weight_VD)
+        )
+        if wide:
+            logprobs_N = (h[:64] @ w.t()).log_softmax(-1).gather(-1, ids_N[:64, None])[:, 0]
+            (factors_N[:64] * logprobs_N).sum().backward()
+        else:
+            logprobs_N, _, greedy_N = token_statistics(HeadLogits(h, w), ids_N)
+            (factors_N[:64] * logprobs_N[:64]).sum().backward()
+            assert torch.equal(greedy_N[:9], (hidden_ND[:9].float() @ weight_VD.float().t()).argmax(-1))
+        found.append((logprobs_N[:64].double().detach(), h.grad[:64].double(), w.grad.double()))
+        del h, w, logprobs_N
+    (ours, of_hidden, of_weight), (wanted, wanted_hidden, wanted_weight) = found
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-5)
+    for gradient, exact in ((of_hidden, wanted_hidden), (of_weight, wanted_weight)):
+        assert (gradient - exact).norm() < 0.03 * exact.norm()
+    with torch.no_grad():
+        torch.cuda.reset_peak_memory_stats()
+        token_statistics(HeadLogits(hidden_ND, weight_VD), ids_N)
+        assert torch.cuda.max_memory_allocated() - before < 700 * 300_000 * 2
 
 
 if __name__ == "__main__":
     check("cpu")
+    check_kept("cpu")

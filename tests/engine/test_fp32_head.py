@@ -1,6 +1,7 @@
-"""The output head in float32 on both sides: in bfloat16 engine and trainer come nearer to one another."""
+"""The output head and the residual stream in float32 on both sides: engine and trainer come nearer to one another."""
 
 import pytest
+import torch
 
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments
 from slipstream.records import SamplingParams
@@ -38,6 +39,46 @@ def test_the_difference_falls(tmp_path):
     assert found[True].max() < 0.5 * found[False].max()
 
 
+@pytest.mark.engine
+def test_layers_add_up_in_float32_on_both_sides(tmp_path):
+    """In a model of many layers that add little to the embeddings, so that the sums are what rounds."""
+    folder = new_model(tmp_path / "new", hidden_size=64, num_layers=8, seed=3)
+    weights = dict(read_model_folder(folder))
+    torch.manual_seed(0)
+    for name, tensor in weights.items():
+        if "norm" not in name:
+            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+            torch.nn.init.normal_(tensor, std=0.02 if adds else 1.0 if "embed" in name else 0.12)
+    write_model_folder(tmp_path / "model", weights.items(), folder)
+    found = {}
+    for wide in (False, True):
+        model = PolicyModel.load(tmp_path / "model", "bfloat16", fp32_head=True, fp32_residual=wide)
+        changes = {"fp32_head": True, "fp32_residual": wide}
+        live = start(tmp_path / "model", tmp_path / f"engine-{wide}", "bfloat16", **changes)
+        try:
+            health = live.call(live.engine.wait_ready())
+            assert ("fp32_residual" in health.patches) is wide
+            found[wide] = differences(live, model, SAMPLING)
+        finally:
+            stop(live)
+    print({on: (values.mean().item(), values.max().item()) for on, values in found.items()})
+    assert found[True].mean() < 0.7 * found[False].mean()
+
+
+@pytest.mark.engine
+def test_float16_brings_them_closer_than_bfloat16(tmp_path):
+    found, folder = {}, new_model(tmp_path / "model", hidden_size=64, num_layers=4, seed=3)
+    for dtype in ("bfloat16", "float16"):
+        live = start(folder, tmp_path / f"engine-{dtype}", dtype)
+        try:
+            live.call(live.engine.wait_ready())
+            found[dtype] = differences(live, PolicyModel.load(folder, dtype), SAMPLING)
+        finally:
+            stop(live)
+    print({dtype: values.mean().item() for dtype, values in found.items()})
+    assert found["float16"].mean() < 0.25 * found["bfloat16"].mean()
+
+
 def test_an_engine_that_computes_it_otherwise_does_not_start():
     assert checked_head([["float32"], ["float32"]]) == "fp32_head"
     for found in ([["bfloat16"]], [["float32"], ["?"]], [[]]):
@@ -49,3 +90,9 @@ def test_overrides_of_the_users_stay(tmp_path):
     settings = settings_for(tmp_path, fp32_head=True, options={"hf_overrides": {"rope_theta": 1.0}})
     assert engine_arguments(settings)["hf_overrides"] == {"rope_theta": 1.0, "head_dtype": "float32"}
     assert "hf_overrides" not in engine_arguments(settings_for(tmp_path))
+
+
+def test_compiled_code_of_another_residual_stream_is_not_taken(tmp_path):
+    settings = settings_for(tmp_path, fp32_residual=True, options={"additional_config": {"own": 1}})
+    assert engine_arguments(settings)["additional_config"] == {"own": 1, "slipstream_fp32_residual": True}
+    assert "additional_config" not in engine_arguments(settings_for(tmp_path))

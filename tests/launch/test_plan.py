@@ -134,6 +134,39 @@ def test_epochs_that_cannot_be():
     assert "training.warmup_steps = 32 is not below the run's 32 optimizer steps" in refusal(warmup)
 
 
+@pytest.mark.parametrize(
+    ("values", "changes", "head", "residual"),
+    [
+        ({}, {}, True, True),
+        ({}, {"architecture": "Gemma2ForCausalLM"}, False, False),
+        ({}, {"architecture": ""}, False, False),
+        ({"model.dtype": "float32"}, {}, False, False),
+        ({}, {"num_gpus": 0}, False, False),
+        ({"inference.enforce_eager": True}, {}, True, False),
+        ({"model.fp32_head": False}, {}, False, True),
+        ({"training.ranks": 2}, {"num_gpus": 4}, False, True),
+    ],
+)
+def test_engine_and_trainer_come_closer_where_that_costs_little(values, changes, head, residual):
+    card = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, "architecture": "Qwen3ForCausalLM"}
+    made = plan({"model.dtype": "bfloat16"} | values, **card | changes)
+    assert (made.config.model.fp32_head, made.config.model.fp32_residual) == (head, residual)
+    assert reasons(made).get("model.fp32_residual", "").startswith("brings the log-probabilities") is residual
+
+
+def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
+    text = refusal({"model.dtype": "float16"}, architecture="Gemma3ForCausalLM")
+    assert text.startswith("Gemma3ForCausalLM computes values that float16 cannot hold, and vLLM refuses it: set")
+    rounding = refusal({"model.dtype": "float16", "training.optimizer": "adamw_bf16"})
+    assert 'rounds weights to bfloat16, and model.dtype = "float16" does not' in rounding
+    assert plan({"model.dtype": "float16"}).config.model.dtype == "float16"
+
+
+def test_no_engine_has_to_agree_with_sft():
+    made = plan({"model.dtype": "bfloat16"}, SFT, num_gpus=1, gpu_memory_bytes=80 * GIB, max_sequence_tokens=90)
+    assert (made.config.model.fp32_head, made.config.model.fp32_residual) == (False, False)
+
+
 @pytest.mark.parametrize("step", ["_plan_learning_rate", "plan_deadlines", "plan_patches"])
 def test_what_is_left_undecided_becomes_no_default_unseen(monkeypatch, step):
     monkeypatch.setattr(derive, step, lambda builder: None)

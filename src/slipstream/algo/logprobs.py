@@ -69,11 +69,8 @@ def token_logprobs(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple
 
 def token_statistics(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`token_logprobs`, and the most likely tokens `[N]`; on a GPU in one pass over the logits."""
-    rules = (1.0, 0, 1.0, 0.0)
-    if isinstance(logits_NV, HeadLogits) or not _has_kernel(logits_NV, rules):
-        return *token_logprobs(logits_NV, token_ids_N), greedy_tokens(logits_NV)
-    logprobs_N, entropy_N, greedy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs_N, entropy_N, greedy_N
+    logprobs_N, entropy_N, greedy_N = _statistics_of(logits_NV, token_ids_N, (1.0, 0, 1.0, 0.0))
+    return logprobs_N, entropy_N, greedy_tokens(logits_NV) if greedy_N is None else greedy_N
 
 
 def processed_logprobs(
@@ -88,13 +85,22 @@ def processed_logprobs(
 
     A token that rounding put just outside the kept set is added to it, so that every logprob is finite.
     """
-    rules = (temperature, top_k, top_p, min_p)
-    if isinstance(logits_NV, HeadLogits):
-        given = (logits_NV.hidden_ND, logits_NV.weight_VD)
-        logprobs_N, entropy_N = _HeadLogprobs.apply(*given, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
-        return logprobs_N, entropy_N
-    logprobs_N, entropy_N, _ = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs_N, entropy_N
+    return _statistics_of(logits_NV, token_ids_N, (temperature, top_k, top_p, min_p))[:2]
+
+
+def _statistics_of(
+    logits_NV: Tensor | HeadLogits, token_ids_N: Tensor, rules: _Rules
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probability, entropy and most likely token of each row; None for the last where no kernel has found it."""
+    if not isinstance(logits_NV, HeadLogits):
+        logprobs_N, entropy_N, greedy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+        return logprobs_N, entropy_N, greedy_N if _has_kernel(logits_NV, rules) else None
+    given = (logits_NV.hidden_ND, logits_NV.weight_VD, token_ids_N)
+    if logits_NV.has_kernel(rules):
+        logprobs_N, entropy_N, greedy_N = _RoundedHeadLogprobs.apply(*given, rules[0], torch.is_grad_enabled())  # pyright: ignore[reportGeneralTypeIssues]
+        return logprobs_N, entropy_N, greedy_N
+    logprobs_N, entropy_N = _HeadLogprobs.apply(*given, rules)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N, None
 
 
 def _restrict(
@@ -118,11 +124,14 @@ _CHUNK_ELEMENTS = 2**24
 _Rules = tuple[float, int, float, float]
 
 
+def _keeps_all(rules: _Rules) -> bool:
+    _, top_k, top_p, min_p = rules
+    return top_k <= 0 and top_p >= 1.0 and min_p <= 0.0
+
+
 def _has_kernel(logits_NV: Tensor, rules: _Rules) -> bool:
     """Whether the Triton kernel applies: on a GPU, without top-k, top-p and min-p."""
-    _, top_k, top_p, min_p = rules
-    everything = top_k <= 0 and top_p >= 1.0 and min_p <= 0.0
-    return logits_NV.is_cuda and everything and logits_NV.dtype != torch.float64 and logits_NV.numel() > 0
+    return logits_NV.is_cuda and _keeps_all(rules) and logits_NV.dtype != torch.float64 and logits_NV.numel() > 0
 
 
 def _chunks(num_rows: int, num_tokens: int) -> Iterator[slice]:
@@ -149,6 +158,14 @@ class HeadLogits:
     def num_tokens(self) -> int:
         """Size of the vocabulary."""
         return len(self.weight_VD)
+
+    def has_kernel(self, rules: _Rules) -> bool:
+        """Whether the Triton kernel applies, to products of 16-bit numbers with float32 outputs."""
+        narrow = self.hidden_ND.dtype == self.weight_VD.dtype and self.hidden_ND.dtype in (
+            torch.bfloat16,
+            torch.float16,
+        )
+        return self.hidden_ND.is_cuda and narrow and _keeps_all(rules) and self.num_rows > 0
 
     def rows(self, rows: slice, wide_weight_VD: Tensor) -> Tensor:
         """Compute the logits of `rows`; `wide_weight_VD` is `wide_weight()`."""
@@ -261,6 +278,44 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits_NV[rows], token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules
             )
         return result_NV, None, None
+
+
+class _RoundedHeadLogprobs(torch.autograd.Function):
+    """For lazy logits on a GPU. Log-probabilities are those of float32 logits, which exist in chunks of rows only.
+    Where there will be a backward pass the chunks are kept in 16 bits, as the logits are without a float32 head, with
+    the log-sum-exp of what is kept, so that probabilities add up to 1: nothing is computed twice."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, token_ids_N: Tensor, temperature: float, is_trained: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from slipstream.algo import logprobs_triton
+
+        num_rows, num_tokens = len(hidden_ND), len(weight_VD)
+        kept_NV = hidden_ND.new_empty((num_rows, num_tokens)) if is_trained else None
+        parts: list[tuple[Tensor, ...]] = []
+        for rows in _chunks(num_rows, num_tokens // 4):
+            wide_NV = torch.mm(hidden_ND[rows], weight_VD.t(), out_dtype=torch.float32)
+            parts.append(logprobs_triton.forward(wide_NV, token_ids_N[rows], temperature, _part(kept_NV, rows)))
+        logprobs_N, entropy_N, lse_N, greedy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(greedy_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N, kept_NV)
+        return logprobs_N, entropy_N, greedy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        from slipstream.algo import logprobs_triton
+
+        hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N, kept_NV = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None, None, None
+        saved = (kept_NV, token_ids_N, lse_N, entropy_N)
+        grad_NV = logprobs_triton.backward(*saved, grad_logprobs_N, grad_entropy_N, ctx.temperature)
+        grad_hidden_ND = grad_NV @ weight_VD if ctx.needs_input_grad[0] else None
+        grad_weight_VD = grad_NV.t() @ hidden_ND if ctx.needs_input_grad[1] else None
+        return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
 class _HeadLogprobs(torch.autograd.Function):

@@ -27,10 +27,12 @@ def _forward_kernel(
     entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     sums,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     greedy,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    kept,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     num_tokens,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     temperature,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    keeps: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * jump
@@ -39,15 +41,21 @@ def _forward_kernel(
     where = tl.zeros((block,), dtype=tl.int32)
     total = tl.zeros((block,), dtype=tl.float32)
     weighted = tl.zeros((block,), dtype=tl.float32)
+    total_kept = tl.zeros((block,), dtype=tl.float32)
     for start in range(0, num_tokens, block):
         place = start + tl.arange(0, block)
-        x = tl.load(line + place, mask=place < num_tokens, other=float("-inf")).to(tl.float32) / temperature
+        raw = tl.load(line + place, mask=place < num_tokens, other=float("-inf")).to(tl.float32)
+        x = raw / temperature
         where = tl.where(x > largest, place, where)
         raised = tl.maximum(largest, x)
         shrink = tl.exp(largest - raised)
         share = tl.exp(x - raised)
         total = total * shrink + share
         weighted = weighted * shrink + tl.where(share > 0.0, share * x, 0.0)
+        if keeps:
+            rounded = raw.to(kept.dtype.element_ty)
+            tl.store(kept + row * num_tokens + place, rounded, mask=place < num_tokens)
+            total_kept = total_kept * shrink + tl.exp(rounded.to(tl.float32) / temperature - raised)
         largest = raised
     top = tl.max(largest, 0)
     scale = tl.exp(largest - top)
@@ -56,6 +64,8 @@ def _forward_kernel(
     own = tl.load(line + tl.load(token_ids + row)).to(tl.float32) / temperature
     tl.store(logprobs + row, own - lse)
     tl.store(entropies + row, lse - tl.sum(weighted * scale, 0) / whole)
+    if keeps:
+        lse = top + tl.log(tl.sum(total_kept * scale, 0))
     tl.store(sums + row, lse)
     tl.store(greedy + row, tl.min(tl.where(largest == top, where, num_tokens), 0).to(tl.int64))
 
@@ -94,15 +104,17 @@ def _backward_kernel(
     tl.store(result + row * num_tokens + place, gradient.to(result.dtype.element_ty), mask=present)
 
 
-def forward(logits_NV: Tensor, token_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    logits_NV: Tensor, token_ids_N: Tensor, temperature: float, kept_NV: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the most likely tokens `[N]`,
-    on ties the first."""
+    on ties the first. `kept_NV`, if given, gets the logits in its dtype, and `lse_N` is then that of what it got."""
     logits_NV = _in_lines(logits_NV)
     logprobs_N, entropy_N, lse_N = torch.empty((3, len(logits_NV)), dtype=torch.float32, device=logits_NV.device)
     greedy_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
     _forward_kernel[(len(logits_NV),)](
-        *(logits_NV, token_ids_N, logprobs_N, entropy_N, lse_N, greedy_N),
-        *(logits_NV.stride(0), logits_NV.shape[1], temperature, _BLOCK),
+        *(logits_NV, token_ids_N, logprobs_N, entropy_N, lse_N, greedy_N, logits_NV if kept_NV is None else kept_NV),
+        *(logits_NV.stride(0), logits_NV.shape[1], temperature, _BLOCK, kept_NV is not None),
         num_warps=_WARPS,
     )
     return logprobs_N, entropy_N, lse_N, greedy_N

@@ -335,7 +335,9 @@ def model_new(
         float | None, Parameter(help="Base of the rotary embeddings; default: derived from --context-length.")
     ] = None,
     seed: Annotated[int, Parameter(help="The same seed gives the same weights.")] = 0,
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Data type of the weights.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], Parameter(help="Data type of the weights.")
+    ] = "float32",
     json: Json = False,
 ) -> int:
     """Create a small Qwen3 with random weights, a byte- or character-level tokenizer and a chat template.

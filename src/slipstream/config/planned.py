@@ -36,7 +36,9 @@ from slipstream.config.sft import SFTConfig
 class PlannedModel(ModelConfig):
     """[model]."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    fp32_head: bool = False
+    fp32_residual: bool = False
 
 
 class PlannedEnvironment(EnvironmentConfig):

@@ -33,14 +33,21 @@ class ModelConfig(Section):
     `enable_thinking` or `thinking`. Not set: the template's default."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the model's chat template, set in every rendering: `reasoning_effort = "low"`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the live weights, the same in trainer and engine; what the optimizer keeps beside them is
-    `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
-    fp32_head: bool = False
+    `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16. `float16` has
+    three bits more than bfloat16, which brings engine and trainer closer (arXiv 2510.26788), and a smaller range: the
+    loss is scaled (`train/loss_scale`, `train/overflows`), and models whose activations do not fit are refused."""
+    fp32_head: bool | Literal["auto"] = "auto"
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
-    The weights stay as they are. How much closer the two come depends on the model, since rounding in the layers before
-    the head remains; `probe/abs_logprob_diff` shows it. The trainer computes the logits in chunks; without this setting
-    it holds all of them, in the model's dtype. Not over `training.ranks`."""
+    The weights stay as they are. The trainer computes them in chunks and keeps what the backward pass needs in the
+    model's dtype. Not over `training.ranks`. `auto`: under RL in 16 bits on a GPU, for the architectures for which this
+    was measured (Llama, Mistral, Qwen 2 and 3, Gemma 3)."""
+    fp32_residual: bool | Literal["auto"] = "auto"
+    """Add up in float32 what the layers compute, in trainer and engine; the inputs of matrix products stay in the
+    model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better
+    (`probe/abs_logprob_diff`). `auto`: as `fp32_head`, and only if the engine compiles its layers
+    (`inference.enforce_eager = false`), as the sums would take kernels of their own."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 

@@ -80,6 +80,7 @@ def load_model(
         unread=group is not None and group.rank > 0,
         checked=group is None,
         fp32_head=model.fp32_head,
+        fp32_residual=model.fp32_residual,
         max_model_len=config.inference.max_model_len or None,
     )
     if torch.cuda.is_available():

@@ -173,4 +173,7 @@ class BatchTrainer:
             return named, False
         self.before_write()
         self.learner.optim_commit()
-        return named | {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}, True
+        named |= {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}
+        if self.config.model.dtype == "float16":
+            named |= {"train/loss_scale": stats.loss_scale, "train/overflows": float(stats.num_overflows)}
+        return named, True

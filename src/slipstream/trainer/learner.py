@@ -7,9 +7,10 @@ for bit after `save` and `load`. The loop decides when to call them, and with wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,10 +124,15 @@ class Sums:
 
 
 def add_gradients(
-    model: PolicyModel, rows: Iterable[MicroBatch | None], objective: Objective, divisors: dict[str, float]
+    model: PolicyModel,
+    rows: Iterable[MicroBatch | None],
+    objective: Objective,
+    divisors: dict[str, float],
+    loss_scale: float = 1.0,
 ) -> Sums:
-    """Run forward and backward on each row and accumulate the gradients; returns the sums of the objective's terms. For
-    a row that is None the rank computes a dummy micro-batch with gradient zero, so that its collectives match."""
+    """Run forward and backward on each row and accumulate the gradients, of the loss times `loss_scale`; returns the
+    sums of the objective's terms. For a row that is None the rank computes a dummy micro-batch with gradient zero, so
+    that its collectives match."""
     totals = Sums({})
     for micro in rows:
         # Around both passes: compiled layers require the same setting in the two.
@@ -138,7 +144,7 @@ def add_gradients(
                 (logits.float().sum() * 0.0).backward()
                 continue
             loss, sums = objective.terms(model, micro, divisors)
-            loss.backward()
+            (loss if loss_scale == 1.0 else loss * loss_scale).backward()
         for key, value in sums.items():
             # Stays on the device: reading a number here would synchronize the GPU.
             totals.values[key] = totals.values[key] + value.double() if key in totals.values else value.double()
@@ -202,6 +208,8 @@ class Learner:
         self.micro_batch_tokens = micro_batch_tokens
         self.planned_bytes = planned_bytes
         self._longest_row = 0
+        self._repeat: Callable[[], object] = lambda: None
+        """Makes the last gradient again."""
 
     @property
     def step(self) -> int:
@@ -241,6 +249,7 @@ class Learner:
         """Accumulate the gradient of the step's loss; returns the objective's metrics. With `by_task`, a seed, the
         gradients of the batch's tasks are combined by PCGrad. Raises TrainingError for a batch without a trainable
         token."""
+        self._repeat = partial(self.forward_backward, batch, objective, by_task=by_task)
         if not any(sequence.num_trainable for sequence in batch.sequences):
             raise TrainingError(
                 f"the batch of optimizer step {self.step} has {len(batch.sequences)} sequences and no "
@@ -276,10 +285,18 @@ class Learner:
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)
-        return add_gradients(self.model, rows, objective, divisors)
+        return add_gradients(self.model, rows, objective, divisors, self.optimizer.loss_scale.value)
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
-        """Clip the accumulated gradient and compute the update; see Optimizer.prepare."""
+        """Clip the accumulated gradient and compute the update; see Optimizer.prepare. Where it overflowed in float16,
+        the backward pass is repeated at a lower loss scale until it does not."""
+        num_overflows = 0
+        while (stats := self._prepare(learning_rate)).overflowed:
+            num_overflows += 1
+            self._repeat()
+        return replace(stats, num_overflows=num_overflows)
+
+    def _prepare(self, learning_rate: float) -> OptimStats:
         return self.optimizer.prepare(learning_rate)
 
     def optim_commit(self) -> None:

@@ -287,11 +287,11 @@ def _teacher(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.training.optimizer == "adamw_bf16" and config.model.dtype == "float32":
+    if config.training.optimizer == "adamw_bf16" and config.model.dtype not in ("auto", "bfloat16"):
         yield (
             "training.optimizer",
-            'training.optimizer = "adamw_bf16" rounds weights to bfloat16, and model.dtype = "float32" keeps them '
-            'whole: use model.dtype = "bfloat16", or "adamw"',
+            f'training.optimizer = "adamw_bf16" rounds weights to bfloat16, and model.dtype = "{config.model.dtype}" '
+            'does not: use model.dtype = "bfloat16", or "adamw"',
         )
 
 

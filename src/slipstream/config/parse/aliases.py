@@ -136,7 +136,7 @@ REFUSED: dict[str, str] = {
     "warmup_ratio": "set training.warmup_steps, in optimizer steps",
     "optim": 'set training.optimizer: "adamw", "adamw_bf16", "adamw_8bit", "adamw_paged" or "muon"',
     "bf16": 'set model.dtype = "bfloat16"; training.optimizer = "adamw" keeps float32 master weights',
-    "fp16": 'float16 is not supported: set model.dtype = "bfloat16"',
+    "fp16": 'set model.dtype = "float16"; training.optimizer = "adamw" keeps float32 master weights',
     "loss_type": 'set algorithm.normalize ("sequence" for grpo, "token" for dapo, "constant" for dr_grpo); '
     'algorithm.loss is the clipping ("cispo", "gspo", ...)',
     "importance_sampling_level": 'set algorithm.loss = "clip" for token, "gspo" for sequence',

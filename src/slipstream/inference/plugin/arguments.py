@@ -55,6 +55,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **_block_size(),
         **settings.options,
         **_model_overrides(settings),
+        **_compile_key(settings),
     }
 
 
@@ -63,6 +64,12 @@ def _model_overrides(settings: EngineSettings) -> dict[str, Any]:
     asked = settings.options.get("hf_overrides", {})
     overrides = {**_position_scaling(Path(settings.model)), **asked, **(_FP32_HEAD if settings.fp32_head else {})}
     return {"hf_overrides": overrides} if overrides else {}
+
+
+def _compile_key(settings: EngineSettings) -> dict[str, Any]:
+    """`additional_config`: what vLLM's compile cache cannot see in its own source, with that of `settings.options`."""
+    asked = settings.options.get("additional_config", {})
+    return {"additional_config": {**asked, "slipstream_fp32_residual": True}} if settings.fp32_residual else {}
 
 
 def _position_scaling(folder: Path) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def main() -> None:
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     os.environ[patch_table.VARIABLE] = settings.patches
+    if settings.fp32_residual:
+        os.environ[patch_table.FP32_RESIDUAL] = "1"
     import uvloop
 
     if uvloop.run(serve(settings)):

@@ -97,6 +97,10 @@ class EngineServer:
             self._tool_reader = ToolReader(self.settings.tool_parser, self.host.tokenizer)
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
+        if self.settings.fp32_residual and "fp32_residual" not in self.patches:
+            raise RuntimeError(
+                f"model.fp32_residual = true cannot be ({self.patches_left_out.get('fp32_residual')}): set it to false"
+            )
         if self.settings.version is not None:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:

@@ -45,6 +45,14 @@ from slipstream.launch.plan.vllm_version import plan_patches
 MAX_SEQUENCES = 1_000_000
 MAX_STEPS = 100_000_000
 LARGE, TINY = 500e6, 1e6
+NOT_IN_FLOAT16 = ("Gemma2", "Gemma3", "Glm4")
+"""Beginnings of the names of architectures that vLLM refuses."""
+CLOSER = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
+}
+"""Architectures whose logits are the head's alone, and whose layers add up in norms in vLLM: float32 there is the same
+on both sides."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
 """At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
 ten times that of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are those that
@@ -78,6 +86,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     _plan_lora(builder)
     _plan_learning_rate(builder)
     plan_compile(builder)
+    _plan_precision(builder)
     check_template(builder)
     if uses_engine(config):
         plan_lengths(builder)
@@ -172,6 +181,11 @@ def _plan_evaluation(builder: PlanBuilder) -> None:
 
 
 def _plan_dtype(builder: PlanBuilder) -> None:
+    if builder["model.dtype"] == "float16" and builder.facts.model.architecture.startswith(NOT_IN_FLOAT16):
+        raise ConfigError(
+            f"{builder.facts.model.architecture} computes values that float16 cannot hold, and vLLM refuses it: set "
+            'model.dtype = "bfloat16"'
+        )
     num_parameters = builder.facts.model.num_parameters
     size = f"{num_parameters / 1e6:.3g} M parameters"
     if builder.original.training.optimizer == "adamw_bf16":
@@ -180,6 +194,25 @@ def _plan_dtype(builder: PlanBuilder) -> None:
         builder.derive_auto("model.dtype", "float32", f"on a CPU {size} are few: full precision costs little")
     else:
         builder.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
+
+
+def _plan_precision(builder: PlanBuilder) -> None:
+    """Derive what trainer and engine both compute in float32."""
+    config, found = builder.original, builder.facts.model.architecture
+    if config.algorithm.kind == "sft":
+        head = against = "no engine has to agree with the trainer"
+    elif builder["model.dtype"] == "float32":
+        head = against = "all is in float32"
+    elif builder.on_cpu:
+        head = against = "not measured on a CPU"
+    elif found not in CLOSER:
+        head = against = f"not measured for {found or 'a model with code of its own'}"
+    else:
+        head = "each of training.ranks has a part of the head" if config.training.ranks > 1 else ""
+        against = "the engine does not compile its layers" if config.inference.enforce_eager is True else ""
+    closer = "brings the log-probabilities of trainer and engine closer, at little cost"
+    builder.derive_auto("model.fp32_head", not head, head or closer)
+    builder.derive_auto("model.fp32_residual", not against, against or closer)
 
 
 def _plan_lora(builder: PlanBuilder) -> None:

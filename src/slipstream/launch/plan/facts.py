@@ -34,6 +34,8 @@ class ModelFacts:
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
     scores: Literal["", "plain", "capped"] = ""
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
+    architecture: str = ""
+    """The class of its network, as its configuration names it; empty where that brings its own code."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 

@@ -275,6 +275,7 @@ def _model_facts(
         dtype=str(dtype).removeprefix("torch."),
         num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
         original_context=_original_context(shape),
+        architecture="" if values.get("auto_map") else next(iter(values.get("architectures") or ()), ""),
     )
     if num_parameters is not None:
         return facts

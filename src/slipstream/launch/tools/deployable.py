@@ -170,7 +170,9 @@ def deployed_engine_plan(
     """
     facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
     on_cpu = measure_gpus()[0] == 0
-    dtype = "float32" if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS else "bfloat16"
+    dtype = "float16" if facts.dtype == "float16" else "bfloat16"
+    if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS:
+        dtype = "float32"
     # As vLLM does: beyond its original context, a model with scaled RoPE uses other factors for short sequences too.
     context = facts.original_context or facts.context_length
     length = max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)

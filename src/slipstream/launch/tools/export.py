@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.launch.tools.deployable import weights_folder
@@ -48,7 +49,7 @@ def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:
         )
     tensors = read_adapter_tensors(source)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    dtype = "float32" if dtypes == {"float32"} else "bfloat16"
+    dtype: Any = dtypes.pop() if dtypes in ({"float32"}, {"float16"}) else "bfloat16"
     model = PolicyModel.load(config.base, dtype, trust_remote_code=trust_remote_code, packing=False)
     # Module names from the tensors: an adapter made elsewhere may have a pattern as target_modules.
     model.add_adapter(replace(config, target_modules=adapted_modules(tensors)), source)

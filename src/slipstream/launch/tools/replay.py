@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.launch.build import Trained
     from slipstream.trainer.batch_trainer import BatchTrainer
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 """By `model.dtype`: how far a loss may be from the recorded one, as a part of it or of 1, whichever is larger, where
 the two were rounded otherwise: on a GPU, another machine or other versions. On a CPU, with rows cut otherwise and
 another number of threads, losses were seen to differ by 2e-7 and 8e-4 at most, up to six batches after the start."""

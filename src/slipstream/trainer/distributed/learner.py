@@ -207,10 +207,10 @@ class ShardedLearner(Learner):
         conflicts, lowest = self._sharded.all_do(Combine(self._name, seed))[0].numbers
         return conflicts, lowest
 
-    def optim_prepare(self, learning_rate: float) -> OptimStats:
-        """See the base."""
-        rate, norm, clipped = self._sharded.all_do(Prepare(self._name, learning_rate))[0].numbers
-        return OptimStats(rate, norm, bool(clipped))
+    def _prepare(self, learning_rate: float) -> OptimStats:
+        rate, norm, *others = self._sharded.all_do(Prepare(self._name, learning_rate))[0].numbers
+        clipped, scale, overflowed = others
+        return OptimStats(rate, norm, bool(clipped), scale, bool(overflowed))
 
     def optim_commit(self) -> None:
         """See the base."""

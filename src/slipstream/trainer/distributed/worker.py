@@ -270,7 +270,8 @@ class RankModel:
                 return Answer(numbers=[found.conflict_fraction, found.lowest_cosine])
             case Prepare():
                 stats = self.prepare(command.learning_rate)
-                return Answer(numbers=[stats.learning_rate, stats.grad_norm, float(stats.clipped)])
+                flags = [float(stats.clipped), stats.loss_scale, float(stats.overflowed)]
+                return Answer(numbers=[stats.learning_rate, stats.grad_norm, *flags])
             case Commit():
                 self._trained.commit()
                 self._copy_to_engine()
@@ -309,7 +310,7 @@ class RankModel:
         # Embeddings and LM head belong to no layer, are large, and are used at both ends of every pass.
         unsharded = [*self.model.roots, *(text_layers(self.model.network) if self.keeps_whole else ())]
         rows = self.group.rows_unsharded(unsharded, rows, len(rank_batch.rows))
-        sums = add_gradients(self.model, rows, self.objective, divisors)
+        sums = add_gradients(self.model, rows, self.objective, divisors, self._trained.loss_scale.value)
         tensors = {name: PackedTensor.of(value) for name, value in sums.values.items()}
         return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens, sums.longest_row])
 

@@ -4,7 +4,7 @@ Without it such a gradient is a bfloat16 matrix that is written, read again and 
 GEMM's output is the accumulated gradient (`Optimizer`'s holders), rounded to fp32 only. The forward GEMM is torch's.
 Compiled layers share one code, so that the custom operation finds the weight by a layer id.
 
-Only for compiled layers in a single process: plain `nn.Linear` in bfloat16 on a GPU with an untied, trained weight.
+Only for compiled layers in a single process: plain `nn.Linear` in 16 bits on a GPU with an untied, trained weight.
 Other parameters (embeddings, a tied LM head, biases, norms, adapters) accumulate as usual, and so do all where torch
 has no such GEMM or a trial finds it wrong. `torch.autograd.grad` and double backward do not see these gradients.
 """
@@ -166,7 +166,7 @@ def _eligible(network: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype == torch.bfloat16
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()

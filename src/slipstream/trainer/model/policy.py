@@ -22,17 +22,19 @@ from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError, one_line
 from slipstream.trainer.attention import packed
+from slipstream.trainer.model.float16_check import check_float16
 from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
 from slipstream.trainer.model.vision_towers import auto_class, freeze_towers, reads_images, text_config, unusable
+from slipstream.trainer.model.wide_residual import widen_residual
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.bridges.single_copy import CannotShare
 from slipstream.weights.model_files import stored_parameters
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PolicyModel:
@@ -59,7 +61,7 @@ class PolicyModel:
     def load(
         cls,
         path: str | os.PathLike[str],
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         *,
@@ -70,6 +72,7 @@ class PolicyModel:
         unread: bool = False,
         checked: bool = True,
         fp32_head: bool = False,
+        fp32_residual: bool = False,
         max_model_len: int | None = None,
     ) -> PolicyModel:
         """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
@@ -79,8 +82,8 @@ class PolicyModel:
         their input, or with "selective" also matmul and attention outputs, and recompute the rest in the backward pass.
         `offload`: saved activations wait in host memory. `shared`: tensors to use as the parameters; the folder gives
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
-        packing check to the caller. `fp32_head`: see `use_fp32_head`. `max_model_len`: the engine's, which determines
-        rotary frequencies (`rotary_frequencies.py`).
+        packing check to the caller. `fp32_head`, `fp32_residual`: see `use_fp32_head`, `use_fp32_residual`.
+        `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`).
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -96,6 +99,10 @@ class PolicyModel:
         model = cls(network.to(device), folder, packing=packing)
         model.layers, model.max_model_len = LayerOptions(checkpointing, offload), max_model_len
         configure_layers(network, model.layers)
+        if fp32_residual:
+            model.use_fp32_residual(checked=checked)
+        if dtype == "float16" and checked:
+            check_float16(model)
         if packing and checked:
             check_isolation(model)
         if fp32_head:
@@ -149,13 +156,10 @@ class PolicyModel:
         head, name = network.get_output_embeddings(), type(network).__name__
         if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()):
             raise ConfigError(f"{name} has no plain output head: set model.fp32_head = false")
-        (row,) = micro_batches(
-            StepBatch([records.Sequence([0, 1, 2, 3], [False, True, True, True])]), 8, device=self.device
-        )
         with torch.no_grad():
             # Scaling or soft-capping after the head would change this constant.
             head.forward = _mark_logits
-            marked = self.logits(row)
+            marked = self.logits(self._small_row())
         if not isinstance(marked, Tensor) or not bool((marked == _MARK).all()):
             del head.forward
             raise ConfigError(
@@ -164,6 +168,28 @@ class PolicyModel:
             )
         head.forward = _identity
         self._fp32_head = head
+
+    def use_fp32_residual(self, *, checked: bool = True) -> None:
+        """Add up what the layers compute in float32 (`wide_residual.py`). Raises ConfigError if some layer then gets an
+        input that it cannot take; `checked`: False does not try."""
+        hooks = widen_residual(self.network)
+        if not (hooks and checked):
+            return
+        try:
+            with torch.no_grad():
+                self.logits(self._small_row())
+        except (RuntimeError, TypeError, ValueError) as error:
+            for hook in hooks:
+                hook.remove()
+            raise ConfigError(
+                f"{type(self.network).__name__} cannot add up in float32 ({one_line(error)}): set model.fp32_residual "
+                "= false"
+            ) from error
+
+    def _small_row(self) -> MicroBatch:
+        sequence = records.Sequence([0, 1, 2, 3], [False, True, True, True])
+        (row,) = micro_batches(StepBatch([sequence]), 8, packing=self.packing, device=self.device)
+        return row
 
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         segments = {"segments": row.layout} if self.packing else {}
@@ -278,7 +304,7 @@ class SharedTensors:
 
 def load_network(
     folder: Path,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Literal["float32", "bfloat16", "float16"],
     trust_remote_code: bool = False,
     *,
     implementation: str = "sdpa",

@@ -57,7 +57,7 @@ def new_model(
     seed: int = 0,
     tie_embeddings: bool = True,
     alphabet: str | None = None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> Path:
     """Write the model into `folder` (new or empty) and return it.
 

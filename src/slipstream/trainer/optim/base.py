@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from slipstream.algo.gradient_surgery import Combination
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.model import fused_weight_gradients
+from slipstream.trainer.optim.loss_scale import LossScale
 from slipstream.trainer.optim.task_gradients import combine
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -36,6 +37,12 @@ class OptimStats:
     grad_norm: float
     """Global norm before clipping."""
     clipped: bool
+    loss_scale: float = 1.0
+    """Of the next step, in float16."""
+    overflowed: bool = False
+    """The gradient was too large for float16 and is discarded: nothing was updated."""
+    num_overflows: int = 0
+    """How often that happened before this gradient fitted."""
 
 
 def learning_rate_at(
@@ -96,6 +103,8 @@ class Optimizer(ABC):
                 self._parameters[name] = parameter
         if not self._parameters:
             raise TrainingError("the model has no trainable parameter: check what was frozen")
+        self.loss_scale = LossScale(is_needed=any(each.dtype == torch.float16 for each in self._parameters.values()))
+        """What the caller multiplies the loss by."""
         self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
@@ -108,7 +117,7 @@ class Optimizer(ABC):
 
     def prepare(self, learning_rate: float) -> OptimStats:
         """Clip the accumulated gradient to global norm `max_grad_norm` and compute the update; live weights do not
-        change.
+        change. A gradient that overflowed in float16 is discarded, and the loss scale halved (`OptimStats`).
 
         Raises TrainingError if the gradient is not finite, and ZeroGradientError if it is zero; in both cases nothing
         has changed."""
@@ -125,16 +134,22 @@ class Optimizer(ABC):
                 "teaches nothing (equal rewards?); skip the step"
             )
         if not math.isfinite(norm):
+            if self.loss_scale.lower():
+                self.discard_gradients()
+                return OptimStats(learning_rate, norm, clipped=False, loss_scale=self.loss_scale.value, overflowed=True)
             raise TrainingError(self._explain(norm))
+        norm /= self.loss_scale.value
         clipped = norm > self.max_grad_norm
-        if clipped:
-            torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
+        factor = (self.max_grad_norm / (norm + 1e-6) if clipped else 1.0) / self.loss_scale.value
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        self.loss_scale.count_good()
         del gradients  # so that each is freed as soon as its update is computed
         self._update(learning_rate)
         self.discard_gradients()
         self._prepared = True
         self.step += 1
-        return OptimStats(learning_rate, norm, clipped)
+        return OptimStats(learning_rate, norm, clipped, self.loss_scale.value)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -172,7 +187,7 @@ class Optimizer(ABC):
         states, and its number of updates (`updates`)."""
         if self._prepared:
             raise TrainingError("the optimizer's state was asked for between optim_prepare and optim_commit")
-        tensors: dict[str, Tensor] = {"step": torch.tensor(self.step)}
+        tensors: dict[str, Tensor] = {"step": torch.tensor(self.step), **self.loss_scale.state()}
         for name, weights in self._weights().items():
             tensors[f"{self.weights_key}.{name}"] = weights
             memory = self._memory_of(name)
@@ -192,6 +207,7 @@ class Optimizer(ABC):
                 saved.setdefault(name, {})[key] = tensor
         self._check(saved)
         self.step = int(tensors["step"])
+        self.loss_scale.load(tensors)
         for name, weights in self._weights().items():
             memory: dict[str, Any] = saved[name]
             weights.copy_(memory.pop(self.weights_key))

@@ -30,6 +30,8 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 """Minor versions of vLLM whose source was reviewed for this table."""
 VARIABLE = "SLIPSTREAM_PATCHES"
 """Environment variable of an engine's processes that holds the choice."""
+FP32_RESIDUAL = "SLIPSTREAM_FP32_RESIDUAL"
+"""Environment variable that asks for the patch `fp32_residual`."""
 
 
 class Absent(Exception):
@@ -84,6 +86,10 @@ TABLE = (
         lost='experts are not computed beside adapters on a CPU: use weights.bridge = "disk"',
     ),
     Patch("seeded_cpu_prefill", "cpu:seeded_prefill", "required", "cpu", lost="seeded prompts must fit into one step"),
+    Patch(
+        *("fp32_residual", "residual:add_in_float32", "required"),
+        lost="layers add up in the model's dtype: set model.fp32_residual = false",
+    ),
     Patch("flush", "delivery:add_flush", "required", lost="no update can say which version made which token"),
     Patch("sent_copies", "delivery:send_copies", "required", lost="large messages may be written over"),
     Patch(

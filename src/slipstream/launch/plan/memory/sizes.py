@@ -97,6 +97,7 @@ def activation_bytes_per_token(
     adapter_outputs: int = 0,
     dora: bool = False,
     longest: int = 0,
+    fp32_residual: bool = False,
 ) -> int:
     """Bytes that a trained token keeps until its backward pass; `longest`: tokens of the longest row, for
     `score_bytes_per_token`.
@@ -106,13 +107,15 @@ def activation_bytes_per_token(
     together, kept where products are (`selective`); DoRA keeps as many, which it multiplies. Logits: as if every token
     carried loss.
     """
-    whole = layer_elements(model, compiled=compiled)
+    # The residual stream twice in a layer, and once as its input, with two more bytes.
+    wider = model.hidden_size * 2 // BYTES_OF[dtype] if fp32_residual else 0
+    whole = layer_elements(model, compiled=compiled) + 2 * wider
     beside = adapter_outputs if dora else 0
     if checkpointing is True:
         inputs = 2 if offload else model.num_layers
-        elements = inputs * model.hidden_size + whole + beside // model.num_layers
+        elements = inputs * (model.hidden_size + wider) + whole + beside // model.num_layers
     elif checkpointing == "selective" and not compiled:
-        elements = model.num_layers * layer_elements(model, selective=True) + adapter_outputs + whole
+        elements = model.num_layers * (layer_elements(model, selective=True) + wider) + adapter_outputs + whole
     else:
         elements = model.num_layers * whole + beside
     scores = score_bytes_per_token(model, dtype, longest, checkpointing=checkpointing)

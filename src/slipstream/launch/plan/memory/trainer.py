@@ -112,5 +112,6 @@ def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMem
         adapter_outputs=facts.adapter.num_outputs if facts.adapter else 0,
         dora=config.lora is not None and config.lora.dora,
         longest=_longest(config, facts),
+        fp32_residual=config.model.fp32_residual is True,
     )
     return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0)

@@ -1,0 +1,44 @@
+"""Patches vLLM's RMS norms to add up in float32 what the layers compute, as the trainer does (`model.fp32_residual`).
+
+vLLM's models hand a layer's output and the residual stream to the next norm together, which adds them and returns both.
+The sum comes back in float32 here, so that it stays so from norm to norm; what the norm makes of it, the input of
+matrix products, is rounded once. Under torch.compile this becomes part of the fused kernels.
+
+Changed: `RMSNorm.forward`, `GemmaRMSNorm.forward`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.inference.plugin.patches.patch_table import FP32_RESIDUAL, Absent, NotNeeded
+
+
+def add_in_float32() -> None:
+    """Patch both norms. Raises NotNeeded unless `FP32_RESIDUAL` asks for it."""
+    if not os.environ.get(FP32_RESIDUAL):
+        raise NotNeeded("model.fp32_residual is off")
+    from vllm.model_executor.layers import layernorm
+
+    for name, offset in (("RMSNorm", 0.0), ("GemmaRMSNorm", 1.0)):
+        kind = getattr(layernorm, name, None)
+        if kind is None or not hasattr(kind, "forward_native"):
+            raise Absent(f"layernorm.{name}")
+        _patch(kind, offset)
+
+
+def _patch(kind: Any, offset: float) -> None:
+    plain = kind.forward
+
+    def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None or getattr(self, "variance_size_override", None) is not None:
+            return plain(self, x, residual)
+        total = x.float() + residual.float()
+        scaled = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (scaled * (self.weight.float() + offset)).to(x.dtype), total
+
+    kind.forward = forward

@@ -1,0 +1,121 @@
+"""Training in float16: a scaled loss, overflows that are made again, and models that do not fit."""
+
+import pytest
+import torch
+
+from slipstream import records
+from slipstream.errors import ConfigError, TrainingError
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.optim.loss_scale import FIRST, GROWTH_INTERVAL, LARGEST, LossScale
+from slipstream.trainer.packing import StepBatch
+from slipstream.weights.model_files import read_model_folder, write_model_folder
+
+
+def batch():
+    torch.manual_seed(3)
+    tokens = torch.randint(3, 90, (6, 40)).tolist()
+    return StepBatch([records.Sequence(own, [False] * 8 + [True] * 32, [0.0] * 40) for own in tokens])
+
+
+def learner_of(folder, dtype, **changes):
+    model = PolicyModel.load(folder, dtype, **changes)
+    return Learner(model, MasterAdamW(model.network.named_parameters(), max_grad_norm=1e9), micro_batch_tokens=512)
+
+
+def test_its_update_is_that_of_float32(model_folder):
+    """The masters after a step, from the same float16 weights; Adam's first step is the gradient's sign."""
+    float16 = learner_of(model_folder, "float16", fp32_residual=True)
+    assert float16.optimizer.loss_scale.value == FIRST
+    float32 = learner_of(model_folder, "float32")
+    with torch.no_grad():
+        for parameter in float32.model.network.parameters():
+            parameter.copy_(parameter.half().float())
+    norms, gradients = [], []
+    for learner in (float32, float16):
+        learner.forward_backward(batch(), SFTObjective())
+        scale = learner.optimizer.loss_scale.value
+        gradients.append({name: master.grad / scale for name, master in learner.optimizer.masters().items()})
+        norms.append(learner.optim_prepare(1e-3).grad_norm)
+        learner.optim_commit()
+    assert norms[1] == pytest.approx(norms[0], rel=2e-3)
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).norm() < 0.02 * gradient.norm() + 1e-7, name
+    assert all(each.dtype == torch.float16 for each in float16.model.network.parameters())
+
+
+def test_without_a_scale_small_gradients_would_be_lost(model_folder):
+    found = []
+    for scale in (1.0, FIRST):
+        learner = learner_of(model_folder, "float16")
+        learner.optimizer.loss_scale.value = scale
+        learner.forward_backward(batch(), SFTObjective())
+        masters = learner.optimizer.masters().values()
+        found.append(sum(int((master.grad == 0).sum()) for master in masters))
+    print(found)
+    assert found[0] > 2 * found[1]
+
+
+def test_an_overflow_is_made_again_at_a_lower_scale(model_folder):
+    updates = []
+    for scale in (1024.0, 2.0**40):
+        learner = learner_of(model_folder, "float16")
+        learner.optimizer.loss_scale.value = scale
+        learner.forward_backward(batch(), SFTObjective())
+        stats = learner.optim_prepare(1e-3)
+        learner.optim_commit()
+        updates.append((stats, dict(learner.named_weights())))
+    (plain, wanted), (stats, weights) = updates
+    assert plain.num_overflows == 0
+    assert plain.loss_scale == 1024.0
+    assert stats.num_overflows > 10
+    assert stats.loss_scale == 2.0 ** (40 - stats.num_overflows)
+    assert learner.step == 1
+    assert stats.grad_norm == pytest.approx(plain.grad_norm, rel=1e-3)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(weights[name], weight, atol=3e-3, rtol=0.0)
+
+
+def test_what_is_not_finite_at_any_scale_is_an_error(model_folder):
+    learner = learner_of(model_folder, "float16")
+    learner.forward_backward(batch(), SFTObjective())
+    learner._repeat = lambda: [master.__setattr__("grad", torch.full_like(master, torch.nan)) for master in masters]
+    masters = list(learner.optimizer.masters().values())
+    learner._repeat()
+    with pytest.raises(TrainingError, match="are NaN or infinite"):
+        learner.optim_prepare(1e-3)
+
+
+def test_the_scale_grows_and_is_resumed(model_folder, tmp_path):
+    scale = LossScale(is_needed=True)
+    for _ in range(GROWTH_INTERVAL):
+        scale.count_good()
+    assert scale.value == 2 * FIRST
+    scale.value = LARGEST
+    for _ in range(GROWTH_INTERVAL):
+        scale.count_good()
+    assert scale.value == LARGEST
+    learner = learner_of(model_folder, "float16")
+    learner.optimizer.loss_scale.value = 128.0
+    learner.forward_backward(batch(), SFTObjective())
+    learner.optim_prepare(1e-3)
+    learner.optim_commit()
+    learner.save(tmp_path / "state")
+    other = learner_of(model_folder, "float16")
+    other.load(tmp_path / "state")
+    assert other.optimizer.loss_scale.state()["loss_scale"].tolist() == [128.0, 1.0]
+    assert not LossScale(is_needed=False).state()
+
+
+def test_a_model_whose_activations_do_not_fit_is_refused(model_folder, tmp_path):
+    weights = dict(read_model_folder(model_folder))
+    name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name] = torch.full_like(weights[name], 60_000.0)
+    write_model_folder(tmp_path / "model", weights.items(), model_folder)
+    with pytest.raises(
+        ConfigError, match=r"computes values in model\.layers\.1\.mlp\.down_proj that float16 cannot hold"
+    ):
+        PolicyModel.load(tmp_path / "model", "float16")
+    PolicyModel.load(tmp_path / "model", "bfloat16")
