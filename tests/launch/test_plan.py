@@ -157,7 +157,8 @@ def test_engine_and_trainer_come_closer_where_that_costs_little(values, changes,
 def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
     text = refusal({"model.dtype": "float16"}, architecture="Gemma3ForCausalLM")
     assert text.startswith("Gemma3ForCausalLM computes values that float16 cannot hold, and vLLM refuses it: set")
-    rounding = refusal({"model.dtype": "float16", "training.optimizer": "adamw_bf16"})
+    values = {"model.dtype": "float16", "training.optimizer": "adamw_bf16"}
+    ((_, rounding),) = contradictions(with_values(GRPO, values))
     assert 'rounds weights to bfloat16, and model.dtype = "float16" does not' in rounding
     assert plan({"model.dtype": "float16"}).config.model.dtype == "float16"
 
@@ -179,6 +180,8 @@ def test_every_auto_gets_its_value_and_reason():
     assert autos(made) == []
     assert {item.name: item.value for item in made.derived} == {
         "model.dtype": "float32",
+        "model.fp32_head": False,
+        "model.fp32_residual": False,
         "weights.bridge": "disk",
         "training.learning_rate": 1e-3,
         "sampling.max_tokens": 19,  # 1.25 * 12 + 4
@@ -273,6 +276,8 @@ def test_what_the_user_set_stays():
         "algorithm.importance_cap": 3.0,
         "algorithm.importance_floor": 0.1,
         "algorithm.overlong_buffer": 0.5,
+        "model.fp32_head": False,
+        "model.fp32_residual": True,
     }
     made = plan(values)
     assert made.derived == ()
@@ -616,7 +621,7 @@ class TestSFT:
         assert autos(made, config) == []
         assert made.config.inference == PlannedInference(), "no engine"
         assert {item.name for item in made.derived} == {
-            "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
+            "model.dtype", "model.fp32_head", "model.fp32_residual", "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
             "run.async_checkpoints",
         }  # fmt: skip
