@@ -5,6 +5,8 @@ workers, reasoning_gym. Two engines answer from a script, at once. Prints one Ma
 spread of the repeats, and the processor time of this process, without the reward worker's, which says more than the
 rate on a machine that is shared.
 
+The garbage collector is set as in an orchestrator's process (`orchestrator/garbage_collection.py`).
+
 Then `--held` rollouts are held at once: no engine answers before all were asked; one engine dies with its half of
 them, and all must end right all the same.
 
@@ -36,6 +38,7 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.garbage_collection import fewer_collections, freeze
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger, balance
@@ -78,7 +81,8 @@ async def parts(
     ]
     replicas = EngineReplicas(engines, num_places=num_rollouts, on_event=lambda kind, **fields: None)
     with tempfile.TemporaryDirectory() as folder:
-        ledger = Ledger(Path(folder), 0, 0, staleness=0, shape={})
+        later = asyncio.get_running_loop().call_later
+        ledger = Ledger(Path(folder), 0, 0, staleness=0, shape={}, later=later)
         async with ScorerPool(config) as scorer:
             batcher = Batcher(
                 RolloutRunner(environment, scorer, tokenizer, replicas, request_timeout_s=600.0),
@@ -89,7 +93,8 @@ async def parts(
                 needs_logprobs=True,
                 ledger=ledger,
             )
-            yield batcher, tasks, engines
+            with fewer_collections():
+                yield batcher, tasks, engines
             ledger.close(0)
         found = balance(Path(folder))
         assert found.num_open == 0, found
@@ -162,6 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         new_tokenizer("char").save_pretrained(Path(folder))
         tokenizer = AnsweringTokenizer(folder)
+        freeze()
         print("| task | rollouts/s, median | lowest to highest | CPU us each | rollouts x repeats | right | cores |")
         print("|---|---|---|---|---|---|---|")
         for task in arguments.tasks:

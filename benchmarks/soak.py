@@ -18,6 +18,7 @@ import argparse
 import ctypes
 import functools
 import gc
+import subprocess
 import sys
 import tempfile
 import threading
@@ -126,7 +127,7 @@ class Beside(process.OrchestratorProcess):
         config, planned = run.prepared.loaded.config.model_dump_json(), run.config.model_dump_json()
         tasks, folder = process.tasks_of(run.prepared), str(run.folder.absolute())
         settings = process.Settings(config, planned, tasks, folder, run.log.lineage, run.stages.began)
-        sleeper = psutil.Popen(["sleep", "100000"], stdin=-1, start_new_session=True)
+        sleeper = subprocess.Popen(["sleep", "100000"], stdin=-1, start_new_session=True)
 
         def serve() -> None:
             try:

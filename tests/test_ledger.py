@@ -46,6 +46,53 @@ def test_a_group_ends_once_and_the_balance_says_how(tmp_path):
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
+def test_what_is_written_later_is_written_in_order_and_with_what_is_written_before(tmp_path):
+    timers = []
+    made = ledger(tmp_path, later=lambda seconds, write: timers.append(write))
+    for name in ("a", "b", "c"):
+        made.begin(name)
+    made.finish("a", rollouts("a", "0.0"))
+    assert states(tmp_path) == {}
+    assert len(timers) == 1, "one for all of them"
+    timers.pop()()
+    assert states(tmp_path) == {("ready", ""): (1, 2), ("running", ""): (2, 0)}
+    made.finish("b", rollouts("b", "0.0"))
+    made.batch(0, ["a", "b"])
+    assert states(tmp_path) == {("batched", ""): (2, 4), ("running", ""): (1, 0)}
+    made.finish("c", rollouts("c", "0.0"))
+    made.close(1)
+    for write in timers:
+        write()
+    assert states(tmp_path) == {("trained", ""): (2, 4), ("ready", ""): (1, 2)}
+
+
+def test_what_cannot_be_written_later_is_an_error_of_the_next_call_and_not_lost(tmp_path):
+    timers = []
+    made = ledger(tmp_path, later=lambda seconds, write: timers.append(write))
+    made._data.execute("PRAGMA max_page_count = 1")
+    made.begin("0." + "1" * 10_000)
+    timers.pop()()
+    with pytest.raises(SlipstreamError, match=r"ledger\.sqlite.*full"):
+        made.batch(0, [])
+    made._data.execute("PRAGMA max_page_count = 1000")
+    made.batch(0, [])
+    assert balance(tmp_path).num_begun == 1
+
+
+def test_a_crash_finds_what_was_not_written_as_it_was_before(tmp_path):
+    made = ledger(tmp_path, later=lambda seconds, write: None)
+    made.begin("a")
+    made.batch(0, [])
+    made.begin("b")
+    made.finish("a", rollouts("a", "0.0"))
+    again = ledger(tmp_path, 1, 0)
+    assert states(tmp_path) == {("cancelled", "process died"): (1, 0)}
+    again.begin("a")
+    again.begin("b")
+    again.close(0)
+    assert balance(tmp_path).num_open == 0
+
+
 def crashed(folder, **groups):
     """An attempt that was killed: groups that had finished, with their versions, and one that had not."""
     made = ledger(folder)

@@ -46,6 +46,29 @@ async def test_time_for_which_the_loop_was_held_up_is_not_counted():
         await asyncio.sleep(0.05)
 
 
+async def test_a_deadline_further_away_counts_in_the_same_way():
+    held = asyncio.create_task(lasted(Patience(1.5), 2.75))
+    exact = asyncio.create_task(lasted(Patience(4.0), 30.0))
+    await asyncio.sleep(0.05)
+    time.sleep(2.6)
+    assert await held is None
+    assert 4.0 < await exact < 10
+
+
+async def test_deadlines_further_away_share_one_timer():
+    async def wait(patience):
+        async with patience:
+            await asyncio.sleep(0)
+            return len(asyncio.get_running_loop()._scheduled)
+
+    before = len(asyncio.get_running_loop()._scheduled)
+    most = await asyncio.gather(*(wait(Patience(30.0)) for _ in range(100)))
+    assert max(most) <= before + 1
+    far = Patience(2.2)
+    asyncio.get_running_loop().call_later(1.8, far.restart)
+    assert 3.9 < await lasted(far, 30.0) < 10
+
+
 async def test_a_loop_that_is_always_late_has_an_end_too(monkeypatch):
     monkeypatch.setattr(patience_module, "_LATE_S", 0.02)
 

@@ -7,10 +7,9 @@ received what it waits for: that time is no evidence against the other side.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 _TICK_S = 1.0
 _LATE_S = 1.0
@@ -52,6 +51,8 @@ class Patience:
         self._timeout = asyncio.timeout(None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._ticks: _Ticks | None = None
+        """Those that look at it, while it needs no timer of its own."""
         self._left_s = self._since = self._due = 0.0
         self._num_paused = 0
         self._restarted: asyncio.Event | None = None  # few wait for it
@@ -65,6 +66,8 @@ class Patience:
     async def __aexit__(self, *raised: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._ticks is not None:
+            self._ticks.waiting.discard(self)
         await self._timeout.__aexit__(*raised)
 
     @property
@@ -79,7 +82,7 @@ class Patience:
         self._left_s, self._since = self._limit_s, self._loop.time()
         if self._restarted is not None:
             self._restarted.set()
-        if self._timer is None:
+        if self._timer is None and self._ticks is None:
             self._arm(self._loop)
 
     async def restarted(self) -> None:
@@ -89,21 +92,33 @@ class Patience:
         self._restarted.clear()
         await self._restarted.wait()
 
-    @contextlib.contextmanager
-    def paused(self) -> Generator[None]:
-        """Stops the clock inside, and restarts it from zero afterwards."""
+    def paused(self) -> _Paused:
+        """A context manager: stops the clock inside, and restarts it from zero afterwards."""
+        return _Paused(self)
+
+    def pause(self) -> None:
+        """Stops the clock, until `go_on` was called as often."""
         self._num_paused += 1
-        try:
-            yield
-        finally:
-            self._num_paused -= 1
-            self.restart()
+
+    def go_on(self) -> None:
+        """Restarts it from zero."""
+        self._num_paused -= 1
+        self.restart()
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = self._since + min(self._left_s, _TICK_S)
-        self._timer = loop.call_at(self._due, self._tick, loop)
+        if self._left_s > _TICK_S:
+            if self._ticks is None:
+                self._ticks = _ticks_of(loop)
+                self._ticks.add(self, loop)
+            return
+        if self._ticks is not None:
+            self._ticks.waiting.discard(self)
+            self._ticks = None
+        self._timer = loop.call_at(self._due, self.tick, loop)
 
-    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+    def tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Looks at the clock."""
         now = loop.time()
         seconds = now - self._since
         if now > self._due + _LATE_S:  # count half, so that a loop that is always late still times out
@@ -115,3 +130,50 @@ class Patience:
             self._arm(loop)
         else:
             self._timeout.reschedule(now)
+
+
+class _Paused:
+    """See `Patience.paused`. Thousands wait at once, and an object of a generator's has four more."""
+
+    __slots__ = ("_patience",)
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+
+    def __enter__(self) -> None:
+        self._patience.pause()
+
+    def __exit__(self, *raised: object) -> None:
+        self._patience.go_on()
+
+
+class _Ticks:
+    """Looks once a second at the deadlines of an event loop that are further away, which need no timers then."""
+
+    def __init__(self) -> None:
+        self.waiting: set[Patience] = set()
+        self._is_ticking = False
+
+    def add(self, patience: Patience, loop: asyncio.AbstractEventLoop) -> None:
+        """One more to look at."""
+        self.waiting.add(patience)
+        if not self._is_ticking:
+            self._is_ticking = True
+            loop.call_later(_TICK_S, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        for patience in [*self.waiting]:
+            patience.tick(loop)
+        self._is_ticking = bool(self.waiting)
+        if self._is_ticking:
+            loop.call_later(_TICK_S, self._tick, loop)
+
+
+_all_ticks: WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticks] = WeakKeyDictionary()
+
+
+def _ticks_of(loop: asyncio.AbstractEventLoop) -> _Ticks:
+    found = _all_ticks.get(loop)
+    if found is None:
+        found = _all_ticks[loop] = _Ticks()
+    return found

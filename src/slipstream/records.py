@@ -176,14 +176,14 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def num_trainable(self) -> int:
         """Number of tokens that carry loss."""
-        return sum(self.mask)
+        return self.mask.count(True)
 
     def ages(self, step: int) -> Counter[int]:
         """Number of sampled tokens by how many versions they are behind `step`."""
         found: Counter[int] = Counter()
         for index, span in enumerate(self.versions):
             end = self.versions[index + 1].start if index + 1 < len(self.versions) else len(self)
-            found[step - int(span.version.split(".")[1])] += sum(self.mask[span.start : end])
+            found[step - int(span.version.split(".")[1])] += self.mask[span.start : end].count(True)
         return found
 
 

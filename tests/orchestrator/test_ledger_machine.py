@@ -89,11 +89,14 @@ class Machine(RuleBasedStateMachine):
         size=st.sampled_from([6, 12]),
         staleness=st.integers(0, 3),
         steps=st.integers(2, 8),
+        delays=st.booleans(),
     )
-    def start(self, number, size, staleness, steps):
+    def start(self, number, size, staleness, steps, delays):
         self.scratch = tempfile.TemporaryDirectory()
         self.folder = Path(self.scratch.name)
         self.number, self.size, self.staleness, self.steps = number, size, staleness, steps
+        self.delays = delays
+        """Whether what is written later is never written by itself."""
         self.lineage, self.saved, self.saved_draws = -1, 0, Draws().state()
         self.starts: list[int] = []
         """The steps that the attempts went on from."""
@@ -116,6 +119,7 @@ class Machine(RuleBasedStateMachine):
                 Ledger(
                     self.folder, self.lineage, self.step, staleness=self.staleness, shape={"orchestrators": number},
                     saved_step=lambda: self.saved, orchestrator=each,
+                    later=(lambda seconds, write: None) if self.delays else None,
                 ),
                 Share(each, number).draws(self.draws.unused(), own),
                 self.size,

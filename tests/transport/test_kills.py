@@ -13,8 +13,9 @@ import pytest
 
 from slipstream.errors import DeadlineError
 from slipstream.transport import TransportClosed
+from slipstream.transport.redis_server import Script
 
-from .conftest import open_in
+from .conftest import makers, open_in
 
 CAPACITY = 3
 PLENTY_S = 60.0
@@ -22,6 +23,8 @@ OUTSIDE = {"open", "close", "flock", "listdir", "pwrite", "ftruncate", "rename",
 OUTSIDE |= {"write", "truncate", "chmod", "mkdir", "connect", "send", "sendall", "recv", "recv_into"}
 PIECES = {("recv", "recv"), ("recv_into", "recv_into")}
 WALK = ("put", "put", "take", "ack", "put", "put", "take", "take", "requeue", "take", "ack", "put", "take", "requeue")
+LONG = 20_000
+"""Length of a record whose bytes are sent in a piece of their own."""
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["__main__", "slipstream.transport.redis_server", "redis", __name__])
 
@@ -61,8 +64,8 @@ def killed_at(moments, moment):
         sys.setprofile(None)
 
 
-def walk(streams, path, moment):
-    """Takes the steps of `WALK`, and is killed at this moment."""
+def walk(streams, path, moment, width=0):
+    """Takes the steps of `WALK`, and is killed at this moment. `width`: length of a record, which is text then."""
     transport, log, moments = open_in(streams, CAPACITY), Log(path), count()
     numbers, taken = count(), {}
     for step in WALK:
@@ -70,10 +73,11 @@ def walk(streams, path, moment):
             number = next(numbers)
             log("put", number)
             with killed_at(moments, moment):
-                transport.put(number, PLENTY_S)
+                transport.put(f"{number:{width}}" if width else number, PLENTY_S)
         elif step == "take":
             with killed_at(moments, moment):
-                receipt, number = transport.take(PLENTY_S)
+                receipt, record = transport.take(PLENTY_S)
+            number = int(record)
             taken[number] = receipt
             log("taken", number)
             continue
@@ -90,6 +94,13 @@ def walk(streams, path, moment):
             continue
         log(f"{step}-done", number)
     log("end")
+
+
+def walk_apart(streams, path, moment, width):
+    """`walk`, with the answer to one command awaited before the next is sent, where they go to Redis together."""
+    together = Script._send
+    Script._send = lambda script, *commands: [together(script, command)[0] for command in commands]
+    walk(streams, path, moment, width)
 
 
 def numbers_of(log, word):
@@ -109,10 +120,10 @@ def check_rest(streams, log):
     found = []
     while True:
         try:
-            receipt, number = transport.take(0)
+            receipt, record = transport.take(0)
         except DeadlineError:
             break
-        found.append(number)
+        found.append(int(record))
         assert transport.ack(receipt)
     due = numbers_of(log, "put-done") - numbers_of(log, "ack")
     doubtful = numbers_of(log, "put") - numbers_of(log, "ack-done")
@@ -135,6 +146,23 @@ def test_a_kill_at_any_moment_of_any_operation(make_shared, tmp_path):
         assert process.exitcode == -signal.SIGKILL
     assert log[-1][0] == "end"
     assert moment >= 3 * len(WALK)
+
+
+make_redis = makers("redis")
+
+
+@pytest.mark.parametrize(("function", "width"), [(walk, LONG), (walk_apart, 0), (walk_apart, LONG)])
+def test_a_kill_between_the_bytes_of_a_record_and_the_script_that_puts_it(make_redis, tmp_path, function, width):
+    for moment in count():
+        streams, path = make_redis.new_streams(), tmp_path / str(moment)
+        process = run(function, streams, path, moment, width)
+        process.join(PLENTY_S)
+        check_rest(streams, log := Log(path).read())
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert log[-1][0] == "end"
+    assert moment >= 4 * len(WALK)
 
 
 def produce(streams, path, first):

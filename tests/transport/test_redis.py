@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.transport import RedisStreams, TransportLost
-from slipstream.transport.redis_server import RedisServer
+from slipstream.transport.redis_server import RedisServer, Script
 
 from ..certificates import certificate
 from ..redis_server import Server
@@ -150,11 +150,111 @@ def test_a_server_that_came_back_with_old_data_is_noticed(own):
     assert len(open_in(streams, 4)) == 0, "a new queue, without what had been acknowledged"
 
 
-@pytest.mark.parametrize("what", ["stream", "state"])
+def keys_of(transport):
+    """The queue's keys on the server, with the seconds for which they are kept."""
+    client = transport._server._client
+    return {key.decode(): client.ttl(key) for key in client.scan_iter(f"{transport._keys[0]}*")}
+
+
+class Cut:
+    """Lets the connection break between the bytes of a record and the script that puts it, as often as is said."""
+
+    def __init__(self, monkeypatch):
+        self.times, together = 0, Script._send
+
+        def send(script, *commands):
+            if not self.times:
+                return together(script, *commands)
+            self.times -= 1
+            together(script, commands[0])
+            self.between()
+            raise ConnectionError("cut")
+
+        monkeypatch.setattr(Script, "_send", send)
+        self.between = lambda: None
+
+
+def test_bytes_whose_script_never_comes_are_in_no_place_and_expire(redis_server, monkeypatch):
+    cut, streams = Cut(monkeypatch), RedisStreams(redis_server.url, "cut")
+    for _ in range(5):
+        cut.times = 1
+        with pytest.raises(DeadlineError, match="does not answer"):
+            open_in(streams, 2).put(1, 0)
+    transport = open_in(streams, 2)
+    assert len(transport) == 0
+    with pytest.raises(DeadlineError, match="the writer"):
+        transport.take(0)
+    left = {key: seconds for key, seconds in keys_of(transport).items() if "/coming/" in key}
+    assert len(left) == 5
+    assert all(0 < seconds <= 60 for seconds in left.values())
+    transport.put(2, 0)
+    transport.put(3, 0)
+    with pytest.raises(DeadlineError, match="the reader"):
+        transport.put(4, 0)
+    assert [transport.take(0)[1] for _ in range(2)] == [2, 3]
+
+
+def test_a_put_whose_connection_breaks_in_its_middle_is_done_once(redis_server, monkeypatch):
+    cut, transport = Cut(monkeypatch), open_in(RedisStreams(redis_server.url, "cut-once"), 3)
+    for number in range(5):
+        cut.times = 2
+        transport.put(number, 5)
+        receipt, record = transport.take(0)
+        assert record == number
+        assert len(transport) == 1
+        assert transport.ack(receipt)
+    assert set(keys_of(transport)) == set(transport._keys)
+
+
+def test_bytes_that_expired_before_their_script_came_are_sent_again(redis_server, monkeypatch):
+    transport = open_in(RedisStreams(redis_server.url, "late"), 3)
+    client, together, late = transport._server._client, Script._send, [True]
+
+    def send(script, *commands):
+        is_set = together(script, commands[0])
+        if late:
+            client.delete(commands[0][1])
+            late.clear()
+        return [*is_set, *together(script, commands[1])]
+
+    monkeypatch.setattr(Script, "_send", send)
+    transport.put(7, 5)
+    assert len(transport) == 1
+    assert transport.take(0)[1] == 7
+
+
+def test_the_bytes_of_records_go_with_them(redis_server):
+    streams = RedisStreams(redis_server.url, "bytes")
+    transport = open_in(streams, 3)
+    for number in range(3):
+        transport.put(number, 0)
+    with pytest.raises(DeadlineError):
+        transport.put(3, 0)
+    transport.take(0)
+    transport.ack(transport.take(0)[0])
+    assert len(keys_of(transport)) == 2 + 2, "those that were not acknowledged, and nothing of what found no place"
+    assert set(keys_of(transport).values()) == {-1}
+    transport.close("over")
+    assert len(keys_of(transport)) == 2 + 2
+    assert all(0 < seconds <= 24 * 3600 for seconds in keys_of(transport).values())
+    transport.remove()
+    assert keys_of(transport) == {}
+    transport = open_in(streams, 3)
+    transport.put(1, 0)
+    transport._server._client.hdel(transport._keys[1], "mark")  # as where it came back with old data
+    assert len(open_in(streams, 3)) == 0
+    assert set(keys_of(transport)) == set(transport._keys)
+
+
+@pytest.mark.parametrize("what", ["stream", "state", "bytes"])
 def test_a_removed_key_is_noticed(redis_server, what):
     transport = open_in(RedisStreams(redis_server.url, f"removed-{what}"), 2)
     transport.put(1, 0)
-    transport._server._client.delete(transport._keys[what == "state"])
+    (bytes_of,) = set(keys_of(transport)) - set(transport._keys)
+    transport._server._client.delete({"stream": transport._keys[0], "state": transport._keys[1]}.get(what, bytes_of))
+    if what == "bytes":  # only who takes the record can know
+        with pytest.raises(TransportLost):
+            transport.take(0)
     for call in (lambda: transport.put(2, 0), lambda: transport.take(0), transport.requeue):
         with pytest.raises(TransportLost):
             call()
@@ -292,7 +392,7 @@ def test_a_stopped_server_holds_no_event_loop(own):
 
 
 def test_a_refusal_of_the_server_is_one_sentence(own):
-    server = own("--maxmemory", "2mb", "--maxmemory-policy", "noeviction")
+    server = own("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     transport = open_in(RedisStreams(server.url, "run"), 10, str)
 
     def fill():
@@ -308,6 +408,36 @@ def test_a_refusal_of_the_server_is_one_sentence(own):
     receipt, _ = transport.take(0)
     assert transport.ack(receipt)
     transport.close("over")
+
+
+def test_a_full_queue_on_a_full_server_waits_for_the_reader(own, monkeypatch):
+    server = own("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    transport = open_in(RedisStreams(server.url, "run"), 1, str)
+    transport.put("x" * 400_000, 1)
+    client, together = transport._server._client, Script._send
+
+    def fill():
+        for number in range(100):
+            client.set(f"other-{number}", "y" * 100_000)
+
+    with pytest.raises(Exception, match="maxmemory"):
+        fill()
+    with pytest.raises(DeadlineError, match="the reader"):
+        transport.put("x" * 400_000, 0.1)
+
+    def refused(script, *commands):
+        """The first time the answers do not arrive; then the server has no room even for what it was sent before."""
+        monkeypatch.setattr(Script, "_send", together)
+        together(script, *commands)
+        client.config_set("maxmemory", 1)
+        raise ConnectionError("cut")
+
+    for number in range(5):
+        client.delete(f"other-{number}")
+    transport.ack(transport.take(0)[0])
+    monkeypatch.setattr(Script, "_send", refused)
+    transport.put("z" * 10_000, 5)
+    assert transport.take(0)[1] == "z" * 10_000
 
 
 def test_what_the_server_notes_of_calls_does_not_grow(redis_server):

@@ -293,6 +293,8 @@ def plain_numbers(episode: Episode) -> Episode:
     ValueError for metrics that are none, or not finite, and TypeError for what is no episode."""
     if not isinstance(episode, Episode):  # pyright: ignore[reportUnnecessaryIsInstance]  (the user's code)
         raise TypeError(f"run() returned a {type(episode).__name__}: return an Episode")
+    if episode.metrics == {} and episode.turn_rewards == () and episode.reward is None:
+        return episode
     try:
         metrics = as_score(Score(0.0, dict(episode.metrics))).metrics
     except RewardFailed as error:

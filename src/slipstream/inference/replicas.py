@@ -18,6 +18,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
@@ -90,6 +91,9 @@ class _Replica:
         return {f"replica_{self.number}/{name}": value for name, value in figures.items()}
 
 
+_in_flight = attrgetter("in_flight")
+
+
 class EngineReplicas:
     """Engines with the same weights. All methods belong to one event loop, except `kill`."""
 
@@ -109,7 +113,7 @@ class EngineReplicas:
     @property
     def num_restarts(self) -> int:
         """See `Generates`; the sum."""
-        return sum(replica.engine.num_restarts for replica in self._replicas)
+        return sum([replica.engine.num_restarts for replica in self._replicas])
 
     @property
     def sockets(self) -> tuple[str, ...]:
@@ -184,10 +188,10 @@ class EngineReplicas:
 
     def _choose(self, group_id: str) -> _Replica | None:
         self._find_dead()
-        able = [replica for replica in self._in_use() if replica.is_serving]
+        able = [replica for replica in self._replicas if replica.is_serving and not replica.is_aside]
         if not able:
             return None
-        least = min(able, key=lambda replica: replica.in_flight)
+        least = min(able, key=_in_flight)
         home = self._homes.get(group_id, least)
         is_full = home.in_flight >= self._num_places > least.in_flight
         if is_full or home not in able:

@@ -31,6 +31,7 @@ from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failures import Failures
+from slipstream.orchestrator.garbage_collection import fewer_collections
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -115,7 +116,8 @@ class _Generation:
             await self._batches.put_async(batch, silence_limit_s(config))
 
         try:
-            await made.make_all(command.first, command.num_steps, put)
+            with fewer_collections():
+                await made.make_all(command.first, command.num_steps, put)
         except Exception:
             with contextlib.suppress(SlipstreamError):  # what ended the making is worth more
                 await asyncio.to_thread(self._batches.close, "the making of batches failed")
@@ -208,7 +210,7 @@ def _runner(
 
 
 def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledger:
-    """The run's ledger, from step `first` on."""
+    """The run's ledger, from step `first` on, written by this event loop."""
     config = context.config
     assert config.algorithm.kind != "sft"
     return Ledger(
@@ -230,6 +232,7 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
         },
         orchestrator=context.orchestrator,
         saved_step=saved_step,
+        later=asyncio.get_running_loop().call_later,
     )
 
 

@@ -11,8 +11,9 @@ import hashlib
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -156,17 +157,14 @@ class RolloutRunner:
         started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s, self._may_go_on)
         if (most := self._environment.limits(task).max_tokens) is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(most, sampling.max_tokens))
-        turns = _Turns(self, engine or self.engine, rollout_id, group_id, sampling, seed, is_urgent, deadline)
-
-        async def call_tool(call: ToolCall) -> ToolResult:
-            with deadline.paused():  # it has a deadline of its own
-                return await self._scorer.call_tool(task, call)
-
+        turns = _Turns(
+            self, task, self._scorer, engine or self.engine, rollout_id, group_id, sampling, seed, is_urgent, deadline
+        )
         policy = RecordingPolicy(
             turns.generate,
             self._tokenizer,
             context_length=self._context_length,
-            call_tool=call_tool,
+            call_tool=turns.call_tool,
             prompts=prompts,
         )
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
@@ -180,8 +178,8 @@ class RolloutRunner:
             episode = await self._play(task, policy, deadline, rollout)
             await self._grade(task, episode, place or self._scorer, rollout)
         except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
-            if turns.engine_errors:
-                raise turns.engine_errors[0] from None  # the environment may have replaced it
+            if turns.engine_error is not None:
+                raise turns.engine_error from None  # the environment may have replaced it
             rollout.outcome, rollout.error = self._outcome_of(error)
             is_late = isinstance(error, EnvironmentTimeout | EnvironmentBlocked)
             rollout.stop = "timeout" if is_late else rollout.stop or "error"
@@ -189,8 +187,8 @@ class RolloutRunner:
         finally:
             if place is not None and (episode is None or episode.reward is not None):
                 place.leave(task)
-        if turns.engine_errors:  # the environment suppressed it
-            raise turns.engine_errors[0]
+        if turns.engine_error is not None:  # the environment suppressed it
+            raise turns.engine_error
         rollout.seconds = time.monotonic() - started
         self.num_ended += 1
         self._on_ended(rollout)
@@ -227,6 +225,8 @@ class RolloutRunner:
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
         rollout.metrics |= self._tool_metrics(task, policy)
+        if stop == episode.stop and episode.messages:
+            return episode
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
 
     def _tool_metrics(self, task: Task, policy: RecordingPolicy) -> dict[str, float]:
@@ -302,11 +302,13 @@ class RolloutRunner:
                 return _traceback_of(error)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Turns:
-    """Asks the engine for the turns of one rollout."""
+    """Asks the engine for the turns of one rollout, and runs its tools."""
 
     runner: RolloutRunner
+    task: Task
+    scorer: Scorer
     engine: Generates
     rollout_id: str
     group_id: str
@@ -314,45 +316,54 @@ class _Turns:
     seed: int
     is_urgent: bool
     deadline: EnvironmentDeadline
-    engine_errors: list[Exception] = field(default_factory=list[Exception])
-    """Those after which no rollout can be made."""
+    engine_error: Exception | None = None
+    """The first one after which no rollout can be made."""
     num_asked: int = 0
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
     ) -> Completion:
         """A turn, for `RecordingPolicy`; raises `RequestAborted` if the engine gave it up."""
-        runner, turn = self.runner, self.num_asked
+        turn = self.num_asked
         self.num_asked += 1
-
-        async def attempt() -> Completion:
-            try:
-                return await retry_on_restart(
-                    self.engine, lambda: self.engine.generate(self._request(turn, prompt_ids, max_tokens, tools))
-                )
-            finally:
-                runner.num_ended += 1
-
+        attempt = partial(self._attempt, partial(self._ask, turn, prompt_ids, max_tokens, tools))
         try:
             with self.deadline.paused():
-                completion, tries = await runner.retries.until_answered(f"{self.rollout_id}.{turn}", attempt)
+                completion, tries = await self.runner.retries.until_answered(f"{self.rollout_id}.{turn}", attempt)
         except (EngineError, IntegrityError) as error:
-            self.engine_errors.append(error)
+            self.engine_error = self.engine_error or error
             raise
         if completion.finish_reason == "abort":
             last = f", in the last of {tries} tries" if tries > 1 else ""
             raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
         return completion
 
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """A call of a tool, for `RecordingPolicy`."""
+        with self.deadline.paused():  # it has a deadline of its own
+            return await self.scorer.call_tool(self.task, call)
+
+    async def _attempt(self, ask: Callable[[], Awaitable[Completion]]) -> Completion:
+        try:
+            return await retry_on_restart(self.engine, ask)
+        finally:
+            self.runner.num_ended += 1
+
+    def _ask(self, *turn: Any) -> Awaitable[Completion]:
+        return self.engine.generate(self._request(*turn))
+
     def _request(
         self, turn: int, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
     ) -> GenerateRequest:
-        most = self.sampling.max_tokens if max_tokens is None else max(1, min(max_tokens, self.sampling.max_tokens))
+        sampling = self.sampling
+        if max_tokens is not None:
+            most = max(1, min(max_tokens, sampling.max_tokens))
+            sampling = msgspec.structs.replace(sampling, max_tokens=most)
         return GenerateRequest(
             # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
             id=f"{self.rollout_id}.{turn}-{next(self.runner.serial)}",
             prompt_ids=prompt_ids,
-            sampling=msgspec.structs.replace(self.sampling, max_tokens=most),
+            sampling=sampling,
             seed=seed_of(self.seed, turn) if turn else self.seed,
             timeout_s=self.runner.request_timeout_s,
             group_id=self.group_id,

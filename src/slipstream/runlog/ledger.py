@@ -4,6 +4,9 @@ Every group ends exactly once: `trained` at a step, `dropped` for a reason, or `
 `running`, `ready` (finished) or `batched`. Finished groups are stored whole until no crash can need them. The next
 attempt of a run that died uses them again (`kept`): those of weights that its checkpoint descends from, if fresh.
 
+Groups begin and finish often, and a transaction costs more than what is in it. With `later`, that they did is written
+within `_SOON_S`, or with whatever else is written before; a crash may find them as they were that much earlier.
+
 One thread at a time writes. `balance` reads a ledger from any process.
 """
 
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.records import Rollout
 from slipstream.runlog.files import cannot_write
 
@@ -26,6 +29,7 @@ FILE = "ledger.sqlite"
 """Of the only orchestrator, or the first; that of the second is `ledger-1.sqlite`."""
 _OTHERS = "ledger-[0-9]*.sqlite"
 _FORMAT = 1
+_SOON_S = 0.02
 _ENDED = ("cancelled", "run ended")
 _OPEN = ("running", "ready", "batched", "kept")
 _SCHEMA = """
@@ -85,17 +89,23 @@ class Ledger:
         shape: Mapping[str, object],
         saved_step: Callable[[], int] = lambda: 0,
         orchestrator: int = 0,
+        later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
-        on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is."""
+        on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
+        `later` calls a function in so many seconds, in the thread that writes; without it all is written at once."""
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
+        self._later = later
+        self._unwritten: list[tuple[str, tuple[object, ...]]] = []
+        """Statements with their values, for the next transaction."""
         self._path = path = _path_of(folder, orchestrator)
         path.touch(0o600)
         self._data = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         with self._reported():
             self._data.execute("PRAGMA journal_mode = WAL")
             self._data.execute("PRAGMA synchronous = NORMAL")
+            self._data.execute("PRAGMA secure_delete = OFF")  # what is forgotten need not be overwritten
         with self._writing():
             found = self._data.execute("PRAGMA user_version").fetchone()[0]
             if found == 0:  # new
@@ -126,23 +136,22 @@ class Ledger:
 
     def begin(self, group: str) -> None:
         """A group begins."""
-        with self._writing():
-            self._data.execute(
-                "INSERT INTO groups (id, lineage, state) VALUES (?, ?, 'running')", (group, self._lineage)
-            )
+        self._write_soon(
+            ("INSERT INTO groups (id, lineage, state) VALUES (?, ?, 'running')", (group, self._lineage)),
+        )
 
     def finish(self, group: str, rollouts: Sequence[Rollout]) -> None:
         """All rollouts of a group have ended."""
         steps = [_step_of(s.version) for rollout in rollouts for q in rollout.sequences for s in q.versions]
         tokens = sum(rollout.num_sampled for rollout in rollouts)
-        values = (min(steps, default=self._first), max(steps, default=self._first), tokens, group, self._lineage)
-        with self._writing():
-            self._data.execute(
+        oldest, newest = min(steps, default=self._first), max(steps, default=self._first)
+        self._write_soon(
+            (
                 "UPDATE groups SET state = 'ready', oldest = ?, newest = ?, tokens = ? WHERE id = ? AND lineage = ?",
-                values,
-            )
-            data = msgspec.msgpack.encode(rollouts)
-            self._data.execute("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, data))
+                (oldest, newest, tokens, group, self._lineage),
+            ),
+            ("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, msgspec.msgpack.encode(rollouts))),
+        )
 
     def drop(self, group: str, reason: str) -> None:
         """A finished group will not be trained on."""
@@ -162,9 +171,9 @@ class Ledger:
         saved = self._saved_step()
         with self._writing():
             self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (step,))
-            self._data.execute(
-                "DELETE FROM rollouts WHERE (id, lineage) IN (SELECT id, lineage FROM rollouts JOIN groups USING "
-                "(id, lineage) WHERE state = 'trained' AND (step < ? OR newest > ?))",
+            self._data.execute(  # CROSS JOIN: by way of the few rollouts, not of all groups that were ever trained on
+                "DELETE FROM rollouts WHERE (id, lineage) IN (SELECT id, lineage FROM rollouts CROSS JOIN groups "
+                "USING (id, lineage) WHERE state = 'trained' AND (step < ? OR newest > ?))",
                 (saved, saved),
             )
 
@@ -242,7 +251,27 @@ class Ledger:
         """One transaction."""
         with self._reported(), self._data:
             self._data.execute("BEGIN IMMEDIATE")
+            for statement, values in self._unwritten:
+                self._data.execute(statement, values)
             yield
+        self._unwritten.clear()
+
+    def _write_soon(self, *statements: tuple[str, tuple[object, ...]]) -> None:
+        is_first = not self._unwritten
+        self._unwritten += statements
+        if self._later is None:
+            self._write()
+        elif is_first:
+            self._later(_SOON_S, self._write_quietly)
+
+    def _write(self) -> None:
+        if self._unwritten:
+            with self._writing():
+                pass
+
+    def _write_quietly(self) -> None:
+        with contextlib.suppress(SlipstreamError):  # the next call meets the same error and raises it
+            self._write()
 
 
 def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> None:

@@ -25,9 +25,11 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from slipstream.runlog.files import disk_errors, try_lock, write_whole
 from slipstream.transport.base import Receipt, TransportClosed, TransportLost
-from slipstream.transport.polled import PolledTransport, Unreachable
+from slipstream.transport.polled import Envelope, PolledTransport, Unreachable
 
 T = TypeVar("T")
 
@@ -102,7 +104,9 @@ class FileTransport(PolledTransport[T]):
             with contextlib.suppress(OSError):  # it holds other queues
                 folder.rmdir()
 
-    def _putting(self, data: bytes) -> Callable[[], bool | None]:
+    def _putting(self, envelope: Envelope) -> Callable[[], bool | None]:
+        data = msgspec.msgpack.encode(envelope)
+
         def attempt() -> bool | None:
             with self._locked():
                 self._refuse_closed()

@@ -43,8 +43,8 @@ _CALL_S = 30.0
 _NUM_THREADS = 4
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What surrounds a record. `checksum` is the CRC-32 of `body`."""
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """A record with what surrounds it. `checksum` is the CRC-32 of `body`."""
 
     schema: int
     checksum: int
@@ -75,12 +75,12 @@ class PolledTransport(ABC, Generic[T]):
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="transport")
 
     @abstractmethod
-    def _putting(self, data: bytes) -> Callable[[], bool | None]:
+    def _putting(self, envelope: Envelope) -> Callable[[], bool | None]:
         """One call's attempts to put: None while there is no place."""
 
     @abstractmethod
-    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
-        """One call's attempts to take: None while there is no record."""
+    def _taking(self) -> Callable[[], tuple[Receipt, bytes | Envelope] | None]:
+        """One call's attempts to take a record, in its envelope or that as MessagePack: None while there is none."""
 
     @abstractmethod
     def _give_back(self, receipt: Receipt) -> None:
@@ -102,10 +102,10 @@ class PolledTransport(ABC, Generic[T]):
         """See `Transport.put_async`. If the record has already been put when a cancellation comes, it returns, and the
         task is cancelled where it next waits."""
         deadline = _deadline(timeout_s)
-        data, is_cancelled = await self._in_thread(lambda: _wrap(record))
+        envelope, is_cancelled = await self._in_thread(lambda: _wrap(record))
         if is_cancelled:
             raise asyncio.CancelledError
-        done, is_cancelled = await self._wait_async(self._putting(data), deadline)
+        done, is_cancelled = await self._wait_async(self._putting(envelope), deadline)
         if done is None and is_cancelled:
             raise asyncio.CancelledError
         if done is None:
@@ -125,7 +125,7 @@ class PolledTransport(ABC, Generic[T]):
         await self._in_thread(lambda: self._give_back(taken[0]))
         raise asyncio.CancelledError
 
-    def _opened(self, receipt: Receipt, data: bytes) -> tuple[Receipt, T]:
+    def _opened(self, receipt: Receipt, data: bytes | Envelope) -> tuple[Receipt, T]:
         try:
             return receipt, _unwrap(data, self._kind)
         except RecordError:
@@ -199,14 +199,14 @@ class _Attempts(Generic[Answer]):
         return pause_s
 
 
-def _wrap(record: Any) -> bytes:
+def _wrap(record: Any) -> Envelope:
     body = msgspec.msgpack.encode(record)
-    return msgspec.msgpack.encode(_Envelope(_SCHEMA, zlib.crc32(body), body))
+    return Envelope(_SCHEMA, zlib.crc32(body), body)
 
 
-def _unwrap(data: bytes, kind: type[T]) -> T:
+def _unwrap(data: bytes | Envelope, kind: type[T]) -> T:
     try:
-        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+        envelope = data if isinstance(data, Envelope) else msgspec.msgpack.decode(data, type=Envelope)
         if envelope.schema != _SCHEMA:
             raise RecordError(
                 f"a record in the queue has schema {envelope.schema}, and this Slipstream reads {_SCHEMA}: "

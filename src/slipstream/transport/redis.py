@@ -1,13 +1,18 @@
 """The transport over a Redis server, 6.2 or newer.
 
 A topic is a stream `slipstream/<run_id>/<lineage>/<topic>` with one consumer group, and a hash `.../state` beside it. A
-record is an entry of the stream from `put` until `ack`, which deletes it; the stream is never trimmed. A taken entry is
-pending for the consumer that took it, and after `requeue` (XAUTOCLAIM) for a consumer named `requeued`, from which it
-is claimed before new entries are read. The receipt is the entry's id and the number of its deliveries.
+record is an entry of the stream from `put` until `ack`, which deletes it; the stream is never trimmed. The entry holds
+schema and checksum; the bytes are the value of a key `.../<id of the entry>`. A taken entry is pending for the consumer
+that took it, and after `requeue` (XAUTOCLAIM) for a consumer named `requeued`, from which it is claimed before new
+entries are read. The receipt is the entry's id and the number of its deliveries.
 
 Every operation is one Lua script, so it happens whole or not at all. A call has a number, under which the script notes
 its result: after a lost connection the same call is sent again and learns what it did, and does nothing twice. Only a
 `put` that gives up (deadline or cancellation) while the server does not answer may have put its record.
+
+The bytes of a `put` go before its script, by a SET of a key `.../coming/<call>`, which the server does not copy. The
+script makes the entry and renames that key. Without the script, as when the producer is killed between the two, the
+bytes are in no place of the queue and expire after a minute.
 
 Each queue has a mark from its making, and counts its changes. A server that came back empty, or in an older state than
 one that was seen, is noticed by these: every call then raises `TransportLost`, until the queue is opened again and
@@ -26,20 +31,23 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from slipstream.transport.base import Receipt, TransportClosed
-from slipstream.transport.polled import PolledTransport, Unreachable
-from slipstream.transport.redis_server import RedisServer, lost
+from slipstream.transport.polled import Envelope, PolledTransport, Unreachable
+from slipstream.transport.redis_server import RedisServer, Runs, Script, lost
 
 T = TypeVar("T")
 
 _OPEN_S = 10.0
 _KEPT_S = 24 * 3600
 """How long a closed queue is kept, for the other side to read why."""
+_COMING_S = 60
+"""How long bytes are kept that no script has made a record of."""
 _RECEIPT = re.compile(r"([0-9]{1,19}-[0-9]{1,19})\.([0-9]{1,9})")
 
 _OPEN = """
 local stream, state = KEYS[1], KEYS[2]
 local mark = redis.call('HGET', state, 'mark')
 if not mark or redis.call('EXISTS', stream) == 0 then
+    for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do redis.call('DEL', stream .. '/' .. entry[1]) end
     redis.call('DEL', stream, state)
     redis.call('XGROUP', 'CREATE', stream, 'sides', '0', 'MKSTREAM')
     mark = ARGV[1]
@@ -70,6 +78,8 @@ local function done(...)
     return {'done', tonumber(redis.call('HGET', state, 'changes')), ...}
 end
 
+local function bytes_of(id) return stream .. '/' .. id end
+
 local function is_taken(id, deliveries)
     local entry = redis.call('XPENDING', stream, 'sides', id, id, 1)[1]
     return entry and entry[2] ~= 'requeued' and entry[4] == tonumber(deliveries)
@@ -77,23 +87,43 @@ end
 """
 
 _PUT = """
-local capacity, record = tonumber(ARGV[5]), ARGV[6]
-if before then return done() end
-if reason then return {'closed', seen, reason} end
-if redis.call('XLEN', stream) >= capacity then return {'not yet', seen} end
-if not record then return {'room', seen} end
-if not redis.call('XADD', stream, 'NOMKSTREAM', '*', 'record', record) then return {'lost'} end
+local capacity, coming, head = tonumber(ARGV[5]), ARGV[6], ARGV[7]
+local answer
+if before then
+    answer = done()
+elseif reason then
+    answer = {'closed', seen, reason}
+elseif redis.call('XLEN', stream) >= capacity then
+    answer = {'not yet', seen}
+end
+if answer then
+    if coming then redis.call('DEL', coming) end
+    return answer
+end
+if not coming then return {'room', seen} end
+if redis.call('EXISTS', coming) == 0 then return {'missing', seen} end  -- long on their way, or refused
+local id = redis.call('XADD', stream, 'NOMKSTREAM', '*', 'record', head)
+if not id then return {'lost'} end
+redis.call('PERSIST', coming)
+redis.call('RENAME', coming, bytes_of(id))
 note('put')
 return done()
 """
 
 _TAKE = """
 local consumer = ARGV[5]
+local function given(id, deliveries, entry)
+    local bytes = redis.call('GET', bytes_of(id))
+    if not bytes then
+        redis.call('HDEL', state, 'mark')  -- for everyone
+        return {'lost'}
+    end
+    return done(id .. '.' .. deliveries, entry[2][2], bytes)
+end
 local id, deliveries = string.match(before or '', '^(%S+) (%S+)$')
 if id then
     if not is_taken(id, deliveries) then return {'not yet', seen} end
-    local entry = redis.call('XRANGE', stream, id, id)[1]
-    return done(id .. '.' .. deliveries, entry[2][2])
+    return given(id, deliveries, redis.call('XRANGE', stream, id, id)[1])
 end
 if reason then return {'closed', seen, reason} end
 local entry
@@ -108,7 +138,7 @@ end
 id = entry[1]
 deliveries = redis.call('XPENDING', stream, 'sides', id, id, 1)[1][4]
 note(id .. ' ' .. deliveries)
-return done(id .. '.' .. deliveries, entry[2][2])
+return given(id, deliveries, entry)
 """
 
 _ACK = """
@@ -117,6 +147,7 @@ if before then return done(1) end
 if not is_taken(id, deliveries) then return done(0) end
 redis.call('XACK', stream, 'sides', id)
 redis.call('XDEL', stream, id)
+redis.call('UNLINK', bytes_of(id))
 note('acknowledged')
 return done(1)
 """
@@ -148,12 +179,14 @@ _CLOSE = """
 local why, kept = ARGV[5], ARGV[6]
 redis.call('EXPIRE', stream, kept)
 redis.call('EXPIRE', state, kept)
+for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do redis.call('EXPIRE', bytes_of(entry[1]), kept) end
 redis.call('HSETNX', state, 'closed', why)
 note('closed')
 return done()
 """
 
 _REMOVE = """
+for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do redis.call('DEL', bytes_of(entry[1])) end
 redis.call('DEL', stream, state)
 return {'done', seen}
 """
@@ -228,8 +261,11 @@ class RedisTransport(PolledTransport[T]):
         """See `Transport.remove`."""
         self._call(self._attempt(self._delete))
 
-    def _putting(self, data: bytes) -> Callable[[], bool | None]:
+    def _putting(self, envelope: Envelope) -> Callable[[], bool | None]:
         operation = self._new_operation()
+        coming = f"{self._keys[0]}/coming/{operation}"
+        put_with_bytes = self._put.after_setting(coming, envelope.body, _COMING_S)
+        head = f"{envelope.schema} {envelope.checksum}"
         is_full = False
 
         def attempt() -> bool | None:
@@ -237,13 +273,13 @@ class RedisTransport(PolledTransport[T]):
             # While there is no place, the record is not sent.
             if is_full and self._ask(self._put, operation, self._capacity) is None:
                 return None
-            is_full = self._ask(self._put, operation, self._capacity, data) is None
+            is_full = self._ask(put_with_bytes, operation, self._capacity, coming, head) is None
             return None if is_full else True
 
         return attempt
 
-    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
-        def attempt() -> tuple[Receipt, bytes] | None:
+    def _taking(self) -> Callable[[], tuple[Receipt, Envelope] | None]:
+        def attempt() -> tuple[Receipt, Envelope] | None:
             try:
                 operation = self._unsure_takes.popleft()
             except IndexError:
@@ -253,7 +289,11 @@ class RedisTransport(PolledTransport[T]):
             except Unreachable:
                 self._unsure_takes.append(operation)
                 raise
-            return None if answer is None else (answer[0].decode(), answer[1])
+            if answer is None:
+                return None
+            receipt, head, body = answer
+            schema, checksum = map(int, head.split())
+            return receipt.decode(), Envelope(schema, checksum, body)
 
         return attempt
 
@@ -261,7 +301,7 @@ class RedisTransport(PolledTransport[T]):
         if match := _RECEIPT.fullmatch(receipt):
             self._call(self._attempt(self._return, *match.groups()))
 
-    def _attempt(self, script: Callable[..., Any], *arguments: str | int) -> Callable[[], list[Any] | None]:
+    def _attempt(self, script: Script, *arguments: str | int) -> Callable[[], list[Any] | None]:
         operation = self._new_operation()
         return lambda: self._ask(script, operation, *arguments)
 
@@ -273,7 +313,7 @@ class RedisTransport(PolledTransport[T]):
         mark, changes = self._server.script(_OPEN)(self._keys, [secrets.token_hex(8)])
         return mark.decode(), int(changes)
 
-    def _ask(self, script: Callable[..., Any], operation: str, *arguments: str | bytes | int) -> list[Any] | None:
+    def _ask(self, script: Runs, operation: str, *arguments: str | int) -> list[Any] | None:
         """What the script answers; None for "not yet"."""
         settled = [*_drained(self._settled)]
         status = ""
@@ -293,7 +333,7 @@ class RedisTransport(PolledTransport[T]):
             raise TransportClosed(answer[2].decode())
         if status == "done" and operation not in self._repeated:
             self._settled.append(operation)
-        return None if status == "not yet" else answer[2:]
+        return None if status in ("not yet", "missing") else answer[2:]
 
 
 def _drained(names: deque[str]) -> Iterator[str]:

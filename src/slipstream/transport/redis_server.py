@@ -5,6 +5,7 @@ The password comes from an environment variable and stands in no setting, log or
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,11 @@ from slipstream.config.addresses import is_loopback
 from slipstream.errors import ConfigError, SlipstreamError, first_line
 from slipstream.transport.base import TransportLost
 from slipstream.transport.polled import Unreachable
+
+MISSING = b"missing"
+"""First part of a script's answer: the value that was to be set before it is not there."""
+Runs = Callable[[Sequence[str], Sequence[str | int]], Any]
+"""A function of keys and arguments."""
 
 _OLDEST = (6, 2)
 _ANSWER_S = 10.0
@@ -76,12 +82,9 @@ class RedisServer:
                 "use Redis 6.2 or newer"
             )
 
-    def script(self, text: str) -> Callable[[Sequence[str], Sequence[str | bytes | int]], Any]:
-        """A function of keys and arguments that runs this Lua script, in one step for everyone else. It raises
-        `Unreachable` if its result is unknown, `TransportLost` if the server lost its stream, and another
-        `SlipstreamError` if the server refuses."""
-        run = self._client.register_script(text)
-        return lambda keys, arguments: self._call(lambda: run(keys=keys, args=arguments))
+    def script(self, text: str) -> Script:
+        """A function of keys and arguments that runs this Lua script."""
+        return Script(text, self._client, self._errors, self._call)
 
     def _call(self, call: Callable[[], Any]) -> Any:
         try:
@@ -101,6 +104,72 @@ class RedisServer:
             raise SlipstreamError(
                 f"{self._name} refuses a record or a request ({first_line(error)}): correct the server's settings"
             ) from error
+
+
+class Script:
+    """Runs a Lua script on a server, in one step for everyone else. Raises `Unreachable` if its result is unknown,
+    `TransportLost` if the server lost its stream, and another `SlipstreamError` if the server refuses."""
+
+    def __init__(self, text: str, client: Any, errors: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
+        """`errors`: the client's module of them. `call` runs a call of the client and translates what it raises."""
+        self._text, self._client, self._errors, self._call = text, client, errors, call
+        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def __call__(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        """What it answers."""
+        return self._call(lambda: self._run(keys, arguments))
+
+    def after_setting(self, key: str, value: bytes, seconds: int) -> Runs:
+        """The script, run right after `key` was set to `value` for so many seconds; both are sent at once. Where the
+        server refuses the value, the script decides: it fails unless it answers something else than `MISSING`."""
+
+        def run(keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+            try:
+                is_set, answer = self._send(
+                    ("SET", key, value, "EX", seconds), ("EVALSHA", self._digest, len(keys), *keys, *arguments)
+                )
+                if isinstance(answer, self._errors.NoScriptError):
+                    answer = self._run(keys, arguments)
+                if isinstance(answer, Exception):
+                    raise answer
+                if isinstance(is_set, Exception) and answer[0] == MISSING:
+                    raise is_set
+            except self._errors.ResponseError:
+                self._client.delete(key)
+                raise
+            return answer
+
+        return lambda keys, arguments: self._call(lambda: run(keys, arguments))
+
+    def _send(self, *commands: tuple[str | bytes | int, ...]) -> list[Any]:
+        """Sends commands at once; what each answers, or the error with which the server refuses it. The client's
+        pipeline does the same, and takes as long as sending a record."""
+        pool = self._client.connection_pool
+        try:
+            connection = pool.get_connection()
+        except TypeError:  # a client before 5.3
+            connection = pool.get_connection(commands[0][0])
+        try:
+            *pieces, last = [piece for command in commands for piece in connection.pack_command(*command)]
+            if pieces:  # the end of one command and the beginning of the next
+                last = pieces.pop() + last
+            connection.send_packed_command([*pieces, last])
+            return [self._received(connection) for _ in commands]
+        finally:
+            pool.release(connection)
+
+    def _received(self, connection: Any) -> Any:
+        try:
+            return connection.read_response()
+        except self._errors.ResponseError as error:
+            return error
+
+    def _run(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        try:
+            return self._client.evalsha(self._digest, len(keys), *keys, *arguments)
+        except self._errors.NoScriptError:
+            self._client.script_load(self._text)
+            return self._client.evalsha(self._digest, len(keys), *keys, *arguments)
 
 
 def lost(name: str) -> TransportLost:

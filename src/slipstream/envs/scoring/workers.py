@@ -8,7 +8,7 @@ deadlines: if such a worker hangs or dies, each of its coroutines is run again, 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,7 +156,7 @@ class Workers:
             raise self._fault
         if not self._servers:
             raise EnvironmentFault(f"the {self._role}s of {self._name} were not started: use 'async with'")
-        job = _Job(Request(secrets.token_hex(16), kind, task, episodes, call))
+        job = _Job(Request(os.urandom(16).hex(), kind, task, episodes, call))
         self._waiting.append(job)
         self._work.set()
         for slot in sorted((slot for slot in self._slots if slot.begun and slot.worker.is_open), key=len):

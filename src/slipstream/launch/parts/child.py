@@ -26,6 +26,7 @@ from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
+from slipstream.orchestrator import garbage_collection
 from slipstream.orchestrator.control.remote import Beats, NoticeLog, NoticeProgress, Outbox, serve
 from slipstream.runlog import stacks
 
@@ -44,6 +45,7 @@ def main(path: str) -> int:
         with persistent_caches(lambda text: None), preimport_vllm(config) as ahead:
             with Beats(_queues(planned, settings).messages):
                 prepared = plan_again(config, planned, settings.tasks)
+            garbage_collection.freeze()
             carry_out(settings, prepared, partial(create_engine, ahead=ahead))
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
