@@ -24,8 +24,8 @@ class ModelConfig(Section):
     """What is trained."""
 
     path: str
-    """A local folder in Hugging Face format, or a hub id. Of a vision-language model the language model is trained; the
-    vision tower stays frozen."""
+    """A local folder in Hugging Face format, or a hub id. Of a vision-language model the language model is trained, on
+    text and images; the vision tower stays frozen unless `train_tower` is set."""
     revision: str | None = None
     """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""
     thinking: bool | None = None
@@ -41,6 +41,8 @@ class ModelConfig(Section):
     The weights stay as they are. How much closer the two come depends on the model, since rounding in the layers before
     the head remains; `probe/abs_logprob_diff` shows it. The trainer computes the logits in chunks; without this setting
     it holds all of them, in the model's dtype. Not over `training.ranks`."""
+    train_tower: bool = False
+    """Train the vision tower and its projector too, on the images in the data. Not with [lora]."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 

@@ -81,6 +81,7 @@ def load_model(
         checked=group is None,
         fp32_head=model.fp32_head,
         max_model_len=config.inference.max_model_len or None,
+        train_tower=model.train_tower,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -42,6 +42,7 @@ from slipstream.records import (
     TRAINABLE_OUTCOMES,
     Completion,
     GenerateRequest,
+    Media,
     Outcome,
     Rollout,
     SamplingParams,
@@ -53,6 +54,10 @@ from slipstream.records import (
 
 class RequestAborted(Exception):
     """The engine aborted a request; the text says why."""
+
+
+class PromptMismatch(Exception):
+    """The engine used other tokens for a prompt with images than it was asked for; the text says which."""
 
 
 class EnvironmentTimeout(Exception):
@@ -78,6 +83,7 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
     (RewardTimeout, "reward_timeout"),
     (RewardFailed, "reward_error"),
     (RequestAborted, "engine_error"),
+    (PromptMismatch, "prompt_mismatch"),
     (EnvironmentTimeout, "environment_error"),
     (EngineError, None),  # the engine cannot come back
     (IntegrityError, None),
@@ -90,6 +96,14 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
 """What a rollout counts as that ended with an exception: the first class that matches decides, None raises it."""
 
 
+class PromptTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also knows what the engine is asked for a prompt with images."""
+
+    def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
+        """The prompt's tokens with one placeholder for each image, and the images."""
+        ...
+
+
 class RolloutRunner:
     """Makes rollouts of one environment with one engine."""
 
@@ -97,7 +111,7 @@ class RolloutRunner:
         self,
         environment: Environment,
         scorer: Scorer,
-        tokenizer: Tokenizer,
+        tokenizer: PromptTokenizer,
         engine: Generates,
         *,
         request_timeout_s: float,
@@ -112,7 +126,7 @@ class RolloutRunner:
         of each rollout."""
         self._environment = environment
         self._scorer = scorer
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.engine = engine
         self.request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
@@ -135,7 +149,7 @@ class RolloutRunner:
 
     def prompts(self) -> Prompts:
         """Renders the prompts of a group's rollouts, which begin with the same one."""
-        return Prompts(self._tokenizer)
+        return Prompts(self.tokenizer)
 
     async def run(
         self,
@@ -164,7 +178,7 @@ class RolloutRunner:
 
         policy = RecordingPolicy(
             turns.generate,
-            self._tokenizer,
+            self.tokenizer,
             context_length=self._context_length,
             call_tool=call_tool,
             prompts=prompts,
@@ -287,7 +301,7 @@ class RolloutRunner:
         match error:
             case RewardError():
                 return f"{error}\n{error.details}".rstrip()
-            case RequestAborted():
+            case RequestAborted() | PromptMismatch():
                 return str(error)
             case EnvironmentTimeout():
                 hung = self._environment.hung
@@ -319,16 +333,20 @@ class _Turns:
     num_asked: int = 0
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+        self,
+        prompt_ids: list[int],
+        max_tokens: int | None,
+        tools: tuple[dict[str, Any], ...],
+        media: tuple[Media, ...],
     ) -> Completion:
-        """A turn, for `RecordingPolicy`; raises `RequestAborted` if the engine gave it up."""
+        """A turn, for `RecordingPolicy`; raises `RequestAborted` if the engine gave it up, and `PromptMismatch`."""
         runner, turn = self.runner, self.num_asked
         self.num_asked += 1
 
         async def attempt() -> Completion:
             try:
                 return await retry_on_restart(
-                    self.engine, lambda: self.engine.generate(self._request(turn, prompt_ids, max_tokens, tools))
+                    self.engine, lambda: self.engine.generate(self._request(turn, prompt_ids, max_tokens, tools, media))
                 )
             finally:
                 runner.num_ended += 1
@@ -342,12 +360,22 @@ class _Turns:
         if completion.finish_reason == "abort":
             last = f", in the last of {tries} tries" if tries > 1 else ""
             raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
+        if media and completion.prompt_ids != prompt_ids:
+            raise PromptMismatch(mismatch_of(completion, prompt_ids))
         return completion
 
     def _request(
-        self, turn: int, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+        self,
+        turn: int,
+        prompt_ids: list[int],
+        max_tokens: int | None,
+        tools: tuple[dict[str, Any], ...],
+        media: tuple[Media, ...],
     ) -> GenerateRequest:
         most = self.sampling.max_tokens if max_tokens is None else max(1, min(max_tokens, self.sampling.max_tokens))
+        images: tuple[bytes, ...] = ()
+        if media:
+            prompt_ids, images = self.runner.tokenizer.request(prompt_ids, media)
         return GenerateRequest(
             # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
             id=f"{self.rollout_id}.{turn}-{next(self.runner.serial)}",
@@ -358,7 +386,20 @@ class _Turns:
             group_id=self.group_id,
             is_urgent=self.is_urgent,
             tools=tools,
+            images=images,
         )
+
+
+def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:
+    """How the tokens that the engine used for a prompt with images differ from `prompt_ids`."""
+    used = completion.prompt_ids or []
+    pairs = zip(used, prompt_ids, strict=False)
+    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(used), len(prompt_ids)))
+    return (
+        f"the engine used {len(used)} tokens for the prompt of request {completion.id} and the trainer counts "
+        f"{len(prompt_ids)}, the first difference at token {place}: give both the same image processor, and no "
+        "mm_processor_kwargs in inference.options"
+    )
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import copy
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,8 +21,14 @@ from torch import Tensor, nn
 
 from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
-from slipstream.errors import ConfigError, one_line
+from slipstream.errors import ConfigError, TrainingError, one_line
 from slipstream.trainer.attention import packed
+from slipstream.trainer.model.image_features import (
+    ImageFeatures,
+    RowEmbeddings,
+    embed_images,
+    uses_its_own_attention,
+)
 from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
@@ -48,6 +55,8 @@ class PolicyModel:
         """How the decoder layers compute."""
         self.max_model_len: int | None = None
         """The engine's `max_model_len`, if known."""
+        self.images: ImageFeatures | None = None
+        """What the vision tower makes of images, if there is one."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
         self._stored: list[tuple[str, Tensor]] = []
@@ -71,6 +80,7 @@ class PolicyModel:
         checked: bool = True,
         fp32_head: bool = False,
         max_model_len: int | None = None,
+        train_tower: bool = False,
     ) -> PolicyModel:
         """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
         cannot be trained.
@@ -80,7 +90,7 @@ class PolicyModel:
         `offload`: saved activations wait in host memory. `shared`: tensors to use as the parameters; the folder gives
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
         packing check to the caller. `fp32_head`: see `use_fp32_head`. `max_model_len`: the engine's, which determines
-        rotary frequencies (`rotary_frequencies.py`).
+        rotary frequencies (`rotary_frequencies.py`). `train_tower`: vision towers are trained too.
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -91,10 +101,14 @@ class PolicyModel:
         )
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
-        freeze_towers(network)
+        if not train_tower:
+            freeze_towers(network)
         fix_rotary(network, text_config(cast("Any", network).config), max_model_len)
         model = cls(network.to(device), folder, packing=packing)
         model.layers, model.max_model_len = LayerOptions(checkpointing, offload), max_model_len
+        if reads_images(network.config):
+            uses_its_own_attention(network)
+            model.images = ImageFeatures(network, folder, trained=train_tower, trust_remote_code=trust_remote_code)
         configure_layers(network, model.layers)
         if packing and checked:
             check_isolation(model)
@@ -137,10 +151,45 @@ class PolicyModel:
 
     def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         """Compute logits `[N, V]` at `row.predict_index_N` in the model's dtype; lazy ones after `use_fp32_head`."""
-        if self.adapter is None:
+        with self._switched():
             return self._logits(row)
-        with self.adapter.switched(self._uses_adapter):
-            return self._logits(row)
+
+    def embed(self, row: MicroBatch) -> RowEmbeddings:
+        """What the decoder reads of a row: its tokens' embeddings, with the features of its images in their places."""
+        network: Any = self.network
+        embeds_TD: Tensor = network.get_input_embeddings()(row.token_ids_T)
+        if not row.images:
+            return RowEmbeddings(embeds_TD)
+        if self.images is None:
+            raise TrainingError(f"{type(network).__name__} has no vision tower, and a row has images: remove them")
+        return embed_images(embeds_TD, row.images, self.images.of(row.images))
+
+    def forward(self, embeddings: RowEmbeddings, row: MicroBatch) -> Tensor:
+        """The decoder's last hidden states `[T, D]` for `embeddings`, at the row's positions and in its layout."""
+        network: Any = self.network
+        positions = row.position_ids_T[None]
+        if row.rotary_ids_3T is not None:
+            # Transformers takes the row of token positions first, and tells packed sequences by it.
+            positions = torch.cat([positions, row.rotary_ids_3T])[:, None]
+        segments = {"segments": row.layout} if self.packing else {}
+        with self._switched():
+            output = network.get_decoder()(
+                inputs_embeds=embeddings.embeds_TD[None],
+                position_ids=positions,
+                use_cache=False,
+                **segments,
+                **embeddings.further(),
+            )
+        return output.last_hidden_state.squeeze(0)
+
+    def head(self, hidden_TD: Tensor, index_N: Tensor) -> Tensor | HeadLogits:
+        """Logits `[N, V]` at row positions `index_N`, of models whose logits are the LM head's outputs."""
+        network: Any = self.network
+        logits_NV = network.get_output_embeddings()(hidden_TD[index_N])
+        return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
+
+    def _switched(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.adapter is None else self.adapter.switched(self._uses_adapter)
 
     def use_fp32_head(self) -> None:
         """Compute logits in float32, lazily and in chunks (`HeadLogits`). Raises ConfigError if the network's logits
@@ -166,6 +215,8 @@ class PolicyModel:
         self._fp32_head = head
 
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+        if row.images:
+            return self.head(self.forward(self.embed(row), row), row.predict_index_N)
         segments = {"segments": row.layout} if self.packing else {}
         output = self.network(
             input_ids=row.token_ids_T[None],
