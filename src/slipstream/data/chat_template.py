@@ -238,6 +238,9 @@ class ChatTokenizer:
     def _apply(
         self, messages: Sequence[Message], *, generation_prompt: bool, read: set[tuple[str, str]] | None = None
     ) -> list[int]:
+        images = images_of(messages)
+        if images:
+            _ = self.images  # the first error of a model that reads none
         chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
         if read is not None:
             chat = [ReadRecorder(message, read) for message in chat]
@@ -255,7 +258,6 @@ class ChatTokenizer:
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
-        images = images_of(messages)
         return self.images.expand(token_ids, images) if images else token_ids
 
     def _find_turn_suffix(self) -> list[int]:
