@@ -136,7 +136,7 @@ def test_bytes_of_a_parquet_file(folder):
     (problem,) = read_problems(path, Columns())
     assert problem.answer == "2"
     assert colours(problem.prompt) == ["red"]
-    assert problem.prompt[0].media[0].uri.startswith("data:image/png;base64,")
+    assert problem.prompt[0].media[0].uri.startswith("data:application/octet-stream;base64,")
 
 
 def test_without_images_the_mark_is_text(folder):
@@ -198,6 +198,22 @@ def test_a_picture_that_changes_later_is_refused(folder):
         bytes_of(image)
 
 
+def test_large_bytes_lie_in_the_cache_and_small_ones_in_the_record(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    file = io.BytesIO()
+    Image.effect_noise((200, 200), 90).save(file, "PNG")
+    noise = file.getvalue()
+    for given in (noise, data_uri(noise)):
+        image = read_image(given, "it")
+        assert image.uri == str(folder / "cache/slipstream/images" / image.sha256)
+        assert bytes_of(image) == noise
+    assert [path.name for path in (folder / "cache/slipstream/images").iterdir()] == [image.sha256]
+    assert read_image(png(), "it").uri.startswith("data:")
+    (folder / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
+    assert bytes_of(read_image(noise, "it")) == noise
+
+
 def test_pictures_are_upright_and_in_colour(folder):
     grey = Image.new("L", (6, 4), 7)
     turned = Image.new("RGB", (6, 4), "red")
@@ -252,6 +268,19 @@ def test_the_engine_scales_a_scaled_image_no_more(chat):
         same, _ = chat.images.patches([again])
         assert pixels.equal(same)
         assert len(pixels) == grid.prod() == 4 * again.width * again.height // 256
+
+
+def test_the_trainer_scales_to_the_grid_of_the_prompt(model):
+    """Its own processor knows no `model.max_pixels`."""
+    bounded = ChatTokenizer(model, max_pixels=2048)
+    talk = talk_of(read_image(png(100, 100), "it"))[:1]
+    (placed,) = bounded.place_images(talk, bounded.render(talk))
+    assert placed.grid == (1, 2, 2)
+    pixels, grid = ImageProcessor(model).patches([placed])
+    assert grid.tolist() == [[1, 4, 4]]
+    assert pixels.equal(bounded.images.patches([placed])[0])
+    (sent,) = bounded.request(bounded.render(talk), [placed])[1]
+    assert decoded(sent, "it").size == (32, 32)
 
 
 def test_examples_keep_their_images(chat, folder):
@@ -310,6 +339,27 @@ def test_a_folder_without_processor_is_refused(model, tmp_path):
         (tmp_path / file).write_bytes((model / file).read_bytes())
     with pytest.raises(ConfigError, match=r"its image processor cannot be loaded .*preprocessor_config.json"):
         ImageProcessor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"min_pixels": 3136, "max_pixels": 12_845_056, "size": {"min_pixels": 3136, "max_pixels": 12_845_056}},
+        {"min_pixels": 3136, "max_pixels": 12_845_056},
+        {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}},
+    ],
+)
+@pytest.mark.parametrize("kind", ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"])
+def test_forms_of_a_processors_file(model, tmp_path, written, kind):
+    """As the models on the hub have them: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((model / file).read_bytes())
+    values = {"image_processor_type": kind, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, **written}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    processor = ImageProcessor(tmp_path)
+    bounds = {"min_pixels": 3136, "max_pixels": 12_845_056}
+    assert processor.pinned == {**bounds, "patch_size": 14, "merge_size": 2}
+    assert processor.grid_of(read_image(png(280, 140), "it")) == (1, 5, 10)
 
 
 def test_scaled_images_are_kept_within_bounds(chat, monkeypatch):

@@ -101,6 +101,7 @@ def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, monkeypatch):
     if missing := architecture.missing():
         pytest.skip(missing)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*architecture.path(), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = save(tmp_path / "model", family)
     tokenizer = ChatTokenizer(folder)
     assert tokenizer.template == VISION_TEMPLATE

@@ -62,6 +62,16 @@ def test_the_plan_says_what_becomes_of_images(run):
     assert [len(each.media) for each in prepared.examples] == [1, 1, 0]
 
 
+def test_images_can_be_bounded(run):
+    prepared = run("--model.max_pixels", "1024")
+    assert [each.media[0].grid for each in prepared.examples if each.media] == [(1, 2, 2), (1, 1, 2)]
+    (note,) = (note for note in prepared.plan.notes if note.name == "images")
+    assert note.how.startswith("2 to 4 tokens each; scaled once, to 256 to 1,024 pixels")
+    for bound in ("100", "20000"):
+        with pytest.raises(ConfigError, match=f"max_pixels = {bound} is not between 256 and 16384, the bounds of"):
+            run("--model.max_pixels", bound)
+
+
 def test_a_trained_tower_takes_memory(run):
     assert run().facts.model.num_frozen > 0
     assert run("--model.train_tower", "true").facts.model.num_frozen == 0
@@ -95,10 +105,11 @@ def test_settings_that_images_exclude(run, overrides, said, monkeypatch):
         run(*overrides)
 
 
-def test_a_tower_is_not_trained_without_images(run, tmp_path):
+@pytest.mark.parametrize(("name", "value"), [("train_tower", "true"), ("max_pixels", "1024")])
+def test_settings_of_images_need_some(run, tmp_path, name, value):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    with pytest.raises(ConfigError, match="train_tower = true has no effect without an image in the data"):
-        run("--model.train_tower", "true")
+    with pytest.raises(ConfigError, match=f"model.{name}.* has no effect without an image in the data"):
+        run(f"--model.{name}", value)
 
 
 def test_a_model_of_text_is_refused(run, tmp_path):

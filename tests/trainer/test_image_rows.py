@@ -220,7 +220,7 @@ def test_a_cut_image_is_refused(folders):
 def test_what_the_tower_gives_must_fit_the_prompt(folders):
     wrong = sequences(folders["qwen2-vl"])[0]
     (image,) = wrong.media
-    wrong.media = [records.Media("image", image.uri, image.sha256, image.start, 2, 40, 16, (1, 1, 2))]
+    wrong.media = [records.Media("image", image.uri, image.sha256, image.start, 2, 40, 16, image.grid)]
     with pytest.raises(TrainingError, match=r"gives 10 features .* and the prompt has 2 placeholder tokens"):
         PolicyModel.load(folders["qwen2-vl"]).logits(*micro_batches(StepBatch([wrong]), 512))
 

@@ -41,6 +41,9 @@ class ModelConfig(Section):
     The weights stay as they are. How much closer the two come depends on the model, since rounding in the layers before
     the head remains; `probe/abs_logprob_diff` shows it. The trainer computes the logits in chunks; without this setting
     it holds all of them, in the model's dtype. Not over `training.ranks`."""
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Scale larger images down to so many pixels, in trainer and engine: an image's tokens and the tower's memory grow
+    with them. Not set: the bound of the model's own image processor, which can only be lowered."""
     train_tower: bool = False
     """Train the vision tower and its projector too, on the images in the data. Not with [lora]."""
     trust_remote_code: bool = False

@@ -42,9 +42,9 @@ class ChatTokenizer:
 
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
     system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
-    variable for it. Raises `ConfigError` if there is no tokenizer or template, if the template does not use one of
-    these variables or has no thinking variable, or if it does not end an assistant's turn with a special token (a
-    policy could not learn to stop).
+    variable for it; `max_pixels` bounds images (`ImageProcessor`). Raises `ConfigError` if there is no tokenizer or
+    template, if the template does not use one of these variables or has no thinking variable, or if it does not end an
+    assistant's turn with a special token (a policy could not learn to stop).
     """
 
     def __init__(
@@ -55,11 +55,12 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         thinking: bool | None = None,
+        max_pixels: int | None = None,
     ) -> None:
         from transformers import AutoTokenizer
 
         self.path = str(path)
-        self._trusted = trust_remote_code
+        self._trusted, self._max_pixels = trust_remote_code, max_pixels
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
         self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -102,7 +103,7 @@ class ChatTokenizer:
     @cached_property
     def images(self) -> ImageProcessor:
         """Expands the placeholders of images. Raises `ConfigError` for a model whose images cannot be trained on."""
-        return ImageProcessor(self.path, self._trusted)
+        return ImageProcessor(self.path, self._trusted, max_pixels=self._max_pixels)
 
     def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
         """The images of a conversation with their places in its tokens."""

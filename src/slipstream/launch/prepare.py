@@ -126,14 +126,11 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     config = _with_environment(loaded.config)
     _check_what_it_needs(config)
     section = config.environment
-    system = section.system_prompt if section else ""
     check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
     config = config.model_copy(update={"model": model})
     check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
-    tokenizer = ChatTokenizer(
-        model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
-    )
+    tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer)
     environment = load_environment(section) if section else None
     train_tasks, eval_tasks, requested = _tasks(config, environment)
@@ -198,6 +195,18 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
+
+
+def _tokenizer(config: RunConfig) -> ChatTokenizer:
+    model, section = config.model, config.environment
+    return ChatTokenizer(
+        model.path,
+        section.system_prompt if section else "",
+        model.trust_remote_code,
+        model.chat_template_kwargs,
+        thinking=model.thinking,
+        max_pixels=model.max_pixels,
+    )
 
 
 def check_engine(prepared: Prepared) -> None:

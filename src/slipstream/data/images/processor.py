@@ -29,10 +29,10 @@ _MOST_BYTES = 64 << 20
 
 
 class ImageProcessor:
-    """The image processor and placeholder token of the model in `folder`. Raises `ConfigError` for a model whose images
-    cannot be trained on."""
+    """The image processor and placeholder token of the model in `folder`. `max_pixels`: a lower bound on an image's
+    size than the processor's own. Raises `ConfigError` for a model whose images cannot be trained on."""
 
-    def __init__(self, folder: str | Path, trust_remote_code: bool = False) -> None:
+    def __init__(self, folder: str | Path, trust_remote_code: bool = False, *, max_pixels: int | None = None) -> None:
         from transformers import AutoConfig, AutoImageProcessor
 
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -49,22 +49,31 @@ class ImageProcessor:
         self._factor: int = loaded.patch_size * loaded.merge_size
         self.token_id: int = config.image_token_id
         """The placeholder token."""
+        self.pinned = self._bounds(max_pixels)
+        """What decides how an image is scaled: bounds of its pixels, and the sizes of patches and of their groups."""
         self._scaled: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
-    @property
-    def pinned(self) -> dict[str, int]:
-        """What decides how an image is scaled: bounds of its pixels, and the sizes of patches and of their groups."""
+    def _bounds(self, max_pixels: int | None) -> dict[str, int]:
         size, processor = self._processor.size, self._processor
+        least, most = int(size["shortest_edge"]), int(size["longest_edge"])
+        lowest = max(least, self._factor**2)
+        if max_pixels is not None and not lowest <= max_pixels <= most:
+            raise ConfigError(
+                f"model.max_pixels = {max_pixels} is not between {lowest} and {most}, the bounds of the model's own "
+                "processor, which the engine uses: choose one in between, or leave it out"
+            )
         return {
-            "min_pixels": int(size["shortest_edge"]),
-            "max_pixels": int(size["longest_edge"]),
+            "min_pixels": least,
+            "max_pixels": most if max_pixels is None else max_pixels,
             "patch_size": int(processor.patch_size),
             "merge_size": int(processor.merge_size),
         }
 
     def size_of(self, image: Media) -> tuple[int, int]:
-        """Width and height that the image is scaled to."""
+        """Width and height that the image is scaled to: those of its grid, if it has one already."""
+        if image.grid[0]:
+            return image.grid[2] * self._factor, image.grid[1] * self._factor
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         bounds = self.pinned["min_pixels"], self.pinned["max_pixels"]

@@ -11,7 +11,9 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import re
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.errors import ConfigError, DataError, one_line
 from slipstream.records import Media
+from slipstream.runlog.temporary import cache_root, private_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,6 +30,8 @@ MAX_PIXELS = 64_000_000
 """Larger images are refused: decoding one takes three bytes a pixel, and models scale it down to a small part."""
 MAX_ASPECT_RATIO = 200
 """Of the longer side to the shorter one, what the image processors of Qwen's models take."""
+_MOST_INLINE = 16 << 10
+"""Bytes of an image that a record holds itself; every completion's record has a prompt's images."""
 _DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 _FORMS = "give a path, a data: URI, or bytes of a PNG or JPEG file"
 
@@ -48,9 +53,10 @@ def read_image(source: Any, where: str, folder: Path | None = None) -> Media:
     else:
         raise DataError(f"{where} = {source!r:.60} is no image: {_FORMS}")
     picture = decoded(data, where)
-    kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
-    uri = uri or f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return Media("image", uri, hashlib.sha256(data).hexdigest(), width=picture.width, height=picture.height)
+    digest = hashlib.sha256(data).hexdigest()
+    if not uri or (uri.startswith("data:") and len(data) > _MOST_INLINE):
+        uri = _kept(data, digest) or f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+    return Media("image", uri, digest, width=picture.width, height=picture.height)
 
 
 def bytes_of(image: Media) -> bytes:
@@ -62,6 +68,23 @@ def bytes_of(image: Media) -> bytes:
             "restore it, or start a new run"
         )
     return data
+
+
+def _kept(data: bytes, digest: str) -> str:
+    """The path of a large image's file in this user's cache, so that records need not hold it; empty if it is small, or
+    there can be no cache."""
+    if len(data) <= _MOST_INLINE:
+        return ""
+    try:
+        folder = private_folder(cache_root(os.environ) / "images")
+        path = folder / digest
+        if not path.is_file() or path.stat().st_size != len(data):
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                file.write(data)
+            os.replace(file.name, path)  # several processes may read the same data
+    except (OSError, RuntimeError):
+        return ""
+    return str(path)
 
 
 def decoded(data: bytes, where: str) -> Image:

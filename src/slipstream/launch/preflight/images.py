@@ -18,11 +18,13 @@ def check_images(
     and for those that have no effect without any."""
     images = {image.sha256: image for talk in conversations for message in talk for image in message.media}
     if not images:
-        if config.model.train_tower:
-            raise ConfigError(
-                "model.train_tower = true has no effect without an image in the data: remove it, or name the column of "
-                "the images `images`"
-            )
+        unused = {"train_tower = true": config.model.train_tower, "max_pixels": config.model.max_pixels}
+        for name, value in unused.items():
+            if value:
+                raise ConfigError(
+                    f"model.{name} has no effect without an image in the data: remove it, or name the column of the "
+                    "images `images`"
+                )
         return []
     if config.training.ranks > 1:
         raise ConfigError(
