@@ -20,7 +20,7 @@ from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.base import Bridge
 

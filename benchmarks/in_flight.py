@@ -34,7 +34,7 @@ from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.bridges.single_copy import open_weights
 from slipstream.weights.model_files import read_model_folder, stored_parameters

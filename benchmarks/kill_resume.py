@@ -27,7 +27,7 @@ import psutil
 
 from slipstream.config import load_config
 from slipstream.runlog import read_exit, read_metrics
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 RUN_FILES = {
     "sft": """

@@ -227,7 +227,7 @@ def main() -> int:
         folder = Path(temporary)
         model: Path | None = options.model
         if model is None:
-            from slipstream.trainer.model.tiny_qwen3 import new_model
+            from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
             model = new_model(folder / "model")
         for dtype in options.dtypes:

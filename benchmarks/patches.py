@@ -286,7 +286,7 @@ def main() -> int:
     from shapes import shaped_model
 
     from slipstream.launch.plan.measure import read_model
-    from slipstream.trainer.model.tiny_qwen3 import new_model
+    from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
     if options.what == "exact" and len(options.settings) != 2:
         parser.error("exact compares two settings")

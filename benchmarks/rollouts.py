@@ -42,7 +42,7 @@ from slipstream.orchestrator.garbage_collection import fewer_collections, freeze
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger, balance
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 GROUP_SIZE = 8
 

@@ -48,8 +48,8 @@ def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-    from slipstream.trainer.model.policy import hide_progress_bars
-    from slipstream.trainer.model.tiny_qwen3 import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
+    from slipstream.trainer.model.loading import hide_progress_bars
+    from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
 
     hide_progress_bars()
     symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))

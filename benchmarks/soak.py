@@ -39,7 +39,7 @@ from slipstream.launch.run import train
 from slipstream.records import GenerateRequest, Message, Sequence
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 EVERY, FROM, MEMORY_BOUND = 100, 200, 5e6

@@ -32,7 +32,7 @@ from slipstream.envs.single_turn import make_tasks
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import Completion, GenerateRequest, Message, Rollout, SamplingParams, Task, ToolCall
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 ENVIRONMENT = '''
 import asyncio

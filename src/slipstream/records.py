@@ -26,6 +26,7 @@ Outcome = Literal[
     "reward_timeout",  # the reward was killed at its deadline; never trained on
     "engine_error",  # the engine failed or refused the request; never trained on
     "environment_error",  # the environment raised; never trained on
+    "prompt_mismatch",  # the engine expanded a prompt with images to other tokens; never trained on
     "cancelled",
 ]
 Stop = Literal[
@@ -50,6 +51,8 @@ AbortCause = Literal[
 NON_FINITE = "non_finite"
 """Metric of a rollout or batch: how many metrics were left out because they were not finite."""
 TRAINABLE_OUTCOMES: frozenset[str] = frozenset({"done", "truncated"})
+IMAGE_MARK = "<image>"
+"""Stands in a message's content at the place of each of its images."""
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
@@ -71,10 +74,17 @@ class Media(msgspec.Struct, frozen=True):
 
     kind: Literal["image", "video", "audio"]
     uri: str
+    """The absolute path of a file, or a `data:` URI."""
     sha256: str
     start: int = 0
     """Index of the first placeholder token in the sequence."""
     num_tokens: int = 0
+    """Placeholder tokens, which follow one another."""
+    width: int = 0
+    """In pixels, as it was read."""
+    height: int = 0
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Frames, rows and columns in which the placeholder tokens lie; zeros where positions do not follow them."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -98,6 +108,7 @@ class Message(msgspec.Struct, frozen=True):
     role: Role
     content: str
     media: tuple[Media, ...] = ()
+    """Its images, one for each `IMAGE_MARK` in the content; without any, that is text like other text."""
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str = ""
     extra: dict[str, Any] = {}
@@ -112,12 +123,22 @@ class Message(msgspec.Struct, frozen=True):
 
     def as_chat(self) -> dict[str, Any]:
         """The dictionary that chat templates expect."""
-        chat: dict[str, Any] = {"role": self.role, "content": self.content, **self.extra}
+        content = _content_parts(self.content) if self.media else self.content
+        chat: dict[str, Any] = {"role": self.role, "content": content, **self.extra}
         if self.tool_calls:
             chat["tool_calls"] = list(self.tool_calls)
         if self.tool_call_id:
             chat["tool_call_id"] = self.tool_call_id
         return chat
+
+
+def _content_parts(content: str) -> list[dict[str, str]]:
+    """The parts of a content with images, as chat templates expect them."""
+    parts: list[dict[str, str]] = []
+    for place, text in enumerate(content.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] if place else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -347,7 +368,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """The conversation's tools as JSON schemas; the completion's calls are then parsed, in the model's own format."""
     images: tuple[bytes, ...] = ()
     """Encoded images (PNG, JPEG), one for each image token of the prompt; vLLM replaces that token by as many as the
-    image needs."""
+    image needs. The completion then has `prompt_ids`."""
 
 
 class Completion(msgspec.Struct):
@@ -374,6 +395,8 @@ class Completion(msgspec.Struct):
     """Log-probability of each prompt token, if requested; 0.0 for the first, which has no context."""
     parser_failure: str = ""
     """What the tool parser raised on it, whose calls are then those that can be seen without it."""
+    prompt_ids: list[int] | None = None
+    """The prompt's tokens as the engine used them, if the request had images."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

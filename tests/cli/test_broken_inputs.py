@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.runlog import RunLog
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 ROWS = [{"prompt": f"say {n}", "completion": f"{n}"} for n in range(40)]
 FILES = {

@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch import run as launch_local
 from slipstream.records import Rollout, Sequence
 from slipstream.runlog import read_exit
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [

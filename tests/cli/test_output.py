@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.cli import main, output
 from slipstream.runlog import RunLog
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 COMMAND = [sys.executable, "-m", "slipstream.cli"]
 

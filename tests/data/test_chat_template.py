@@ -4,7 +4,7 @@ from tests.data.conftest import CHATML
 from slipstream.data.chat_template import ChatTokenizer, template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 USER = Message("user", "What is 2+2?")
 FOUR = Message("assistant", "4")

@@ -51,7 +51,7 @@ def test_text_parts_are_joined_and_a_tool_call_needs_no_text(tmp_path):
             {"prompt": "x", "completion": [{"role": "assistant", "content": 5}]},
             r"completion\[0\].content = 5 is not text",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"content\[0\] = .* has no image"),
         ({"messages": [{"role": "user", "content": "x"}]}, "row 2 of .* no assistant message"),
     ],
 )
@@ -109,7 +109,8 @@ def test_columns_that_nobody_reads_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"images": ["a.png"]}, "images is not empty"),
+        ({"images": ["a.png"]}, r"images\[0\] = 'a.png' cannot be read"),
+        ({"videos": ["a.mp4"]}, "videos is not empty"),
         ({"history": [["a", "b"]]}, "history is not empty"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, r"model\.chat_template_kwargs"),
         ({"tools": "search"}, "not a list of functions"),
@@ -126,5 +127,5 @@ def test_a_problem_has_its_rows_system_prompt_and_tools(tmp_path):
     tool = {"type": "function", "function": {"name": "add"}}
     (problem,) = read_problems(write(tmp_path, {**GOOD, "system": "Be brief.", "tools": [tool]}), Columns())
     assert problem.prompt == (Message("system", "Be brief.", tools=(tool,)), Message("user", "hi"))
-    with pytest.raises(DataError, match="images is not empty"):
+    with pytest.raises(DataError, match=r"images\[0\] = 'a.png' cannot be read"):
         read_problems(write(tmp_path, {**GOOD, "images": ["a.png"]}), Columns())

@@ -145,7 +145,8 @@ def test_conversations_as_problems(tmp_path):
         ({"extra_info": "[1]"}, "row 2 of .*: extra_info = .* is not a dictionary"),
         ({"prompt": []}, r"row 2 of .*: prompt = \[\] is not a list of messages"),
         ({"data_source": None}, "row 2 of .*: data_source = None is not text"),
-        ({"images": ["a.png"]}, "row 2 of .*: images is not empty, and only text is trained on"),
+        ({"images": ["a.png"]}, r"row 2 of .*: images\[0\] = 'a.png' cannot be read \(No such file or directory\)"),
+        ({"videos": ["a.mp4"]}, "row 2 of .*: videos is not empty, and only text and images are trained on"),
     ],
 )
 def test_a_broken_verl_row_is_named(tmp_path, change, said):

@@ -5,7 +5,7 @@ import pytest
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.unknown_characters import Vocabulary, check_vocabulary, read_vocabulary
 from slipstream.errors import DataError
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 
 @pytest.fixture

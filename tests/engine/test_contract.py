@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from slipstream.errors import EngineError, WeightsError
 from slipstream.launch.tools.export import export
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
-from slipstream.trainer.model.policy import PolicyModel, SharedTensors, load_network
+from slipstream.trainer.model.loading import SharedTensors, load_network
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.bridges.single_copy import SharedWeights, check_loaded, open_weights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import EngineError, WeightsError
 from slipstream.records import ApplyReport, Completion, SamplingParams, Ticket
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.bridges.delta import DeltaPublisher
 from slipstream.weights.model_files import write_model_folder

@@ -6,7 +6,7 @@ import torch
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments
 from slipstream.records import SamplingParams
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
 from .conftest import differences, settings_for, start, stop

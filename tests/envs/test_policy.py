@@ -8,7 +8,7 @@ from slipstream.envs.policy import Prompts, RecordingPolicy, num_thinking, recor
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, Message, Task, VersionSpan
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 END = 0
 

@@ -143,7 +143,7 @@ def test_columns_of_verl_as_text_and_with_types_that_differ(write):
         (verl(1, reward_model={"ground_truth": ""}), "row 2 of .*: reward_model.ground_truth is empty"),
         (verl(1, extra_info="nothing"), "row 2 of .*: extra_info = 'nothing' is not a dictionary"),
         (verl(1, data_source=None), "row 2 of .*: data_source = None is not text"),
-        (verl(1, images=["x.png"]), "row 2 of .*: images is not empty"),
+        (verl(1, images=["x.png"]), r"row 2 of .*: images\[0\] = 'x.png' cannot be read"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(write, row, said):

@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.build import build, precompile_layers
 from slipstream.trainer.model import compilation, layers
 from slipstream.trainer.model.layers import LayerOptions
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 
 @pytest.fixture(scope="module")

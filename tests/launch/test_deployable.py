@@ -22,7 +22,7 @@ from slipstream.launch.tools.deployable import (
 )
 from slipstream.launch.tools.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.records import Message
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SFT = """
 [model]

@@ -10,7 +10,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.preflight.model_folder import hub_id
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import same_commit
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 FIRST, SECOND = "1" * 40, "2" * 40
 RUN = """

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from slipstream.errors import ConfigError, WeightsError
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
 

@@ -24,7 +24,7 @@ from slipstream.launch.plan.memory.sizes import GIB, optimizer_bytes, training_s
 from slipstream.launch.plan.memory.trainer import training_state
 from slipstream.launch.prepare import prepare
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.adapter_folder import AdapterConfig
 
 CONFIG = RunConfig(

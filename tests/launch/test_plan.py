@@ -621,7 +621,8 @@ class TestSFT:
         assert autos(made, config) == []
         assert made.config.inference == PlannedInference(), "no engine"
         assert {item.name for item in made.derived} == {
-            "model.dtype", "model.fp32_head", "model.fp32_residual", "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
+            "model.dtype", "model.fp32_head", "model.fp32_residual",
+            "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
             "run.async_checkpoints",
         }  # fmt: skip

@@ -23,7 +23,7 @@ from slipstream.launch.provenance.collect import code_digest, sources_of
 from slipstream.launch.provenance.digests import FileDigests
 from slipstream.launch.provenance.imports import files_of
 from slipstream.launch.provenance.record import Source, changes_between, told
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from ..s3_server import answered, failing, give_credentials, listed
 

@@ -23,7 +23,7 @@ from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams
 from slipstream.runlog import stacks
 from slipstream.trainer.checkpoints.state_files import read_state
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.fingerprint import describe
 from tests.trainer.test_vision_towers import save_with_tower

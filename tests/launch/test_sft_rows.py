@@ -14,7 +14,7 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.records import Message
 from slipstream.runlog import read_metrics
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 RUN = """

@@ -12,7 +12,7 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.tools.results import place_of
 from slipstream.launch.tools.targets import find_target
 from slipstream.runlog.files import write_whole
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SFT = """
 [model]

@@ -6,7 +6,7 @@ from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs import Environment, Message, SingleTurn, Task
 from slipstream.errors import ConfigError
 from slipstream.launch.preflight.turns import check_turns
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 ALTERNATING = """{%- for message in messages -%}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}

@@ -5,7 +5,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.preflight.vllm_options import try_options
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 
 @pytest.fixture(scope="module")

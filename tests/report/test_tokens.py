@@ -6,7 +6,7 @@ import re
 from slipstream.report import tokens
 from slipstream.report.tokens import key_of, token_views
 from slipstream.runlog import read_run
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SEQUENCE = {
     "token_ids": [72, 73, 10, 11, 12, 74, 13],

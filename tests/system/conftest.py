@@ -27,7 +27,7 @@ from slipstream.launch.run import train
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 from ..fork_server import forked_by

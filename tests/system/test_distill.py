@@ -13,7 +13,7 @@ from slipstream.launch.run import train
 from slipstream.launch.teacher import agreement_warning
 from slipstream.launch.tools.replay import replay
 from slipstream.runlog import read_events, read_metrics
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 DISTILL = ("--algorithm.kind", "distill", "--evaluation", "false")

@@ -13,7 +13,7 @@ import pytest
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.runlog import read_exit, read_metrics
 from slipstream.runlog.batches import read_batch
-from slipstream.trainer.model.tiny_qwen3 import END, new_model
+from slipstream.trainer.model.small.tiny_qwen3 import END, new_model
 
 from ..envs.verifiers_interpreters import interpreter
 

@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 
 from slipstream import records
 from slipstream.trainer.learner import score
-from slipstream.trainer.model.policy import PolicyModel, SharedTensors
+from slipstream.trainer.model.loading import SharedTensors
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights.bridges.single_copy import Exporter, open_weights
 from slipstream.weights.fingerprint import describe, digest
 

@@ -16,7 +16,7 @@ from benchmarks.weight_sync.figures import BRIDGES, TOGETHER, SyncOptions
 from benchmarks.weight_sync.measure import measure_sync
 
 from slipstream.errors import ConfigError
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from .conftest import Command
 

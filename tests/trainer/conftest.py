@@ -7,7 +7,7 @@ import transformers
 from slipstream import records
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 

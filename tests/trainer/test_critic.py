@@ -17,7 +17,7 @@ from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import ValueTargets, make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig

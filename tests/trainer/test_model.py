@@ -9,8 +9,9 @@ from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.model.loading import SharedTensors
 from slipstream.trainer.model.packing_check import check_isolation
-from slipstream.trainer.model.policy import PolicyModel, SharedTensors
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 

@@ -15,7 +15,7 @@ from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers, row_lengths
 from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.stand_in import save_stand_in
+from slipstream.trainer.model.small.stand_in import save_stand_in
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 

@@ -11,7 +11,7 @@ from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.layers import LayerOptions, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
+from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.model_files import WEIGHTS_FILE, whole_folder, write_model_folder, write_tensors
 
 

@@ -15,8 +15,9 @@ from slipstream.errors import ConfigError, WeightsError
 from slipstream.inference.plugin.weights.tensor_map import Piece, TensorMap
 from slipstream.launch.build import open_shared
 from slipstream.records import ParameterSpec
-from slipstream.trainer.model.policy import PolicyModel, SharedTensors
-from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.model.loading import SharedTensors
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.weights.bridges.single_copy import CannotShare, Exporter, SharedWeights, check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters

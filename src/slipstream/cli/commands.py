@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -338,6 +339,7 @@ def model_new(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], Parameter(help="Data type of the weights.")
     ] = "float32",
+    vision: Annotated[bool, Parameter(help="A Qwen2-VL, which reads images too; without --head-dim.")] = False,
     json: Json = False,
 ) -> int:
     """Create a small Qwen3 with random weights, a byte- or character-level tokenizer and a chat template.
@@ -347,16 +349,17 @@ def model_new(
     from slipstream.launch.preflight.torch_builds import check_torch_builds
 
     check_torch_builds()
-    from slipstream.trainer.model.tiny_qwen3 import new_model
+    from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+    from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
-    path = new_model(
+    make = new_vision_model if vision else partial(new_model, head_dim=head_dim)
+    path = make(
         Path(folder),
         tokenizer=tokenizer,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         intermediate_size=intermediate_size,
         context_length=context_length,
         rope_theta=rope_theta,

@@ -24,8 +24,8 @@ class ModelConfig(Section):
     """What is trained."""
 
     path: str
-    """A local folder in Hugging Face format, or a hub id. Of a vision-language model the language model is trained; the
-    vision tower stays frozen."""
+    """A local folder in Hugging Face format, or a hub id. Of a vision-language model the language model is trained, on
+    text and images; the vision tower stays frozen unless `train_tower` is set."""
     revision: str | None = None
     """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""
     thinking: bool | None = None
@@ -48,6 +48,11 @@ class ModelConfig(Section):
     model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better
     (`probe/abs_logprob_diff`). `auto`: as `fp32_head`, and only if the engine compiles its layers
     (`inference.enforce_eager = false`), as the sums would take kernels of their own."""
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Scale larger images down to so many pixels, in trainer and engine: an image's tokens and the tower's memory grow
+    with them. Not set: the bound of the model's own image processor, which can only be lowered."""
+    train_tower: bool = False
+    """Train the vision tower and its projector too, on the images in the data. Not with [lora]."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 

@@ -2,7 +2,8 @@
 
 The prompt that RL samples from and the prompt part of an SFT example are the same tokens; a conversation that the
 template renders differently is refused. Loss is only on the assistant's content and its end-of-turn token, not on what
-the template appends after that token (a newline).
+the template appends after that token (a newline). Placeholders of images are expanded here too
+(`images/processor.py`), so that trainer, orchestrator and engine count the same tokens.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config.sft import TrainOn
+from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import ReadRecorder
 from slipstream.data.unknown_characters import Vocabulary
 from slipstream.errors import ConfigError, DataError, first_line
-from slipstream.records import Message
+from slipstream.records import Media, Message
 from slipstream.records import Sequence as TokenSequence
 
 _REMEDY = "use a chat model, or put a chat_template into the model folder's tokenizer_config.json"
@@ -39,9 +42,9 @@ class ChatTokenizer:
 
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
     system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
-    variable for it. Raises `ConfigError` if there is no tokenizer or template, if the template does not use one of
-    these variables or has no thinking variable, or if it does not end an assistant's turn with a special token (a
-    policy could not learn to stop).
+    variable for it; `max_pixels` bounds images (`ImageProcessor`). Raises `ConfigError` if there is no tokenizer or
+    template, if the template does not use one of these variables or has no thinking variable, or if it does not end an
+    assistant's turn with a special token (a policy could not learn to stop).
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         thinking: bool | None = None,
+        max_pixels: int | None = None,
     ) -> None:
         from transformers import AutoTokenizer
 
         self.path = str(path)
+        self._trusted, self._max_pixels = trust_remote_code, max_pixels
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
         self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -94,6 +99,20 @@ class ChatTokenizer:
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to the start of the assistant's next turn."""
         return self._apply(messages, generation_prompt=True)
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """Expands the placeholders of images. Raises `ConfigError` for a model whose images cannot be trained on."""
+        return ImageProcessor(self.path, self._trusted, max_pixels=self._max_pixels)
+
+    def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
+        """The images of a conversation with their places in its tokens."""
+        images = images_of(messages)
+        return self.images.place(token_ids, images) if images else ()
+
+    def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
+        """What the engine is asked for a prompt: its tokens with one placeholder for each image, and the images."""
+        return self.images.request(token_ids, media) if media else (list(token_ids), ())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, without special tokens and without cleanup of spaces."""
@@ -156,7 +175,7 @@ class ChatTokenizer:
             target = self._target(messages[: place + 1], prompt)
             mask += [False] * (len(prompt) - len(mask)) + [True] * len(target)
             token_ids = prompt + target
-        return TokenSequence(token_ids, mask)
+        return self._with_images(messages[: turns[-1] + 1], TokenSequence(token_ids, mask))
 
     def _all_tokens(self, messages: Sequence[Message]) -> TokenSequence:
         """The whole conversation; what the template renders for a message without loss is masked out."""
@@ -174,7 +193,14 @@ class ChatTokenizer:
                     "others follow, so it cannot be kept out of the loss: remove the weight"
                 )
             mask[len(before) : len(after)] = [False] * (len(after) - len(before))
-        return TokenSequence(token_ids, mask)
+        return self._with_images(messages, TokenSequence(token_ids, mask))
+
+    def _with_images(self, messages: Sequence[Message], sequence: TokenSequence) -> TokenSequence:
+        """Adds the images of the messages; their placeholders carry no loss."""
+        sequence.media = list(self.place_images(messages, sequence.token_ids))
+        for image in sequence.media:
+            sequence.mask[image.start : image.start + image.num_tokens] = [False] * image.num_tokens
+        return sequence
 
     def _target(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:
         """Tokens of the last message after `prompt`, including its end token."""
@@ -213,6 +239,9 @@ class ChatTokenizer:
     def _apply(
         self, messages: Sequence[Message], *, generation_prompt: bool, read: set[tuple[str, str]] | None = None
     ) -> list[int]:
+        images = images_of(messages)
+        if images:
+            _ = self.images  # the first error of a model that reads none
         chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
         if read is not None:
             chat = [ReadRecorder(message, read) for message in chat]
@@ -220,7 +249,7 @@ class ChatTokenizer:
         if self._system and (not chat or chat[0]["role"] != "system"):
             chat = self._system + chat
         try:
-            return self._tokenizer.apply_chat_template(
+            token_ids: list[int] = self._tokenizer.apply_chat_template(
                 chat,
                 tools=tools or None,
                 add_generation_prompt=generation_prompt,
@@ -230,6 +259,7 @@ class ChatTokenizer:
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
+        return self.images.expand(token_ids, images) if images else token_ids
 
     def _find_turn_suffix(self) -> list[int]:
         """What the template appends to an assistant's text, from the end token on."""
@@ -271,6 +301,11 @@ class ChatTokenizer:
             named = None
         found.update(named if isinstance(named, list) else [] if named is None else [named])
         return tuple(sorted(found))
+
+
+def images_of(messages: Sequence[Message]) -> list[Media]:
+    """The images of a conversation, in order."""
+    return [image for message in messages for image in message.media]
 
 
 def _is_trained(message: Message) -> bool:

@@ -16,10 +16,11 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
+from slipstream.data.images.parts import COLUMNS, joined, with_images
 from slipstream.data.plain_values import kind_of, not_plain, plain_or_text
 from slipstream.data.readers import Row, columns_of, read_rows
 from slipstream.errors import DataError
-from slipstream.records import Message, Role
+from slipstream.records import Media, Message, Role
 
 Conversation = tuple[Message, ...]
 Form = Literal["auto", "verl", "messages", "prompt-answer"]
@@ -34,7 +35,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "
 _FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
 """Message fields that are converted rather than passed on."""
 _REFUSED = {
-    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), "only text is trained on: remove it"),
+    **dict.fromkeys(("videos", "video", "audio", "audios"), "only text and images are trained on: remove it"),
     "chat_template_kwargs": "variables of the template are the run's: set model.chat_template_kwargs",
     "history": "earlier turns are read from messages alone: give the row as messages",
 }
@@ -107,7 +108,7 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
     where = row.where
     messages = columns.messages or ("" if columns.prompt or columns.answer else _first_of(row.values, MESSAGES))
     if messages:
-        turns, read = _messages(value_at(row, messages), messages, None, where), [messages]
+        turns, read = _messages(value_at(row, messages), messages, None, row), [messages]
     else:
         prompt = columns.prompt or _first_of(row.values, PROMPTS)
         completion = columns.answer or _first_of(row.values, COMPLETIONS)
@@ -116,13 +117,13 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
             raise DataError(f"{where} has the keys {keys}: give {_FORMS}, or name the columns in [data]")
         turns = [
             *_prompt(row, prompt, is_found=not columns.prompt),
-            *_messages(value_at(row, completion), completion, "assistant", where),
+            *_messages(value_at(row, completion), completion, "assistant", row),
         ]
         read = [prompt, completion, *(["input"] if prompt == "instruction" and not columns.prompt else [])]
     if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
         raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
     read = {name if name in row.values else name.partition(".")[0] for name in read}
-    return tuple(_completed(turns, row)), read | {"tools", *SYSTEMS}
+    return tuple(_completed(turns, row)), read | {"tools", *SYSTEMS, *COLUMNS}
 
 
 def read_problems(
@@ -167,7 +168,7 @@ def value_at(row: Row, column: str) -> Any:
     if not inner or outer not in row.values:
         raise DataError(f"{row.where} has no column {column!r}: it has {', '.join(sorted(row.values)) or 'none'}")
     value = as_mapping(row.values[outer], outer, row.where)
-    return value_at(Row(f"column {outer} of {row.where}", value), inner)
+    return value_at(Row(f"column {outer} of {row.where}", value, row.folder), inner)
 
 
 def as_mapping(value: Any, column: str, where: str) -> dict[str, Any]:
@@ -252,7 +253,7 @@ def _prompt_problem(row: Row, columns: Columns) -> Problem:
 def _messages_problem(row: Row, columns: Columns) -> Problem:
     """A problem whose answer is the last message, the assistant's."""
     column = columns.messages or _first_of(row.values, MESSAGES) or MESSAGES[0]
-    turns = _messages(value_at(row, column), column, None, row.where)
+    turns = _messages(value_at(row, column), column, None, row)
     if turns[-1].role != "assistant" or len(turns) < 2:
         raise DataError(f"{row.where}: {column} does not end with an assistant's answer to something: add one")
     answer = _given(row, columns.answer) if columns.answer else turns[-1].content
@@ -286,14 +287,15 @@ def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
     value = value_at(row, column)
     if is_found and column == "instruction" and isinstance(value, str) and row.values.get("input"):
         value = f"{value}\n\n{_text_at(row, 'input')}"
-    return _messages(value, column, "user", row.where)
+    return _messages(value, column, "user", row)
 
 
 def _completed(turns: list[Message], row: Row) -> list[Message]:
-    """Adds the row's system prompt and tools to the turns."""
+    """Adds the row's images, system prompt and tools to the turns."""
     for name, reason in _REFUSED.items():
         if row.values.get(name):
             raise DataError(f"{row.where}: {name} is not empty, and {reason}")
+    turns = with_images(turns, row.values, row.where, row.folder)
     column = next((name for name in SYSTEMS if row.values.get(name)), "")
     if column and (turns[0].role, turns[0].content) != ("system", text := _text_at(row, column)):
         if turns[0].role == "system":
@@ -330,17 +332,19 @@ def _first_of(row: dict[str, Any], names: Sequence[str]) -> str:
     return next((name for name in names if row.get(name) is not None), "")
 
 
-def _messages(value: Any, key: str, text_role: Role | None, where: str) -> list[Message]:
+def _messages(value: Any, key: str, text_role: Role | None, row: Row) -> list[Message]:
+    where = row.where
     if isinstance(value, str) and text_role is not None:
         if not value.strip():
             raise DataError(f"{where}: {key} is an empty text: fill it in or remove the row")
         return [Message(text_role, value)]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key} = {value!r:.60} is not a list of messages: give {_FORMS}")
-    return [_message(turn, f"{key}[{place}]", where) for place, turn in enumerate(cast("Sequence[Any]", value))]
+    return [_message(turn, f"{key}[{place}]", row) for place, turn in enumerate(cast("Sequence[Any]", value))]
 
 
-def _message(turn: Any, path: str, where: str) -> Message:
+def _message(turn: Any, path: str, row: Row) -> Message:
+    where = row.where
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {path} is {kind_of(turn)}: give {{'role': ..., 'content': ...}}")
     # In a parquet file every message has every field.
@@ -362,10 +366,9 @@ def _message(turn: Any, path: str, where: str) -> Message:
     content = entry.get("content")
     if content is None and calls:
         content = ""
-    if isinstance(content, list):  # content parts of OpenAI's format; a text model takes text only
-        parts = cast("list[Any]", content)
-        if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            content = "".join(str(part.get("text", "")) for part in parts)
+    media: tuple[Media, ...] = ()
+    if isinstance(content, list):  # content parts of OpenAI's format
+        content, media = joined(cast("list[Any]", content), f"{where}: {path}.content", row.folder)
     if not isinstance(content, str):
         raise DataError(f"{where}: {path}.content = {content!r:.60} is not text: give it as text")
     weight = entry.get("weight", 1)
@@ -373,4 +376,4 @@ def _message(turn: Any, path: str, where: str) -> Message:
         raise DataError(f"{where}: {path}.weight = {weight!r:.60} is neither 0 (no loss) nor 1: give one of these")
     extra = {name: plain_or_text(value) for name, value in entry.items() if name not in _FIELDS}
     id_ = str(entry.get("tool_call_id") or "")
-    return Message(cast("Role", role), content, (), calls, id_, extra, carries_loss=bool(weight))
+    return Message(cast("Role", role), content, media, calls, id_, extra, carries_loss=bool(weight))

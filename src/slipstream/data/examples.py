@@ -1,6 +1,6 @@
 """The training and held-out sets of SFT: conversations as tokens, made once and kept in memory.
 
-Guarantees: what is held out is never trained on, and which rows that are depends on their text alone; every
+Guarantees: what is held out is never trained on, and which rows that are depends on their text and images alone; every
 conversation that is left out or cut is counted by reason.
 """
 
@@ -10,13 +10,13 @@ import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
 from slipstream.config.sft import TrainOn
 from slipstream.errors import DataError
-from slipstream.records import Batch, Message, Rollout, Version
+from slipstream.records import Batch, Media, Message, Rollout, Version
 from slipstream.records import Sequence as TokenSequence
 
 Conversation = Sequence[Message]
@@ -30,15 +30,18 @@ class _Tokenizer(Protocol):
 
 
 class Examples(Collection[TokenSequence]):
-    """Token sequences with their loss masks, in five bytes a token; reading one makes it anew."""
+    """Token sequences with their loss masks and images, in five bytes a token; reading one makes it anew."""
 
     def __init__(self) -> None:
         self._token_ids = array("i")
         self._mask = bytearray()
         self._ends = array("q", [0])
+        self._media: dict[int, tuple[Media, ...]] = {}
 
     def append(self, sequence: TokenSequence) -> None:
         """Add one at the end."""
+        if sequence.media:
+            self._media[len(self)] = tuple(sequence.media)
         self._token_ids.extend(sequence.token_ids)
         self._mask.extend(sequence.mask)
         self._ends.append(len(self._token_ids))
@@ -50,7 +53,7 @@ class Examples(Collection[TokenSequence]):
         start, end = self._ends[index], self._ends[index + 1]
         # "?" is C's bool: several times as fast as a loop.
         mask = cast("list[bool]", memoryview(self._mask[start:end]).cast("?").tolist())
-        return TokenSequence(self._token_ids[start:end].tolist(), mask)
+        return TokenSequence(self._token_ids[start:end].tolist(), mask, media=list(self._media.get(index, ())))
 
     def __iter__(self) -> Iterator[TokenSequence]:
         return (self[index] for index in range(len(self)))
@@ -62,6 +65,11 @@ class Examples(Collection[TokenSequence]):
     def lengths(self) -> list[int]:
         """Tokens of each."""
         return [end - start for start, end in pairwise(self._ends)]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any has an image."""
+        return bool(self._media)
 
     @property
     def num_trainable(self) -> int:
@@ -111,7 +119,12 @@ def tokenized(
         dropped[prefix + reason] = dropped.get(prefix + reason, 0) + 1
 
     for conversation in conversations:
-        sequence = tokenizer.training_tokens(conversation, train_on)
+        try:
+            sequence = tokenizer.training_tokens(conversation, train_on)
+        except DataError as error:
+            if any(message.media for message in conversation):
+                raise DataError(f"{where(conversation)}: {error}") from error
+            raise
         if len(sequence) > limit:
             if too_long == "error":
                 raise DataError(
@@ -121,7 +134,7 @@ def tokenized(
             if too_long == "drop":
                 count("conversation_too_long")
                 continue
-            sequence = TokenSequence(sequence.token_ids[:limit], sequence.mask[:limit])
+            sequence = _cut(sequence, limit)
             if not sequence.num_trainable:
                 count(f"conversation whose first {limit} tokens carry no loss")
                 continue
@@ -134,6 +147,13 @@ def tokenized(
             'set data.too_long = "truncate"'
         )
     return kept, examples
+
+
+def _cut(sequence: TokenSequence, limit: int) -> TokenSequence:
+    """The first `limit` tokens, or fewer where an image would be cut in two."""
+    end = next((image.start for image in sequence.media if image.start < limit < image.start + image.num_tokens), limit)
+    media = [image for image in sequence.media if image.start < end]
+    return TokenSequence(sequence.token_ids[:end], sequence.mask[:end], media=media)
 
 
 def split_off(conversations: list[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
@@ -174,6 +194,7 @@ def holds_thoughts(conversations: Sequence[Conversation]) -> bool:
 
 
 def _text(conversation: Conversation) -> bytes:
-    return msgspec.json.encode(
-        [[message.role, message.content, message.tool_calls, message.extra] for message in conversation]
-    )
+    turns: list[list[Any]] = [[turn.role, turn.content, turn.tool_calls, turn.extra] for turn in conversation]
+    for turn, message in zip(turns, conversation, strict=True):
+        turn += [image.sha256 for image in message.media]
+    return msgspec.json.encode(turns)

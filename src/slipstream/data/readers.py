@@ -43,6 +43,8 @@ class Row(NamedTuple):
 
     where: str
     values: dict[str, Any]
+    folder: Path | None = None
+    """That of its file, from which paths in it lead."""
 
 
 def read_rows(path: str | Path, split: str = "", setting: str = "data.path", subset: str = "") -> list[Row]:
@@ -173,7 +175,7 @@ def _json_rows(path: Path, setting: str) -> Iterator[Row]:
                     raise DataError(f"{where} nests lists or objects too deeply: correct or remove it") from None
                 if not isinstance(values, dict):
                     raise DataError(f"{where} is {kind_of(values)}: {_ONE_A_LINE}")
-                yield Row(where, cast("dict[str, Any]", values))
+                yield Row(where, cast("dict[str, Any]", values), path.parent)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): correct {setting}") from error
 
@@ -195,7 +197,7 @@ def _arrow_rows(path: Path, setting: str, *, parquet: bool) -> Iterator[Row]:
         for batch in batches:
             for values in _plain_rows(batch, path, number):
                 number += 1
-                yield Row(f"row {number} of {path}", values)
+                yield Row(f"row {number} of {path}", values, path.parent)
     except OSError as error:
         reason = error.strerror or first_line(error)
         raise DataError(f"{path} cannot be read ({reason}): correct {setting}, or save the file again") from error

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import ContextFull, Reply, ToolResult
 from slipstream.errors import EngineError, IntegrityError
-from slipstream.records import Completion, Message, ToolCall, TurnSpan, VersionSpan
+from slipstream.records import Completion, Media, Message, ToolCall, TurnSpan, VersionSpan
 from slipstream.records import Sequence as TokenSequence
 
 # Most tokens searched at a prompt's end for "<think>" and the white space after it.
@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to the start of the assistant's next turn."""
+        ...
+
+    def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
+        """The images of a conversation, which has some, with their places in its tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -47,6 +51,8 @@ class Prompt(NamedTuple):
     """Several episodes may share them: they are never changed."""
     opens_thinking: bool
     """Whether it ends with `<think>`, which some templates append: the graded text must include it."""
+    media: tuple[Media, ...] = ()
+    """Its images, with their places in the tokens."""
 
 
 class Prompts:
@@ -64,7 +70,10 @@ class Prompts:
             return self._first[1]
         token_ids = self._tokenizer.render(messages)
         tail = self._tokenizer.decode(token_ids[-_TAIL_TOKENS:])
-        prompt = Prompt(token_ids, tail.rstrip().endswith(THINK_OPEN))
+        media: tuple[Media, ...] = ()
+        if any(message.media for message in messages):
+            media = self._tokenizer.place_images(messages, token_ids)
+        prompt = Prompt(token_ids, tail.rstrip().endswith(THINK_OPEN), media)
         if self._first is None:
             self._first = conversation, prompt
         return prompt
@@ -77,14 +86,17 @@ async def _no_tools(call: ToolCall) -> ToolResult:
 class RecordingPolicy:
     """Sends turns to the engine and records every token of one episode.
 
-    `generate(prompt_ids, max_tokens, tools)` samples a turn; `max_tokens` is None where the run's own limit holds.
+    `generate(prompt_ids, max_tokens, tools, media)` samples a turn; `max_tokens` is None where the run's own limit
+    holds, `media` are the prompt's images.
     `context_length`, in tokens, bounds a prompt and its turn together. `call_tool` runs a call of a tool.
     `prompts`: shared with other episodes, or this episode's own.
     """
 
     def __init__(
         self,
-        generate: Callable[[list[int], int | None, tuple[dict[str, Any], ...]], Awaitable[Completion]],
+        generate: Callable[
+            [list[int], int | None, tuple[dict[str, Any], ...], tuple[Media, ...]], Awaitable[Completion]
+        ],
         tokenizer: Tokenizer,
         *,
         context_length: int | None = None,
@@ -136,18 +148,18 @@ class RecordingPolicy:
     async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
         """See `base.Policy`. Raises `EngineError` if the engine aborted the request."""
         self._check_open()
-        prompt_ids, opens_thinking = self._prompts.of(messages)
+        prompt_ids, opens_thinking, media = self._prompts.of(messages)
         if self._context_length is not None and len(prompt_ids) >= self._context_length:
             raise ContextFull(
                 f"the conversation has {len(prompt_ids)} tokens after {self.num_turns} turns, and "
                 f"inference.max_model_len = {self._context_length}"
             )
         tools = messages[0].tools if messages else ()
-        completion = await self._generate(prompt_ids, max_tokens, tools)
+        completion = await self._generate(prompt_ids, max_tokens, tools, media)
         self._check_open()
         if completion.finish_reason == "abort":
             raise EngineError(f"request {completion.id} was aborted after {len(completion.token_ids)} tokens")
-        self.spans.append(record_turn(self.sequences, prompt_ids, completion))
+        self.spans.append(record_turn(self.sequences, prompt_ids, completion, media))
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
         text = whole = completion.text
@@ -204,9 +216,11 @@ def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
     )
 
 
-def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion) -> TurnSpan:
-    """Adds a turn to `sequences` in place: to the latest sequence that is a prefix of the prompt, otherwise to a new
-    one. Returns where its sampled tokens lie."""
+def record_turn(
+    sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion, media: Sequence[Media] = ()
+) -> TurnSpan:
+    """Adds a turn to `sequences` in place: to the latest sequence that is a prefix of the prompt, images included,
+    otherwise to a new one. Returns where its sampled tokens lie."""
     logprobs = completion.logprobs
     if logprobs is not None and len(logprobs) != len(completion.token_ids):
         raise IntegrityError(
@@ -214,13 +228,14 @@ def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completio
             f"of request {completion.id}"
         )
     numbers = range(len(sequences) - 1, -1, -1)
-    place = next((i for i in numbers if prompt_ids[: len(sequences[i])] == sequences[i].token_ids), len(sequences))
+    place = next((i for i in numbers if _continues(prompt_ids, media, sequences[i])), len(sequences))
     if place == len(sequences):
         sequences.append(TokenSequence([], [], []))
     sequence = sequences[place]
     given = prompt_ids[len(sequence) :]
     start = len(prompt_ids)
     sequence.token_ids = [*prompt_ids, *completion.token_ids]
+    sequence.media = list(media)
     sequence.mask += [False] * len(given) + [True] * len(completion.token_ids)
     if logprobs is None or sequence.logprobs is None:
         sequence.logprobs = None
@@ -230,3 +245,11 @@ def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completio
         if not sequence.versions or sequence.versions[-1].version != span.version:
             sequence.versions = [*sequence.versions, VersionSpan(start + span.start, span.version)]
     return TurnSpan(place, start, len(sequence))
+
+
+def _continues(prompt_ids: list[int], media: Sequence[Media], sequence: TokenSequence) -> bool:
+    """Whether a prompt begins with a sequence."""
+    pictures = [image.sha256 for image in sequence.media]
+    return prompt_ids[: len(sequence)] == sequence.token_ids and pictures == [
+        image.sha256 for image in media[: len(pictures)]
+    ]

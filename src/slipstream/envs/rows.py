@@ -285,4 +285,5 @@ def _are_texts(value: Any) -> bool:
 
 
 def _question(task: Task) -> str:
-    return "\n".join(message.content for message in task.prompt if message.role != "system")
+    turns = [message for message in task.prompt if message.role != "system"]
+    return "\n".join([*(turn.content for turn in turns), *(image.sha256 for turn in turns for image in turn.media)])

@@ -20,13 +20,14 @@ from typing import Any, cast, get_args
 import msgspec
 
 from slipstream.config.user_code import place_of
+from slipstream.data.images.parts import joined, refuse_open
 from slipstream.data.plain_values import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
 from slipstream.envs.conversation import converse
 from slipstream.envs.tools.schemas import schemas_of, with_tools
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError, one_line
-from slipstream.records import Message, Role, Task
+from slipstream.records import Media, Message, Role, Task
 from slipstream.runlog.redaction import redact
 
 RawTask = Task | Mapping[str, Any]
@@ -189,7 +190,8 @@ def as_tasks(raw: Iterable[RawTask], split: Split, where: str) -> list[Task]:
 
 def as_task(raw: object, default_id: str, where: str) -> Task:
     """Converts a task or a dictionary {"prompt", "answer"?, "id"?, anything else -> `info`} to a task. `prompt` is text
-    or a list of messages. Raises `DataError` that names `where`."""
+    or a list of messages; their content may have parts as in OpenAI's requests, an image being a path, bytes, a `data:`
+    URI or one of PIL. Raises `DataError` that names `where`."""
     if isinstance(raw, Task):
         task = raw
     elif not isinstance(raw, Mapping):
@@ -222,10 +224,14 @@ def _as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
             messages.append(turn)
             continue
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
+        media: tuple[Media, ...] = ()
+        if isinstance(content, list | tuple):
+            content, media = joined(cast("Sequence[Any]", content), f"{where}: content", None)
+            refuse_open(media, where)
         if role not in get_args(Role) or not isinstance(content, str):
             raise DataError(f"{where} has a message {turn!r:.80}: give {{'role': 'user', 'content': 'text'}}")
         extra = {str(key): value for key, value in turn.items() if key not in ("role", "content")}
         if complaint := not_plain(extra, "a message"):
             raise DataError(f"{where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
-        messages.append(Message(cast("Role", role), content, extra=extra))
+        messages.append(Message(cast("Role", role), content, media, extra=extra))
     return tuple(messages)

@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from slipstream.errors import ConfigError
-from slipstream.records import AbortCause, Completion, GenerateRequest, Message
+from slipstream.errors import ConfigError, DataError
+from slipstream.records import AbortCause, Completion, GenerateRequest, Media, Message
 from slipstream.runlog.redaction import hide_userinfo
 
 _AGAIN = frozenset({408, 425, 429})
@@ -41,6 +41,14 @@ class MessageTokens:
         if not chat or chat[0]["role"] != "system":
             chat = self._system + chat
         return list(msgspec.json.encode(chat))
+
+    def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
+        """Raises DataError: none are sent."""
+        raise DataError("a message has images, which are not sent to an address: evaluate a model folder")
+
+    def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
+        """What is asked for a prompt without images."""
+        return list(token_ids), ()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a reply."""

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from slipstream.trainer.distributed.worker import RankModel
     from slipstream.trainer.learner import Learner, Scorer
     from slipstream.trainer.loss import Objective
-    from slipstream.trainer.model.policy import PolicyModel, SharedTensors
+    from slipstream.trainer.model.loading import SharedTensors
+    from slipstream.trainer.model.policy import PolicyModel
     from slipstream.trainer.optim.base import Optimizer
     from slipstream.weights.bridges.single_copy import SharedWeights
 
@@ -82,6 +83,7 @@ def load_model(
         fp32_head=model.fp32_head,
         fp32_residual=model.fp32_residual,
         max_model_len=config.inference.max_model_len or None,
+        train_tower=model.train_tower,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use
@@ -99,7 +101,7 @@ def import_trainer(config: PlannedConfig) -> None:
     import torch
     from transformers import AutoConfig
 
-    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.loading import resolve_folder
     from slipstream.trainer.model.vision_towers import auto_class
 
     importlib.import_module("slipstream.trainer.critic")
@@ -117,8 +119,8 @@ def precompile_layers(config: PlannedConfig) -> None:
     the policy's own are found in the compile cache. A failure costs only time: the policy is then compiled as usual."""
     import torch
 
-    from slipstream.trainer.model.policy import resolve_folder
-    from slipstream.trainer.model.stand_in import save_stand_in
+    from slipstream.trainer.model.loading import resolve_folder
+    from slipstream.trainer.model.small.stand_in import save_stand_in
 
     model = config.model
     try:
@@ -299,7 +301,7 @@ def share_weights(config: PlannedConfig, ask: Callable[[commands.Share], command
     """Ask an engine that is ready where each worker has its live weights. Raises CannotShare when the engine is alive
     and cannot share them."""
     from slipstream.orchestrator.control import commands
-    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.loading import resolve_folder
     from slipstream.weights.bridges.single_copy import CannotShare
     from slipstream.weights.model_files import stored_parameters
 
@@ -316,7 +318,7 @@ def open_shared(config: PlannedConfig, workers: Sequence[SharedWeights]) -> Shar
     reading those; None without workers."""
     import torch
 
-    from slipstream.trainer.model.policy import SharedTensors, resolve_folder
+    from slipstream.trainer.model.loading import SharedTensors, resolve_folder
     from slipstream.weights.bridges.single_copy import check_loaded, open_weights
     from slipstream.weights.model_files import stored_parameters
 

@@ -111,7 +111,7 @@ class Children:
 
     def create_engine(self) -> RunEngine:
         """Create the run's engine, not launched yet; the same one in every call."""
-        from slipstream.trainer.model.policy import resolve_folder
+        from slipstream.trainer.model.loading import resolve_folder
 
         if self.engine is None:
             import torch

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slipstream.config import needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, publishes_adapter
+from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
 from slipstream.engine_protocols import Generates
 from slipstream.envs.scoring.pool import ScorerPool
@@ -33,10 +34,10 @@ from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failures import Failures
 from slipstream.orchestrator.garbage_collection import fewer_collections
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.probe import Probe
+from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Batch, Rollout, Version
+from slipstream.records import Batch, Message, Rollout, Version
 from slipstream.runlog.ledger import Ledger, end_ledgers
 from slipstream.runlog.samples import sample_of
 from slipstream.transport import Transport
@@ -275,15 +276,20 @@ def _probe(context: Context, engine: RunEngine) -> Probe:
     """Prompts of the first held-out tasks, or of the first training tasks where there are none."""
     config, prepared = context.config, context.prepared
     tasks = (prepared.eval_tasks or prepared.train_tasks)[: config.weights.probe_tasks]
-    prompts = [prepared.tokenizer.render(task.prompt) for task in tasks]
     return Probe(
         engine,
-        prompts,
+        [_probe_prompt(prepared.tokenizer, task.prompt) for task in tasks],
         prepared.sampling(),
         max_tokens=config.weights.probe_tokens,
         seed=config.run.seed,
         timeout_s=config.inference.request_timeout_s,
     )
+
+
+def _probe_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> ProbePrompt:
+    token_ids = tokenizer.render(messages)
+    media = tokenizer.place_images(messages, token_ids)
+    return ProbePrompt(token_ids, media, tokenizer.request(token_ids, media))
 
 
 async def _evaluate(

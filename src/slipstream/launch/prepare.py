@@ -37,6 +37,7 @@ from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
+from slipstream.launch.preflight.images import check_images
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.turns import check_turns
@@ -125,14 +126,11 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     config = _with_environment(loaded.config)
     _check_what_it_needs(config)
     section = config.environment
-    system = section.system_prompt if section else ""
     check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
     config = config.model_copy(update={"model": model})
     check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
-    tokenizer = ChatTokenizer(
-        model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
-    )
+    tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer)
     environment = load_environment(section) if section else None
     train_tasks, eval_tasks, requested = _tasks(config, environment)
@@ -182,6 +180,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
     notes += _mixture_notes(plan.config, part_of_item)
+    notes += check_images(plan.config, tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)])
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
@@ -196,6 +195,18 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
+
+
+def _tokenizer(config: RunConfig) -> ChatTokenizer:
+    model, section = config.model, config.environment
+    return ChatTokenizer(
+        model.path,
+        section.system_prompt if section else "",
+        model.trust_remote_code,
+        model.chat_template_kwargs,
+        thinking=model.thinking,
+        max_pixels=model.max_pixels,
+    )
 
 
 def check_engine(prepared: Prepared) -> None:
@@ -268,11 +279,15 @@ def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
     return tasks
 
 
-def _question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    """Role and content of the messages before the first answer, without system messages: the key to find duplicates
-    by."""
-    turns = [(message.role, message.content) for message in messages if message.role != "system"]
-    first = next((index for index, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
+def _question(messages: Sequence[Message]) -> tuple[tuple[str, ...], ...]:
+    """Role, content and images of the messages before the first answer, without system messages: the key to find
+    duplicates by."""
+    turns = [
+        (message.role, message.content, *(image.sha256 for image in message.media))
+        for message in messages
+        if message.role != "system"
+    ]
+    first = next((index for index, (role, *_) in enumerate(turns) if role == "assistant"), len(turns))
     return tuple(turns[:first])
 
 
@@ -303,7 +318,7 @@ def _fitting(
     limit = config.inference.max_model_len
     limit = model.context_length if limit == "auto" else min(limit, model.context_length)
     need = config.sampling.max_tokens
-    lengths = {split: [len(tokenizer.render(task.prompt)) for task in tasks] for split, tasks in asked.items()}
+    lengths = {split: [_num_prompt_tokens(tokenizer, task) for task in tasks] for split, tasks in asked.items()}
     if need == "auto":
         longest = None
         if model.says_only_answers and environment is not None:
@@ -330,6 +345,13 @@ def _fitting(
             )
         fitting[split] = kept
     return fitting
+
+
+def _num_prompt_tokens(tokenizer: ChatTokenizer, task: Task) -> int:
+    try:
+        return len(tokenizer.render(task.prompt))
+    except DataError as error:
+        raise DataError(f"task {task.id}: {error}") from error
 
 
 def _conversations(

@@ -156,7 +156,7 @@ def agreement_warning(log: RunLog) -> Callable[[int, Mapping[str, float | None]]
 
 
 def _settings(config: PlannedConfig, planned: TeacherMemory) -> EngineSettings:
-    from slipstream.trainer.model.policy import DTYPES, resolve_folder
+    from slipstream.trainer.model.loading import DTYPES, resolve_folder
     from slipstream.weights.fingerprint import describe, digest
     from slipstream.weights.model_files import read_model_folder
 

@@ -7,15 +7,25 @@ numerics, or an engine that computes with other weights than it reports; the pol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from slipstream.engine_protocols import Generates
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, IntegrityError
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
-from slipstream.orchestrator.rollouts import seed_of
-from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.orchestrator.rollouts import mismatch_of, seed_of
+from slipstream.records import GenerateRequest, Media, SamplingParams
 from slipstream.records import Sequence as TokenSequence
+
+
+class ProbePrompt(NamedTuple):
+    """A prompt of the probe."""
+
+    token_ids: list[int]
+    media: tuple[Media, ...] = ()
+    asked: tuple[list[int], tuple[bytes, ...]] | None = None
+    """What the engine is asked: tokens with one placeholder for each image, and the images; None: the tokens."""
 
 
 class Probe:
@@ -24,7 +34,7 @@ class Probe:
     def __init__(
         self,
         engine: Generates,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ProbePrompt | list[int]],
         sampling: SamplingParams,
         *,
         max_tokens: int,
@@ -32,7 +42,7 @@ class Probe:
         timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._prompts = prompts
+        self._prompts = [each if isinstance(each, ProbePrompt) else ProbePrompt(each) for each in prompts]
         self._sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, max_tokens))
         self._seed = seed
         self._timeout_s = timeout_s
@@ -50,13 +60,16 @@ class Probe:
         for prompt, completion in zip(self._prompts, completions, strict=True):
             if completion.finish_reason == "abort" or completion.logprobs is None:
                 raise EngineError(f"the probe got no log-probabilities: {completion.error or 'none were returned'}")
-            num_prompt, num_sampled = len(prompt), len(completion.token_ids)
+            if prompt.media and completion.prompt_ids != prompt.token_ids:
+                raise IntegrityError(f"in the probe {mismatch_of(completion, prompt.token_ids)}")
+            num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids)
             sequences.append(
                 TokenSequence(
-                    token_ids=[*prompt, *completion.token_ids],
+                    token_ids=[*prompt.token_ids, *completion.token_ids],
                     mask=[False] * num_prompt + [True] * num_sampled,
                     logprobs=[0.0] * num_prompt + completion.logprobs,
                     versions=completion.versions,
+                    media=list(prompt.media),
                 )
             )
         return sequences
@@ -67,11 +80,12 @@ class Probe:
         return [
             GenerateRequest(
                 id=f"probe.{self._round}.{index}",
-                prompt_ids=prompt,
+                prompt_ids=token_ids,
                 sampling=self._sampling,
                 seed=seed_of(self._seed, index),
                 timeout_s=self._timeout_s,
                 is_urgent=True,
+                images=images,
             )
-            for index, prompt in enumerate(self._prompts)
+            for index, (token_ids, images) in enumerate(each.asked or (each.token_ids, ()) for each in self._prompts)
         ]

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -43,6 +43,7 @@ from slipstream.records import (
     TRAINABLE_OUTCOMES,
     Completion,
     GenerateRequest,
+    Media,
     Outcome,
     Rollout,
     SamplingParams,
@@ -54,6 +55,10 @@ from slipstream.records import (
 
 class RequestAborted(Exception):
     """The engine aborted a request; the text says why."""
+
+
+class PromptMismatch(Exception):
+    """The engine used other tokens for a prompt with images than it was asked for; the text says which."""
 
 
 class EnvironmentTimeout(Exception):
@@ -79,6 +84,7 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
     (RewardTimeout, "reward_timeout"),
     (RewardFailed, "reward_error"),
     (RequestAborted, "engine_error"),
+    (PromptMismatch, "prompt_mismatch"),
     (EnvironmentTimeout, "environment_error"),
     (EngineError, None),  # the engine cannot come back
     (IntegrityError, None),
@@ -91,6 +97,14 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
 """What a rollout counts as that ended with an exception: the first class that matches decides, None raises it."""
 
 
+class PromptTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also knows what the engine is asked for a prompt with images."""
+
+    def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
+        """The prompt's tokens with one placeholder for each image, and the images."""
+        ...
+
+
 class RolloutRunner:
     """Makes rollouts of one environment with one engine."""
 
@@ -98,7 +112,7 @@ class RolloutRunner:
         self,
         environment: Environment,
         scorer: Scorer,
-        tokenizer: Tokenizer,
+        tokenizer: PromptTokenizer,
         engine: Generates,
         *,
         request_timeout_s: float,
@@ -113,7 +127,7 @@ class RolloutRunner:
         of each rollout."""
         self._environment = environment
         self._scorer = scorer
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.engine = engine
         self.request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
@@ -136,7 +150,7 @@ class RolloutRunner:
 
     def prompts(self) -> Prompts:
         """Renders the prompts of a group's rollouts, which begin with the same one."""
-        return Prompts(self._tokenizer)
+        return Prompts(self.tokenizer)
 
     async def run(
         self,
@@ -162,7 +176,7 @@ class RolloutRunner:
         )
         policy = RecordingPolicy(
             turns.generate,
-            self._tokenizer,
+            self.tokenizer,
             context_length=self._context_length,
             call_tool=turns.call_tool,
             prompts=prompts,
@@ -287,7 +301,7 @@ class RolloutRunner:
         match error:
             case RewardError():
                 return f"{error}\n{error.details}".rstrip()
-            case RequestAborted():
+            case RequestAborted() | PromptMismatch():
                 return str(error)
             case EnvironmentTimeout():
                 hung = self._environment.hung
@@ -321,12 +335,16 @@ class _Turns:
     num_asked: int = 0
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+        self,
+        prompt_ids: list[int],
+        max_tokens: int | None,
+        tools: tuple[dict[str, Any], ...],
+        media: tuple[Media, ...],
     ) -> Completion:
-        """A turn, for `RecordingPolicy`; raises `RequestAborted` if the engine gave it up."""
+        """A turn, for `RecordingPolicy`; raises `RequestAborted` if the engine gave it up, and `PromptMismatch`."""
         turn = self.num_asked
         self.num_asked += 1
-        attempt = partial(self._attempt, partial(self._ask, turn, prompt_ids, max_tokens, tools))
+        attempt = partial(self._attempt, partial(self._ask, turn, prompt_ids, max_tokens, tools, media))
         try:
             with self.deadline.paused():
                 completion, tries = await self.runner.retries.until_answered(f"{self.rollout_id}.{turn}", attempt)
@@ -336,6 +354,8 @@ class _Turns:
         if completion.finish_reason == "abort":
             last = f", in the last of {tries} tries" if tries > 1 else ""
             raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
+        if media and completion.prompt_ids != prompt_ids:
+            raise PromptMismatch(mismatch_of(completion, prompt_ids))
         return completion
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
@@ -353,12 +373,20 @@ class _Turns:
         return self.engine.generate(self._request(*turn))
 
     def _request(
-        self, turn: int, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+        self,
+        turn: int,
+        prompt_ids: list[int],
+        max_tokens: int | None,
+        tools: tuple[dict[str, Any], ...],
+        media: tuple[Media, ...],
     ) -> GenerateRequest:
         sampling = self.sampling
         if max_tokens is not None:
             most = max(1, min(max_tokens, sampling.max_tokens))
             sampling = msgspec.structs.replace(sampling, max_tokens=most)
+        images: tuple[bytes, ...] = ()
+        if media:
+            prompt_ids, images = self.runner.tokenizer.request(prompt_ids, media)
         return GenerateRequest(
             # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
             id=f"{self.rollout_id}.{turn}-{next(self.runner.serial)}",
@@ -369,7 +397,20 @@ class _Turns:
             group_id=self.group_id,
             is_urgent=self.is_urgent,
             tools=tools,
+            images=images,
         )
+
+
+def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:
+    """How the tokens that the engine used for a prompt with images differ from `prompt_ids`."""
+    used = completion.prompt_ids or []
+    pairs = zip(used, prompt_ids, strict=False)
+    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(used), len(prompt_ids)))
+    return (
+        f"the engine used {len(used)} tokens for the prompt of request {completion.id} and the trainer counts "
+        f"{len(prompt_ids)}, the first difference at token {place}: give both the same image processor, and no "
+        "mm_processor_kwargs in inference.options"
+    )
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -35,7 +35,7 @@ class ValueModel(PolicyModel):
         """Takes over `policy`: its network loses its LM head."""
         network: Any = policy.network
         super().__init__(network, policy.folder, packing=policy.packing)
-        self.adapter, self.layers = policy.adapter, policy.layers
+        self.adapter, self.layers, self.images = policy.adapter, policy.layers, policy.images
         old_head = network.get_output_embeddings()
         if network.base_model is network or old_head is None:
             raise ConfigError(
@@ -55,6 +55,8 @@ class ValueModel(PolicyModel):
         return [self._trunk, self._head]
 
     def _logits(self, row: MicroBatch) -> Tensor:
+        if row.images:
+            return self._head(self.forward(self.embed(row), row)[row.predict_index_N].float())
         segments = {"segments": row.layout} if self.packing else {}
         output = self._trunk(
             input_ids=row.token_ids_T[None], position_ids=row.position_ids_T[None], use_cache=False, **segments

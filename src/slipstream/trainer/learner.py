@@ -151,6 +151,9 @@ def add_gradients(
         totals.num_micro_batches += 1
         totals.num_row_tokens += len(micro.token_ids_T)
         totals.longest_row = max(totals.longest_row, len(micro.token_ids_T))
+    if model.images is not None:
+        with deterministic_on_cpu(model.device):
+            model.images.backward()
     return totals
 
 
@@ -302,6 +305,11 @@ class Learner:
     def optim_commit(self) -> None:
         """Write the new values to the live weights."""
         self.optimizer.commit()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self.model.images is not None:
+            self.model.images.clear()
 
     def named_weights(self) -> NamedWeights:
         """Live tensors of the model under their Hugging Face names, with an adapter merged in."""
@@ -340,6 +348,7 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Load what `save` wrote, live weights included."""
         restore_state(self.optimizer, read_state(folder), self.model.device)
+        self._weights_changed()
 
 
 def write_deployable(folder: Path, weights: NamedWeights, adapter: AdapterConfig | None, source: Path) -> None:

@@ -22,6 +22,7 @@ from slipstream import records
 from slipstream.algo.balancing import pack, pack_evenly, split
 from slipstream.algo.prefixes import common_prefix, prefix_groups
 from slipstream.errors import TrainingError
+from slipstream.trainer.attention.row_images import RowImage, RowImages
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 
 T = TypeVar("T")
@@ -129,6 +130,11 @@ class MicroBatch:
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
     teacher_logprobs_N: Tensor | None = None
+    images: Sequence[RowImage] = ()
+    """In the row's order. A shared prefix has its images once; their pixels are the model's business, since several
+    rows of a step may have the same image."""
+    rotary_ids_3T: Tensor | None = None
+    """Frame, row and column positions (mRoPE), if the row has images; `position_ids_T` then count tokens."""
 
     @property
     def num_sequences(self) -> int:
@@ -228,16 +234,21 @@ def _prompt_groups(
     """Group sequences of equal prompts, each group at most `max_tokens` tokens; on a CPU also those whose prompts begin
     alike where that saves enough, which has not been measured on a GPU. A sequence whose continuation is too long for
     what it shares is a group alone (see `_LONGEST_SHARING`), and so is one that shares a single token."""
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index in used:
-        alike.setdefault(tuple(batch.sequences[index].token_ids[: targets[index].prompt]), []).append(index)
-    single = [members[0] for members in alike.values() if len(members) == 1]
+        sequence, prompt = batch.sequences[index], targets[index].prompt
+        images = tuple(image.sha256 for image in sequence.media if image.start < prompt)
+        alike.setdefault((tuple(sequence.token_ids[:prompt]), images), []).append(index)
+    alone = [members[0] for members in alike.values() if len(members) == 1]
+    # Equal placeholder tokens may stand for different images: those prompts are shared as wholes only.
+    pictured = [[index] for index in alone if batch.sequences[index].media]
+    single = [index for index in alone if not batch.sequences[index].media]
     similar = [[index] for index in single]
     if on_cpu:
         prompts = [batch.sequences[index].token_ids[: targets[index].prompt] for index in single]
         similar = [[single[place] for place in group] for group in prefix_groups(prompts)]
     groups: list[list[int]] = []
-    for members in (*(members for members in alike.values() if len(members) > 1), *similar):
+    for members in (*(members for members in alike.values() if len(members) > 1), *similar, *pictured):
         shared = _shared(batch, targets, members)
         kept = [i for i in members if not on_cpu or targets[i].length <= _LONGEST_SHARING + 3 * shared]
         is_equal = all(targets[index].prompt == shared for index in kept)
@@ -291,11 +302,13 @@ def _micro_batch(
     target_ids: list[int] = []
     lengths: list[int] = []
     prefixes: list[int | None] = []
+    images = RowImages()
 
-    def add(ids: list[int], start: int, end: int, prefix: int | None) -> None:
+    def add(sequence: records.Sequence, start: int, end: int, prefix: int | None) -> None:
         """A segment: tokens `start` to `end` of a sequence."""
         if start < end:
-            token_ids.extend(ids[start:end])
+            images.add(sequence, start, end, len(token_ids))
+            token_ids.extend(sequence.token_ids[start:end])
             position_ids.extend(range(start, end))
             lengths.append(end - start)
             prefixes.append(prefix)
@@ -303,12 +316,12 @@ def _micro_batch(
     for group in groups:
         origin, segment = len(token_ids), len(lengths)
         shared = _shared(batch, all_targets, group)
-        add(batch.sequences[group[0]].token_ids, 0, shared, None)
+        add(batch.sequences[group[0]], 0, shared, None)
         for index in group:
             target, ids = all_targets[index], batch.sequences[index].token_ids
             # Row position at which the sequence would begin if it included its prefix.
             start = len(token_ids) - shared
-            add(ids, shared, target.length, segment if shared else None)
+            add(batch.sequences[index], shared, target.length, segment if shared else None)
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
             target_ids += [ids[place] for place in target.positions]
     indices = [index for group in groups for index in group]
@@ -333,6 +346,8 @@ def _micro_batch(
         reference_logprobs_N=_joined(batch.reference_logprobs, indices, device),
         old_values_N=_joined(old_values, indices, device),
         returns_N=_joined(returns, indices, device),
+        images=images.found,
+        rotary_ids_3T=None if (rotary := images.rotary_ids()) is None else to_device(rotary, device),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -53,6 +54,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **lora,
         **_capture_sizes(settings),
         **_block_size(),
+        **_pixels(Path(settings.model)),
         **settings.options,
         **_model_overrides(settings),
         **_compile_key(settings),
@@ -99,6 +101,19 @@ def _block_size() -> dict[str, Any]:
     supported = getattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", list)()
     sizes: list[int] = [getattr(size, "base", size) for size in supported]
     return {"block_size": min(sizes)} if sizes else {}
+
+
+def _pixels(folder: Path) -> dict[str, Any]:
+    """Have the image processor normalize pixels, as in the trainer. vLLM 0.32 otherwise leaves that to the tower, with
+    the numbers that the processor's file names: those that are the class's defaults are missing there, and pixels then
+    stay as they are."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    reads_images = (folder / "config.json").is_file() and "vision_config" in json.loads(
+        (folder / "config.json").read_text()
+    )
+    has_setting = "mm_device_do_normalize" in {each.name for each in dataclasses.fields(EngineArgs)}
+    return {"mm_device_do_normalize": False} if reads_images and has_setting else {}
 
 
 def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:

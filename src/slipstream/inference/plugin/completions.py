@@ -38,6 +38,8 @@ def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Rea
     versions = [VersionSpan(start, version) for start, version in spans]
     cause: AbortCause = "aborted" if reason == "abort" else ""
     answer = Completion(request.id, token_ids, logprobs, reason, versions, text, cause=cause, prompt_logprobs=scores)
+    if request.images:
+        answer.prompt_ids = list(output.prompt_token_ids)
     if reading is not None:
         answer.tool_calls, answer.content, answer.parser_failure = reading.calls, reading.content, reading.failure
     return answer

@@ -80,15 +80,14 @@ def gather_facts(
     Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
-    trusted = config.model.trust_remote_code
+    trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
+    model = read_trained_model(config.model.path, trust_remote_code=trusted, with_tower=with_tower)
     last_run = last_run_memory(config.run.folder, config.model.path) if num_gpus else ""
     shortages, damage = find_shortages(config.run.folder)
     return Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
-        model=dataclasses.replace(
-            with_scores(config, read_trained_model(config.model.path, trust_remote_code=trusted)), thinks=thinks
-        ),
+        model=dataclasses.replace(with_scores(config, model), thinks=thinks),
         data=dataclasses.replace(
             measure_data(config, tasks, tokenizer, eval_tasks, lengths, eval_lengths, gold),
             max_turns=max_turns,
@@ -194,10 +193,10 @@ def _num_bytes(turns: Sequence[Message]) -> int:
     return sum(len(str([turn.as_chat(), turn.tools]).encode(errors="surrogatepass")) for turn in turns)
 
 
-def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """The same as `read_model`, and how much of it is an image tower, which is not trained."""
+def read_trained_model(path: str, *, trust_remote_code: bool = False, with_tower: bool = False) -> ModelFacts:
+    """The same as `read_model`, and how much of it is an image tower that is not trained; none of it `with_tower`."""
     facts = read_model(path, trust_remote_code=trust_remote_code)
-    if _config_values(path, trust_remote_code).get("vision_config") is None:
+    if with_tower or _config_values(path, trust_remote_code).get("vision_config") is None:
         return facts
     from slipstream.trainer.model.vision_towers import blank_network, frozen_parameters
 
@@ -210,7 +209,7 @@ def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
     """`model` as attention without packing computes it."""
     if config.training.packing:
         return model
-    from slipstream.trainer.model.policy import unpacked_attention
+    from slipstream.trainer.model.loading import unpacked_attention
 
     implementation, is_capped = unpacked_attention(config.model.path, config.model.trust_remote_code)
     if implementation != "eager":

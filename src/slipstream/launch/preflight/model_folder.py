@@ -33,7 +33,7 @@ def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
         return model
     _refuse_missing(folder)
     check_hub_id(model.path)
-    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.loading import resolve_folder
 
     snapshot = resolve_folder(model.path, model.revision, weights=weights)
     return model.model_copy(update={"path": str(snapshot), "revision": snapshot.name})
@@ -55,7 +55,7 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
     if not folder.is_dir():
         return
     _check_config_file(folder)
-    from slipstream.trainer.model.policy import check_architecture
+    from slipstream.trainer.model.loading import check_architecture
 
     check_architecture(folder, model.trust_remote_code, packing=packing)
     if weights:

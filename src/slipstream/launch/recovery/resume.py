@@ -86,7 +86,7 @@ def identity_of(
     reference of a KL term), of these."""
     from slipstream.launch.build import needs_reference
 
-    found = {"training items": tasks_digest(tasks) if not conversations else _digest([*conversations])}
+    found = {"training items": tasks_digest(tasks) if not conversations else _digest([*map(_content, conversations)])}
     if config.environment is not None and config.environment.mixture:
         found["weights of environment.mixture"] = _digest(
             [config.environment.curriculum, *([n, part.weight] for n, part in config.environment.mixture.items())]
@@ -98,7 +98,17 @@ def identity_of(
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
     """Digest of these tasks in their order."""
-    return _digest([[task.id, task.prompt, task.answer] for task in tasks])
+    return _digest([[task.id, _content(task.prompt), task.answer] for task in tasks])
+
+
+def _content(messages: Sequence[Message]) -> list[Message]:
+    """The messages without the places of their images, whose digests say what they are."""
+    return [
+        msgspec.structs.replace(message, media=tuple(msgspec.structs.replace(image, uri="") for image in message.media))
+        if message.media
+        else message
+        for message in messages
+    ]
 
 
 def _digest(items: list[Any]) -> str:

@@ -86,7 +86,7 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
 def find_deployable(named: str, base: str | None = None, *, trust_remote_code: bool = False) -> Deployable:
     """Find the model `named`: a folder, see `weights_folder`, or a hub id. `base`: the base model of an adapter,
     instead of the one that the adapter's folder names."""
-    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.loading import resolve_folder
     from slipstream.weights.adapter_folder import is_adapter_folder, read_adapter_config
 
     path = Path(named).expanduser()

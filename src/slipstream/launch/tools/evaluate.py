@@ -169,7 +169,7 @@ def _run_plan(config: PlannedConfig, scratch: Path) -> EnginePlan:
     """An engine on the run's model, and on the adapter that `lora.path` names, if it does; both to be verified."""
     import torch
 
-    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.loading import resolve_folder
     from slipstream.weights.model_files import write_model_folder
 
     lora, folder = config.lora, resolve_folder(config.model.path)

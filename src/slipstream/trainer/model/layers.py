@@ -68,9 +68,10 @@ def configure_layers(network: nn.Module, options: LayerOptions) -> None:
     if options == LayerOptions() and not any("forward" in module.__dict__ for module in network.modules()):
         return
     offloader = Offloader() if options.offload else None
+    texts = set(text_layers(network))
     for layer in decoder_layers(network):
         forward: Callable[..., Any] = type(layer).forward.__get__(layer)
-        if options.compiled:
+        if options.compiled and layer in texts:  # a tower's layers loop over images
             forward = torch.compile(forward, dynamic=True, backend=COMPILER)
         if options.checkpointing is True or (options.checkpointing and not options.compiled):
             forward = _checkpointed(forward, selective=options.checkpointing == "selective")

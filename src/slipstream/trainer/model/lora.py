@@ -166,13 +166,14 @@ class Adapter:
     @contextmanager
     def switched(self, on: bool) -> Generator[None]:
         """Context in which the adapter is enabled or disabled."""
+        before = [layer.enabled for layer in self.layers.values()]
         for layer in self.layers.values():
             layer.enabled = on
         try:
             yield
         finally:
-            for layer in self.layers.values():
-                layer.enabled = True
+            for layer, enabled in zip(self.layers.values(), before, strict=True):
+                layer.enabled = enabled
 
     @torch.no_grad()
     def model_state(self, state: dict[str, Tensor], *, merged: bool) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,21 +20,32 @@ from torch import Tensor, nn
 
 from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
-from slipstream.errors import ConfigError, one_line
+from slipstream.errors import ConfigError, TrainingError, one_line
 from slipstream.trainer.attention import packed
 from slipstream.trainer.model.float16_check import check_float16
+from slipstream.trainer.model.image_features import (
+    ImageFeatures,
+    RowEmbeddings,
+    embed_images,
+    uses_its_own_attention,
+)
 from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
+from slipstream.trainer.model.loading import (
+    SharedTensors,
+    check_architecture,
+    hide_progress_bars,
+    load_network,
+    resolve_folder,
+    stored_weights,
+    unpacked_attention,
+)
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
-from slipstream.trainer.model.vision_towers import auto_class, freeze_towers, reads_images, text_config, unusable
+from slipstream.trainer.model.vision_towers import freeze_towers, reads_images, text_config
 from slipstream.trainer.model.wide_residual import widen_residual
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
-from slipstream.weights.bridges.single_copy import CannotShare
-from slipstream.weights.model_files import stored_parameters
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PolicyModel:
@@ -50,6 +61,8 @@ class PolicyModel:
         """How the decoder layers compute."""
         self.max_model_len: int | None = None
         """The engine's `max_model_len`, if known."""
+        self.images: ImageFeatures | None = None
+        """What the vision tower makes of images, if there is one."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
         self._stored: list[tuple[str, Tensor]] = []
@@ -74,6 +87,7 @@ class PolicyModel:
         fp32_head: bool = False,
         fp32_residual: bool = False,
         max_model_len: int | None = None,
+        train_tower: bool = False,
     ) -> PolicyModel:
         """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
         cannot be trained.
@@ -83,7 +97,8 @@ class PolicyModel:
         `offload`: saved activations wait in host memory. `shared`: tensors to use as the parameters; the folder gives
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
         packing check to the caller. `fp32_head`, `fp32_residual`: see `use_fp32_head`, `use_fp32_residual`.
-        `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`).
+        `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`). `train_tower`:
+        vision towers are trained too.
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -94,10 +109,14 @@ class PolicyModel:
         )
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
-        freeze_towers(network)
+        if not train_tower:
+            freeze_towers(network)
         fix_rotary(network, text_config(cast("Any", network).config), max_model_len)
         model = cls(network.to(device), folder, packing=packing)
         model.layers, model.max_model_len = LayerOptions(checkpointing, offload), max_model_len
+        if reads_images(network.config):
+            uses_its_own_attention(network)
+            model.images = ImageFeatures(network, folder, trained=train_tower, trust_remote_code=trust_remote_code)
         configure_layers(network, model.layers)
         if fp32_residual:
             model.use_fp32_residual(checked=checked)
@@ -144,10 +163,45 @@ class PolicyModel:
 
     def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         """Compute logits `[N, V]` at `row.predict_index_N` in the model's dtype; lazy ones after `use_fp32_head`."""
-        if self.adapter is None:
+        with self._switched():
             return self._logits(row)
-        with self.adapter.switched(self._uses_adapter):
-            return self._logits(row)
+
+    def embed(self, row: MicroBatch) -> RowEmbeddings:
+        """What the decoder reads of a row: its tokens' embeddings, with the features of its images in their places."""
+        network: Any = self.network
+        embeds_TD: Tensor = network.get_input_embeddings()(row.token_ids_T)
+        if not row.images:
+            return RowEmbeddings(embeds_TD)
+        if self.images is None:
+            raise TrainingError(f"{type(network).__name__} has no vision tower, and a row has images: remove them")
+        return embed_images(embeds_TD, row.images, self.images.of(row.images))
+
+    def forward(self, embeddings: RowEmbeddings, row: MicroBatch) -> Tensor:
+        """The decoder's last hidden states `[T, D]` for `embeddings`, at the row's positions and in its layout."""
+        network: Any = self.network
+        positions = row.position_ids_T[None]
+        if row.rotary_ids_3T is not None:
+            # Transformers takes the row of token positions first, and tells packed sequences by it.
+            positions = torch.cat([positions, row.rotary_ids_3T])[:, None]
+        segments = {"segments": row.layout} if self.packing else {}
+        with self._switched():
+            output = network.get_decoder()(
+                inputs_embeds=embeddings.embeds_TD[None],
+                position_ids=positions,
+                use_cache=False,
+                **segments,
+                **embeddings.further(),
+            )
+        return output.last_hidden_state.squeeze(0)
+
+    def head(self, hidden_TD: Tensor, index_N: Tensor) -> Tensor | HeadLogits:
+        """Logits `[N, V]` at row positions `index_N`, of models whose logits are the LM head's outputs."""
+        network: Any = self.network
+        logits_NV = network.get_output_embeddings()(hidden_TD[index_N])
+        return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
+
+    def _switched(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.adapter is None else self.adapter.switched(self._uses_adapter)
 
     def use_fp32_head(self) -> None:
         """Compute logits in float32, lazily and in chunks (`HeadLogits`). Raises ConfigError if the network's logits
@@ -192,6 +246,8 @@ class PolicyModel:
         return row
 
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+        if row.images:
+            return self.head(self.forward(self.embed(row), row), row.predict_index_N)
         segments = {"segments": row.layout} if self.packing else {}
         output = self.network(
             input_ids=row.token_ids_T[None],
@@ -271,202 +327,3 @@ def _mark_logits(input: Tensor) -> Tensor:
 
 def _identity(input: Tensor) -> Tensor:
     return input
-
-
-def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, by name, that `save_pretrained` would write for this state of the network. Tensors that need no
-    conversion are the state's own, even if many share one storage."""
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    own: Any = network
-    # Transformers identifies tied weights by storage and clones other tensors in it: it gets a placeholder for each
-    # distinct memory range instead.
-    alike = {_extent(tensor): torch.empty(1) for tensor in state.values() if tensor.data_ptr()}
-    untied = remove_tied_weights_from_state_dict(
-        {name: alike.get(_extent(tensor), tensor) for name, tensor in state.items()}, own
-    )
-    yield from revert_weight_conversion(own, {name: state[name] for name in untied}).items()
-
-
-def _extent(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-@dataclass(frozen=True)
-class SharedTensors:
-    """Model parameters in memory shared with another process, by Hugging Face name, and by name why others are not
-    shared."""
-
-    tensors: Mapping[str, Tensor]
-    refused: Mapping[str, str]
-
-
-def load_network(
-    folder: Path,
-    dtype: Literal["float32", "bfloat16", "float16"],
-    trust_remote_code: bool = False,
-    *,
-    implementation: str = "sdpa",
-    shared: SharedTensors | None = None,
-    unread: bool = False,
-) -> nn.Module:
-    """Load the network in `folder`, with its vision tower if it has one; see `PolicyModel.load`."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    kind = auto_class(config)
-    options: dict[str, Any] = {
-        "dtype": DTYPES[dtype],
-        "attn_implementation": implementation,
-        "output_loading_info": True,
-    }
-    try:
-        network, loading = cast(
-            "tuple[Any, dict[str, Any]]",
-            kind.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-            if shared is None and not unread
-            else _place(kind, config, folder, shared, trust_remote_code, options),
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded ({one_line(error)}): save it again") from error
-    if missing := sorted(loading.get("missing_keys") or ()):
-        # Transformers would initialize them at random.
-        raise ConfigError(
-            f"model.path {str(folder)!r} lacks {len(missing)} of the model's parameters, first {missing[0]}: save or "
-            "download it again"
-        )
-    return network
-
-
-def _place(
-    auto: Any, config: Any, folder: Path, shared: SharedTensors | None, trust_remote_code: bool, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Build the network with the parameters `shared`, or without values if that is None. Transformers loads
-    placeholders of the stored names and shapes, which take no memory; each is then replaced by the tensor of its
-    name."""
-    with torch.device("meta"):
-        kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
-    dtype = options["dtype"]
-    specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
-    placeholders = {spec.name: torch.zeros(1, dtype=dtype).expand(spec.shape) for spec in specs}
-    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in placeholders.items()}
-    network, loading = kind.from_pretrained(None, config=config, state_dict=placeholders, **options)
-    if shared is None:
-        return network, loading
-    for own_name, parameter in network.named_parameters():
-        name = names.get(parameter.untyped_storage().data_ptr())
-        tensor = shared.tensors.get(name) if name else _fused(network, own_name, parameter.shape, shared)
-        if tensor is None or tensor.shape != parameter.shape:
-            changed = "transformers converts it, and the engine stores it differently"
-            reason = changed if name is None else shared.refused.get(name, "the engine has another")
-            raise CannotShare(f"trainer and engine cannot have one copy of {name or own_name} ({reason})")
-        parameter.data = tensor
-    return network, loading
-
-
-def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTensors) -> Tensor | None:
-    """One tensor over the shared memory of all that transformers fuses into the parameter `name` (the experts of a
-    layer); None unless the engine stores them contiguously in the same order."""
-    parts = [shared.tensors.get(part) for part, _ in stored_weights(network, {name: torch.empty(shape, device="meta")})]
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts) or sum(part.numel() for part in known) != shape.numel():
-        return None
-    if len({(part.untyped_storage().data_ptr(), part.dtype) for part in known}) > 1:
-        return None
-    first = min(known, key=lambda part: part.storage_offset())
-    end = max(part.storage_offset() + part.numel() for part in known)
-    if end - first.storage_offset() != shape.numel() or not all(part.is_contiguous() for part in known):
-        return None
-    whole = first.as_strided(shape, torch.empty(shape, device="meta").stride(), first.storage_offset())
-    in_order = all(torch.equal(part, shared.tensors[own]) for own, part in stored_weights(network, {name: whole}))
-    return whole if in_order else None
-
-
-def hide_progress_bars() -> None:
-    """Disable transformers' progress bars, which would disturb the run's own view."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local folder of a model: `path` itself, or the hub snapshot of the id it names, a folder named by its commit.
-    `weights`: False downloads the small files only."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") != 1:
-        raise ConfigError(f"model.path {str(path)!r} is not a folder: give a model folder or a hub id, owner/name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
-    try:
-        # "consolidated*" is Mistral's own format: the same weights again.
-        return Path(
-            snapshot_download(str(path), revision=revision, allow_patterns=patterns, ignore_patterns="consolidated*")
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError, ValueError) as error:
-        wanted = f" (model.revision = {revision!r})" if revision is not None else ""
-        raise ConfigError(
-            f"model.path {str(path)!r}{wanted} is no folder and the hub did not give it ({one_line(error)}): check "
-            "spelling and network, or give the path of a folder"
-        ) from error
-
-
-def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
-    """Raise ConfigError unless the folder has the configuration of a causal language model, with or without images."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise unusable(str(folder), error) from error
-    _check_config(config, str(folder), packing)
-
-
-def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
-    """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
-    sinks, so that models with these use "eager"."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
-        return "eager", True
-    (name, *_) = [*(getattr(config, "architectures", None) or []), ""]
-    return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager", False
-
-
-def _check_config(config: Any, path: str, packing: bool) -> None:
-    """Raise ConfigError for what the configuration alone shows to be untrainable."""
-    from transformers.models.auto import modeling_auto
-
-    mapping: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if reads_images(config):
-        mapping = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    known = {name for names in mapping.values() for name in _as_tuple(names)}
-    architectures = list(getattr(config, "architectures", None) or [])
-    custom = bool(getattr(config, "auto_map", None))
-    if getattr(config, "is_encoder_decoder", False) or not (custom or known & set(architectures)):
-        raise ConfigError(
-            f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, "
-            "not a causal language model: give one that generates text"
-        )
-    if getattr(config, "audio_config", None) is not None:
-        raise ConfigError(f"model.path {path!r} hears audio: only models of text, or of images too, can be trained")
-    kinds = set(getattr(text_config(config), "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if packing and kinds:
-        raise ConfigError(
-            f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences "
-            "would see one another: set training.packing = false"
-        )
-    if packing and getattr(text_config(config), "attn_temperature_tuning", False):
-        raise ConfigError(
-            f"model.path {path!r} scales its attention by the place in the row (attn_temperature_tuning), which packed "
-            "sequences share: set training.packing = false"
-        )
-
-
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.trainer.model.layers import decoder_layers
-from slipstream.trainer.model.policy import DTYPES, hide_progress_bars
+from slipstream.trainer.model.loading import DTYPES, hide_progress_bars
 from slipstream.trainer.model.vision_towers import auto_class, reads_images, text_config
 
 _VOCABULARY_SIZE = 512

@@ -70,11 +70,10 @@ def new_model(
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    from slipstream.trainer.model.policy import hide_progress_bars
+    from slipstream.trainer.model.loading import hide_progress_bars
 
     hide_progress_bars()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: give a new folder")
+    refuse_used(folder)
     if num_heads % num_kv_heads:
         raise ConfigError(f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")
     if head_dim % 32:
@@ -90,7 +89,7 @@ def new_model(
         intermediate_size=intermediate_size or 3 * hidden_size,
         max_position_embeddings=context_length,
         tie_word_embeddings=tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta or _rope_theta(context_length, head_dim)},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta or rope_theta_of(context_length, head_dim)},
         bos_token_id=None,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
@@ -98,7 +97,7 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen3ForCausalLM(config)
-        _initialize(network, num_layers)
+        initialize(network, num_layers)
     network.generation_config = GenerationConfig(
         eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, do_sample=True
     )
@@ -143,19 +142,27 @@ def new_tokenizer(
     )
 
 
-def _rope_theta(context_length: int, head_dim: int) -> float:
+def refuse_used(folder: Path) -> None:
+    """Raises ConfigError for a folder that holds something."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: give a new folder")
+
+
+def rope_theta_of(context_length: int, head_dim: int) -> float:
     """The base at which the longest wavelength, 2 pi theta**((d - 2) / d), is twice the context."""
     return round((context_length / math.pi) ** (head_dim / (head_dim - 2)), 1)
 
 
-def _initialize(network: Any, num_layers: int) -> None:
+def initialize(network: Any, num_layers: int) -> None:
     """Normal weights of variance 1 / fan_in; what feeds the residual stream is scaled down by sqrt(2 *
     layers) (GPT-2), so that its variance does not grow with depth; embeddings 0.02, so that first logits are
-    near zero.
+    near zero. Of a vision tower also the convolution that embeds patches.
     """
     from torch import nn
 
     for name, module in network.named_modules():
+        if isinstance(module, nn.Conv3d):
+            nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
         if isinstance(module, nn.Linear):
             std = module.in_features**-0.5
             if name.endswith(("o_proj", "down_proj")):

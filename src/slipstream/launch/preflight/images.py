@@ -1,0 +1,47 @@
+"""Whether a run can train on the images in its data, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.config import PlannedConfig
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.errors import ConfigError
+from slipstream.launch.plan.summary import Note
+from slipstream.records import Message
+
+
+def check_images(
+    config: PlannedConfig, tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
+) -> list[Note]:
+    """Notes on the images of the run's conversations and prompts. Raises ConfigError for settings that images exclude,
+    and for those that have no effect without any."""
+    images = {image.sha256: image for talk in conversations for message in talk for image in message.media}
+    if not images:
+        unused = {"train_tower = true": config.model.train_tower, "max_pixels": config.model.max_pixels}
+        for name, value in unused.items():
+            if value:
+                raise ConfigError(
+                    f"model.{name} has no effect without an image in the data: remove it, or name the column of the "
+                    "images `images`"
+                )
+        return []
+    if config.training.ranks > 1:
+        raise ConfigError(
+            f"training.ranks = {config.training.ranks} and images in the data: several ranks train on text alone so "
+            "far: set training.ranks = 1"
+        )
+    if config.teacher is not None:
+        raise ConfigError(
+            "[teacher] and images in the data: an engine does not score prompts with images: remove [teacher], or the "
+            "images"
+        )
+    processor = tokenizer.images
+    pinned, tokens = processor.pinned, [_num_tokens(processor.grid_of(image)) for image in images.values()]
+    bounds = f"scaled once, to {pinned['min_pixels']:,} to {pinned['max_pixels']:,} pixels, by the model's processor"
+    return [Note("images", len(images), "", f"{min(tokens)} to {max(tokens)} tokens each; {bounds}")]
+
+
+def _num_tokens(grid: tuple[int, int, int]) -> int:
+    frames, rows, columns = grid
+    return frames * rows * columns

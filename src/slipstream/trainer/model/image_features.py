@@ -1,0 +1,176 @@
+"""Features of images by a model's vision tower, for the rows of a step.
+
+Guarantees: the tower reads an image once, however many rows and completions have it: features are kept while they fit
+`MOST_BYTES`, the least recently used ones given up first. A trained tower's features are leaves of each row's graph;
+`backward` passes their summed gradient through the tower once, at the end of the step, so that memory holds the tower's
+activations of a few images only. They are valid until the tower changes (`clear`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.data.images.processor import ImageProcessor
+from slipstream.errors import TrainingError
+from slipstream.records import Media
+from slipstream.trainer.attention.row_images import RowImage
+
+MOST_BYTES = 1 << 30
+"""Of kept features; a 4B model has 20 MB for an image of 1,000 tokens."""
+_MOST_PATCHES = 16_384
+"""Patches that the tower reads at once, but at least one image."""
+
+
+@dataclass
+class Features:
+    """Of one image: its placeholder tokens' embeddings, and what is added to the first layers' outputs there
+    (DeepStack), each `[P, D]`."""
+
+    parts: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class ImageFeatures:
+    """The vision tower of `network` and the image processor in `folder`. `trained`: the tower gets gradients."""
+
+    def __init__(self, network: nn.Module, folder: Path, *, trained: bool, trust_remote_code: bool = False) -> None:
+        self._network: Any = network
+        self._folder = folder
+        self._trained = trained
+        self._trusted = trust_remote_code
+        self._kept: OrderedDict[tuple[str, tuple[int, int, int]], Features] = OrderedDict()
+        self._media: dict[tuple[str, tuple[int, int, int]], Media] = {}
+        self.num_read = 0
+        """Images that the tower has read."""
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self._folder, self._trusted)
+
+    def of(self, images: Sequence[RowImage]) -> list[Features]:
+        """The features of a row's images, in their order."""
+        missing = {_key(image.media): image.media for image in images if _key(image.media) not in self._kept}
+        for chunk in _chunks(missing.values()):
+            with torch.no_grad():
+                found = self._read(chunk)
+            for media, features in zip(chunk, found, strict=True):
+                leaves = [part.clone().requires_grad_(self._trained) for part in features.parts]
+                self._kept[_key(media)], self._media[_key(media)] = Features(leaves), media
+        for image in images:
+            self._kept.move_to_end(_key(image.media))
+        found = [self._kept[_key(image.media)] for image in images]
+        self._forget({_key(image.media) for image in images})
+        return found
+
+    def _forget(self, needed: set[tuple[str, tuple[int, int, int]]]) -> None:
+        """Give up features beyond `MOST_BYTES`, but none that are `needed` or have a gradient."""
+        size = sum(features.num_bytes for features in self._kept.values())
+        for key in [key for key in self._kept if key not in needed]:
+            if size <= MOST_BYTES:
+                return
+            if all(part.grad is None for part in self._kept[key].parts):
+                size -= self._kept.pop(key).num_bytes
+                del self._media[key]
+
+    def backward(self) -> None:
+        """Pass the gradients that rows left in the features through the tower."""
+        if not self._trained:
+            return
+        used = [self._media[key] for key, features in self._kept.items() if features.parts[0].grad is not None]
+        for chunk in _chunks(used):
+            outputs: list[Tensor] = []
+            gradients: list[Tensor] = []
+            for media, features in zip(chunk, self._read(chunk), strict=True):
+                for output, leaf in zip(features.parts, self._kept[_key(media)].parts, strict=True):
+                    if leaf.grad is not None:
+                        outputs.append(output)
+                        gradients.append(leaf.grad)
+                        leaf.grad = None
+            torch.autograd.backward(outputs, gradients)
+
+    def clear(self) -> None:
+        """The tower has changed, or may have: forget its features."""
+        if self._trained:
+            self._kept.clear()
+            self._media.clear()
+
+    def _read(self, images: Sequence[Media]) -> list[Features]:
+        pixels, grids = self._processor.patches(images)
+        device = next(self._network.parameters()).device
+        output = self._network.base_model.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
+        self.num_read += len(images)
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+        found = [Features([layer[place] for layer in layers]) for place in range(len(images))]
+        for media, features in zip(images, found, strict=True):
+            if len(features.parts[0]) != media.num_tokens:
+                raise TrainingError(
+                    f"the tower gives {len(features.parts[0])} features for image {media.uri:.80}, and the prompt has "
+                    f"{media.num_tokens} placeholder tokens for it: use the processor of the model's own folder"
+                )
+        return found
+
+
+def _key(media: Media) -> tuple[str, tuple[int, int, int]]:
+    return media.sha256, media.grid
+
+
+def _chunks(images: Iterable[Media]) -> Iterator[list[Media]]:
+    """The images in groups that the tower reads at once. A token has four patches in all families."""
+    chunk: list[Media] = []
+    for image in images:
+        if chunk and 4 * (sum(each.num_tokens for each in chunk) + image.num_tokens) > _MOST_PATCHES:
+            yield chunk
+            chunk = []
+        chunk.append(image)
+    if chunk:
+        yield chunk
+
+
+def uses_its_own_attention(network: nn.Module) -> None:
+    """Have the vision tower attend as transformers does: packed attention is causal."""
+    for module in network.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation") and _is_vision(config):
+            config._attn_implementation = "sdpa"
+
+
+def _is_vision(config: Any) -> bool:
+    return "vision" in type(config).__name__.lower()
+
+
+@dataclass
+class RowEmbeddings:
+    """What a decoder reads of a row."""
+
+    embeds_TD: Tensor
+    image_mask_T: Tensor | None = None
+    deepstack_PD: Sequence[Tensor] = ()
+    """Added to the outputs of the first layers at the row's P placeholder tokens."""
+
+    def further(self) -> dict[str, Any]:
+        """Arguments of the decoder beside the embeddings."""
+        if not self.deepstack_PD or self.image_mask_T is None:
+            return {}
+        return {"visual_pos_masks": self.image_mask_T[None], "deepstack_visual_embeds": list(self.deepstack_PD)}
+
+
+def embed_images(embeds_TD: Tensor, images: Sequence[RowImage], found: Sequence[Features]) -> RowEmbeddings:
+    """The row's embeddings with the features `found` of its images in their places."""
+    index_P = torch.cat([torch.arange(image.start, image.start + image.media.num_tokens) for image in images])
+    index_P = index_P.to(embeds_TD.device)
+    layers_PD = [torch.cat(parts).to(embeds_TD.dtype) for parts in zip(*(each.parts for each in found), strict=True)]
+    mask_T = torch.zeros(len(embeds_TD), dtype=torch.bool, device=embeds_TD.device)
+    mask_T[index_P] = True
+    return RowEmbeddings(embeds_TD.index_copy(0, index_P, layers_PD[0]), mask_T, layers_PD[1:])

@@ -1,0 +1,222 @@
+"""Finds, checks and loads the network of a model folder, and names its stored tensors.
+
+Guarantees: a folder that cannot be trained, or lacks parameters, is refused with the reason; tensors that are shared
+with an engine take the parameters' places without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, one_line
+from slipstream.trainer.model.vision_towers import auto_class, reads_images, text_config, unusable
+from slipstream.weights.bridges.single_copy import CannotShare
+from slipstream.weights.model_files import stored_parameters
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, by name, that `save_pretrained` would write for this state of the network. Tensors that need no
+    conversion are the state's own, even if many share one storage."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    own: Any = network
+    # Transformers identifies tied weights by storage and clones other tensors in it: it gets a placeholder for each
+    # distinct memory range instead.
+    alike = {_extent(tensor): torch.empty(1) for tensor in state.values() if tensor.data_ptr()}
+    untied = remove_tied_weights_from_state_dict(
+        {name: alike.get(_extent(tensor), tensor) for name, tensor in state.items()}, own
+    )
+    yield from revert_weight_conversion(own, {name: state[name] for name in untied}).items()
+
+
+def _extent(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """Model parameters in memory shared with another process, by Hugging Face name, and by name why others are not
+    shared."""
+
+    tensors: Mapping[str, Tensor]
+    refused: Mapping[str, str]
+
+
+def load_network(
+    folder: Path,
+    dtype: Literal["float32", "bfloat16", "float16"],
+    trust_remote_code: bool = False,
+    *,
+    implementation: str = "sdpa",
+    shared: SharedTensors | None = None,
+    unread: bool = False,
+) -> nn.Module:
+    """Load the network in `folder`, with its vision tower if it has one; see `PolicyModel.load`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kind = auto_class(config)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "attn_implementation": implementation,
+        "output_loading_info": True,
+    }
+    try:
+        network, loading = cast(
+            "tuple[Any, dict[str, Any]]",
+            kind.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+            if shared is None and not unread
+            else _place(kind, config, folder, shared, trust_remote_code, options),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded ({one_line(error)}): save it again") from error
+    if missing := sorted(loading.get("missing_keys") or ()):
+        # Transformers would initialize them at random.
+        raise ConfigError(
+            f"model.path {str(folder)!r} lacks {len(missing)} of the model's parameters, first {missing[0]}: save or "
+            "download it again"
+        )
+    return network
+
+
+def _place(
+    auto: Any, config: Any, folder: Path, shared: SharedTensors | None, trust_remote_code: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Build the network with the parameters `shared`, or without values if that is None. Transformers loads
+    placeholders of the stored names and shapes, which take no memory; each is then replaced by the tensor of its
+    name."""
+    with torch.device("meta"):
+        kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
+    dtype = options["dtype"]
+    specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
+    placeholders = {spec.name: torch.zeros(1, dtype=dtype).expand(spec.shape) for spec in specs}
+    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in placeholders.items()}
+    network, loading = kind.from_pretrained(None, config=config, state_dict=placeholders, **options)
+    if shared is None:
+        return network, loading
+    for own_name, parameter in network.named_parameters():
+        name = names.get(parameter.untyped_storage().data_ptr())
+        tensor = shared.tensors.get(name) if name else _fused(network, own_name, parameter.shape, shared)
+        if tensor is None or tensor.shape != parameter.shape:
+            changed = "transformers converts it, and the engine stores it differently"
+            reason = changed if name is None else shared.refused.get(name, "the engine has another")
+            raise CannotShare(f"trainer and engine cannot have one copy of {name or own_name} ({reason})")
+        parameter.data = tensor
+    return network, loading
+
+
+def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTensors) -> Tensor | None:
+    """One tensor over the shared memory of all that transformers fuses into the parameter `name` (the experts of a
+    layer); None unless the engine stores them contiguously in the same order."""
+    parts = [shared.tensors.get(part) for part, _ in stored_weights(network, {name: torch.empty(shape, device="meta")})]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts) or sum(part.numel() for part in known) != shape.numel():
+        return None
+    if len({(part.untyped_storage().data_ptr(), part.dtype) for part in known}) > 1:
+        return None
+    first = min(known, key=lambda part: part.storage_offset())
+    end = max(part.storage_offset() + part.numel() for part in known)
+    if end - first.storage_offset() != shape.numel() or not all(part.is_contiguous() for part in known):
+        return None
+    whole = first.as_strided(shape, torch.empty(shape, device="meta").stride(), first.storage_offset())
+    in_order = all(torch.equal(part, shared.tensors[own]) for own, part in stored_weights(network, {name: whole}))
+    return whole if in_order else None
+
+
+def hide_progress_bars() -> None:
+    """Disable transformers' progress bars, which would disturb the run's own view."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local folder of a model: `path` itself, or the hub snapshot of the id it names, a folder named by its commit.
+    `weights`: False downloads the small files only."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") != 1:
+        raise ConfigError(f"model.path {str(path)!r} is not a folder: give a model folder or a hub id, owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
+    try:
+        # "consolidated*" is Mistral's own format: the same weights again.
+        return Path(
+            snapshot_download(str(path), revision=revision, allow_patterns=patterns, ignore_patterns="consolidated*")
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError, ValueError) as error:
+        wanted = f" (model.revision = {revision!r})" if revision is not None else ""
+        raise ConfigError(
+            f"model.path {str(path)!r}{wanted} is no folder and the hub did not give it ({one_line(error)}): check "
+            "spelling and network, or give the path of a folder"
+        ) from error
+
+
+def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
+    """Raise ConfigError unless the folder has the configuration of a causal language model, with or without images."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise unusable(str(folder), error) from error
+    _check_config(config, str(folder), packing)
+
+
+def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
+    """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
+    sinks, so that models with these use "eager"."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
+        return "eager", True
+    (name, *_) = [*(getattr(config, "architectures", None) or []), ""]
+    return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager", False
+
+
+def _check_config(config: Any, path: str, packing: bool) -> None:
+    """Raise ConfigError for what the configuration alone shows to be untrainable."""
+    from transformers.models.auto import modeling_auto
+
+    mapping: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if reads_images(config):
+        mapping = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    known = {name for names in mapping.values() for name in _as_tuple(names)}
+    architectures = list(getattr(config, "architectures", None) or [])
+    custom = bool(getattr(config, "auto_map", None))
+    if getattr(config, "is_encoder_decoder", False) or not (custom or known & set(architectures)):
+        raise ConfigError(
+            f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, "
+            "not a causal language model: give one that generates text"
+        )
+    if getattr(config, "audio_config", None) is not None:
+        raise ConfigError(f"model.path {path!r} hears audio: only models of text, or of images too, can be trained")
+    kinds = set(getattr(text_config(config), "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if packing and kinds:
+        raise ConfigError(
+            f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences "
+            "would see one another: set training.packing = false"
+        )
+    if packing and getattr(text_config(config), "attn_temperature_tuning", False):
+        raise ConfigError(
+            f"model.path {path!r} scales its attention by the place in the row (attn_temperature_tuning), which packed "
+            "sequences share: set training.packing = false"
+        )
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names

@@ -1,0 +1,1 @@
+"""Small networks made here: with random weights, or like a large one for its compiled layers."""

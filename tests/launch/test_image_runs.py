@@ -1,0 +1,132 @@
+"""Runs whose data have images, as they are prepared: what the plan says of them, and what is refused."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from slipstream.config.parse.load import load_config
+from slipstream.errors import ConfigError, DataError
+from slipstream.launch.prepare import prepare
+from slipstream.launch.recovery.resume import identity_of
+from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
+
+SFT = """
+[model]
+path = "model"
+[data]
+path = "rows.jsonl"
+[algorithm]
+kind = "sft"
+[training]
+steps = 1
+prompts_per_batch = 2
+[evaluation]
+eval_path = "x"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return new_vision_model(
+        tmp_path_factory.mktemp("models") / "m", hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1
+    )
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch):
+    """Prepares SFT on two rows with images and one without; keywords are settings."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number, size in enumerate(((40, 30), (100, 60))):
+        Image.new("RGB", size, (number, 0, 0)).save(tmp_path / f"{number}.png")
+        asked = {"role": "user", "content": "<image>Which?"}
+        rows.append({"messages": [asked, {"role": "assistant", "content": str(number)}], "images": [f"{number}.png"]})
+    rows.append({"prompt": "a", "completion": "b"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = SFT.replace('path = "model"', f'path = "{model}"').replace('[evaluation]\neval_path = "x"\n', "")
+    (tmp_path / "run.toml").write_text(text)
+
+    def make(*overrides):
+        return prepare(load_config(tmp_path / "run.toml", ["--no-evaluation", *overrides]))
+
+    return make
+
+
+def test_the_plan_says_what_becomes_of_images(run):
+    prepared = run()
+    (note,) = (note for note in prepared.plan.notes if note.name == "images")
+    assert note.value == 2
+    assert note.how.startswith("4 to 24 tokens each; scaled once, to 256 to 16,384 pixels")
+    assert [len(each.media) for each in prepared.examples] == [1, 1, 0]
+
+
+def test_images_can_be_bounded(run):
+    prepared = run("--model.max_pixels", "1024")
+    assert [each.media[0].grid for each in prepared.examples if each.media] == [(1, 2, 2), (1, 1, 2)]
+    (note,) = (note for note in prepared.plan.notes if note.name == "images")
+    assert note.how.startswith("2 to 4 tokens each; scaled once, to 256 to 1,024 pixels")
+    for bound in ("100", "20000"):
+        with pytest.raises(ConfigError, match=f"max_pixels = {bound} is not between 256 and 16384, the bounds of"):
+            run("--model.max_pixels", bound)
+
+
+def test_a_trained_tower_takes_memory(run):
+    assert run().facts.model.num_frozen > 0
+    assert run("--model.train_tower", "true").facts.model.num_frozen == 0
+
+
+def test_another_picture_is_another_training_set_and_another_place_is_not(run, tmp_path, model):
+    def found():
+        prepared = run()
+        return identity_of(prepared.config, [], prepared.conversations, model)["training items"]
+
+    before = found()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "0.png").rename(tmp_path / "pictures/0.png")
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace('"0.png"', '"pictures/0.png"'))
+    assert found() == before
+    Image.new("RGB", (40, 30), "green").save(tmp_path / "pictures/0.png")
+    assert found() != before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("--training.ranks", "2"), "training.ranks = 2 and images in the data: several ranks train on text alone"),
+        (("--model.train_tower", "true", "--lora.rank", "4"), "trains weights that no adapter has"),
+    ],
+)
+def test_settings_that_images_exclude(run, overrides, said, monkeypatch):
+    monkeypatch.setattr("slipstream.config.checks.processes.process_problems", lambda config: iter(()))
+    with pytest.raises(ConfigError, match=said):
+        run(*overrides)
+
+
+@pytest.mark.parametrize(("name", "value"), [("train_tower", "true"), ("max_pixels", "1024")])
+def test_settings_of_images_need_some(run, tmp_path, name, value):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    with pytest.raises(ConfigError, match=f"model.{name}.* has no effect without an image in the data"):
+        run(f"--model.{name}", value)
+
+
+def test_a_model_of_text_is_refused(run, tmp_path):
+    text = new_model(tmp_path / "text", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    with pytest.raises(ConfigError, match="reads no images"):
+        run("--model.path", str(text))
+
+
+def test_a_row_longer_than_the_context_is_named_or_counted(run):
+    with pytest.raises(DataError, match=r"row 2 of .*rows.jsonl has \d+ tokens, more than data.max_length = 50"):
+        run("--data.max_length", "50", "--data.too_long", "error")
+    prepared = run("--data.max_length", "50", "--data.too_long", "drop")
+    assert prepared.dropped["conversation_too_long"] == 1
+
+
+def test_a_text_with_the_placeholder_is_named(run, tmp_path):
+    rows = (tmp_path / "rows.jsonl").read_text().replace("Which?", "<|image_pad|>?", 1)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    with pytest.raises(DataError, match=r"row 1 of .*: the chat template renders 2 image placeholders for 1 images"):
+        run()

@@ -1,0 +1,70 @@
+"""examples/vision with real vLLM: SFT on rows with images, tower included, then GRPO on drawn questions."""
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from tests.engine.architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "vision"
+SMALL = ("--evaluation.num_tasks", "24", "--training.warmup_steps", "0")
+
+
+@pytest.fixture
+def sees(tmp_path, monkeypatch, command):
+    """The folder of a new model that reads images, and demonstrations beside it."""
+    architecture = ARCHITECTURES["vision"]
+    if missing := architecture.missing():
+        pytest.skip(missing)
+    path = [*architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    shape = ("--vision", "--hidden-size", "64", "--num-layers", "2", "--num-heads", "2", "--num-kv-heads", "1")
+    assert command("model", "new", tmp_path / "model", *shape).wait()[0] == 0
+    runpy.run_path(str(EXAMPLES / "rectangles.py"))["write"](tmp_path / "rows", 40)
+    return tmp_path / "model"
+
+
+def check(folder, steps):
+    assert read_exit(folder).status == "finished"
+    rows = read_metrics(folder)
+    assert rows[-1]["step"] == steps
+    probes = [row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row]
+    assert probes
+    assert max(probes) < 1e-3
+    assert not any(value for row in rows for name, value in row.items() if name.startswith("dropped/"))
+    return rows
+
+
+@pytest.mark.parametrize("streams", ["memory", pytest.param("files", marks=pytest.mark.full)])
+def test_from_rows_with_images_to_grpo(command, sees, tmp_path, streams):
+    folder = tmp_path / "sft"
+    options = ("--model.path", sees, "--data.path", tmp_path / "rows/rows.jsonl", "--run.folder", folder)
+    size = ("--training.steps", "12", "--training.prompts_per_batch", "16", "--training.learning_rate", "5e-3")
+    code, out, err = command("sft", EXAMPLES / "sft.toml", *options, *size, *SMALL, "--json").wait(400)
+    assert code == 0, err
+    weights = json.loads(out)["weights"]
+    rows = check(folder, 12)
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 12]
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert losses[-1] < 0.6 * losses[0]
+    before, after = (load_file(Path(path) / "model.safetensors") for path in (sees, weights))
+    assert all(not tensor.equal(after[name]) for name, tensor in before.items()), "the tower is trained too"
+    assert (Path(weights) / "processor_config.json").is_file()
+
+    folder = tmp_path / "grpo"
+    options = ("--model.path", weights, "--run.streams", streams, "--run.folder", folder)
+    size = ("--training.steps", "2", "--training.prompts_per_batch", "6", "--training.learning_rate", "1e-3")
+    code, _, err = command("train", EXAMPLES / "grpo.toml", *options, *size, *SMALL).wait(400)
+    assert code == 0, err
+    check(folder, 2)
+    assert len({event["digest"] for event in read_events(folder) if event["kind"] == "apply"}) == 3
+    trained = load_file(next(iter(sorted((folder / "checkpoints").glob("step-*"))[-1:])) / "weights/model.safetensors")
+    for name, tensor in trained.items():
+        assert tensor.equal(after[name]) == ("visual" in name), name
