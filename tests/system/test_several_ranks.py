@@ -1,6 +1,7 @@
 """Runs of several trainer processes through the real command: resumed by other numbers of them, ended in every way, and
 with real vLLM, which takes their weights and proves them."""
 
+import itertools
 import json
 import signal
 import tempfile
@@ -55,6 +56,25 @@ def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(com
     assert "training.ranks was 2 and is 4" in changed[1]
     shards = tmp_path / "several/checkpoints/step-000004/state"
     assert len(list(shards.glob("shard-*.safetensors"))) == 4
+
+
+@pytest.mark.full
+def test_float16_and_sums_in_float32_over_ranks(command, run_file, tmp_path):
+    """Each overflow halves the loss scale, on all ranks at once, and the scale is resumed."""
+    file, rows = sft_file(run_file), []
+    wide = ("--model.dtype", "float16", "--model.fp32_residual", "true", "--training.steps")
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        for again, steps in ((), 2), (("--resume",), 4):
+            code, _, err = command("sft", file, *again, *wide, steps, *ranks(number), "--run.folder", folder).wait()
+            assert code == 0, err
+        rows.append(read_metrics(folder))
+    for one, several in zip(*rows, strict=True):
+        for name in ("train/loss", "train/grad_norm"):
+            assert several[name] == pytest.approx(one[name], rel=2e-2)
+    for own in rows:
+        halved = itertools.accumulate(row["train/overflows"] for row in own)
+        assert [row["train/loss_scale"] for row in own] == [2.0 ** (16 - number) for number in halved]
 
 
 @pytest.mark.full
