@@ -14,6 +14,7 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
+from slipstream.weights.adapter_folder import AdapterConfig
 
 SHAPE = {
     "hidden_size": 64,
@@ -94,6 +95,16 @@ def test_it_stays_when_layers_are_compiled_or_not(tmp_path):
     configure_layers(model.network, LayerOptions(checkpointing=True))
     assert torch.equal(logprobs(model), before)
     assert seen == [torch.float32] * 2
+
+
+def test_an_adapter_is_trained_beside_it(tmp_path, gradients_of):
+    model = PolicyModel.load(saved(tmp_path, "Llama"), "bfloat16", fp32_head=True, fp32_residual=True)
+    before = logprobs(model)
+    model.add_adapter(AdapterConfig(4, 8.0, ("q_proj", "down_proj")))
+    assert torch.equal(logprobs(model), before)
+    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=1024)
+    learner.forward_backward(StepBatch(sequences()), SFTObjective())
+    assert all(torch.isfinite(gradient).all() for gradient in gradients_of(learner).values())
 
 
 def test_a_network_that_cannot_take_it_is_refused(tmp_path):
