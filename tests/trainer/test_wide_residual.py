@@ -100,7 +100,7 @@ def test_it_stays_when_layers_are_compiled_or_not(tmp_path):
 def test_an_adapter_is_trained_beside_it(tmp_path, gradients_of):
     model = PolicyModel.load(saved(tmp_path, "Llama"), "bfloat16", fp32_head=True, fp32_residual=True)
     before = logprobs(model)
-    model.add_adapter(AdapterConfig(4, 8.0, ("q_proj", "down_proj")))
+    model.add_adapter(AdapterConfig(4, 8.0, ("q_proj", "down_proj"), str(tmp_path)))
     assert torch.equal(logprobs(model), before)
     learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=1024)
     learner.forward_backward(StepBatch(sequences()), SFTObjective())
