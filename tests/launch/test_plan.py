@@ -144,7 +144,7 @@ def test_epochs_that_cannot_be():
         ({}, {"num_gpus": 0}, False, False),
         ({"inference.enforce_eager": True}, {}, True, False),
         ({"model.fp32_head": False}, {}, False, True),
-        ({"training.ranks": 2}, {"num_gpus": 4}, False, True),
+        ({"training.ranks": 2}, {"num_gpus": 4}, False, False),
     ],
 )
 def test_engine_and_trainer_come_closer_where_that_costs_little(values, changes, head, residual):

@@ -43,14 +43,14 @@ def model(tmp_path_factory):
     return new_model(folder, hidden_size=48, num_layers=2, intermediate_size=95, context_length=256)
 
 
-def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, **training):
+def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, fp32_head=False, **training):
     chosen = {"steps": 4, "ranks": ranks, "micro_batch_tokens": 160, "gradient_checkpointing": False}
     sections = {"lora": lora} if lora else {}
     if algorithm["kind"] == "ppo":
         sections["critic"] = {"learning_rate": RATE}
     config = RunConfig.model_validate(
         {
-            "model": {"path": str(model), "dtype": dtype},
+            "model": {"path": str(model), "dtype": dtype, "fp32_head": fp32_head, "fp32_residual": False},
             "environment": {"name": "reasoning_gym/spell_backward"},
             "algorithm": algorithm,
             "training": chosen | {"max_grad_norm": 1e9, "rank_timeout_s": 120.0} | training,
@@ -153,9 +153,12 @@ CASES = {
     "alone": {"packing": False, "gradient_checkpointing": True},
     "gspo": {"algorithm": GSPO},
     "whole": {"reshard": "step"},
+    "lazy logits": {"fp32_head": True, "gradient_checkpointing": True},
+    "lazy logits of lora": {"fp32_head": True, "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
     "whole lora": {"reshard": "step", "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
 }
 OVER = [("grpo", 2), ("grpo", 4), ("gspo", 4), ("lora", 2), ("alone", 2), ("whole", 2), ("whole lora", 2)]
+OVER += [("lazy logits", 2), ("lazy logits", 4), ("lazy logits of lora", 2)]
 
 
 @pytest.mark.parametrize(("case", "ranks"), OVER)

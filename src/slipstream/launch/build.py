@@ -63,7 +63,7 @@ def load_model(
     config: PlannedConfig, shared: SharedTensors | None = None, group: RankGroup | None = None
 ) -> PolicyModel:
     """Load the model onto the trainer's device; its parameters are the `shared` tensors, if given. With a `group`, rank
-    0 loads it on the CPU and the others on the meta device, to be sharded afterwards."""
+    0 loads it on the CPU and the others on the meta device, to be sharded, and to get its float32 head, afterwards."""
     import torch
 
     from slipstream.trainer.model.policy import PolicyModel
@@ -80,7 +80,7 @@ def load_model(
         shared=shared,
         unread=group is not None and group.rank > 0,
         checked=group is None,
-        fp32_head=model.fp32_head,
+        fp32_head=model.fp32_head and group is None,
         fp32_residual=model.fp32_residual,
         max_model_len=config.inference.max_model_len or None,
         train_tower=model.train_tower,
@@ -227,14 +227,16 @@ def build_parts(
     from slipstream.trainer.distributed.engine_memory import WorkerMemory
     from slipstream.trainer.distributed.worker import RankModel
 
-    def shard(model: PolicyModel, *, checked: bool = True) -> PolicyModel:
-        group.shard(model, checked=checked)
+    def shard(model: PolicyModel, *, memory: WorkerMemory | None = None) -> PolicyModel:
+        group.shard(model, memory=memory)
+        if config.model.fp32_head:
+            model.use_fp32_head()
         return model
 
     policy = with_adapter(config, load_model(config, group=group))
     policy.check_parts()
     memory = WorkerMemory(policy, shared, group.rank) if shared else None
-    group.shard(policy, memory=memory)
+    shard(policy, memory=memory)
     if not trains:
         return {POLICY: RankModel(group, policy, memory=memory)}
     compile_if_asked(config, policy, group)
@@ -244,7 +246,8 @@ def build_parts(
         frozen = shard(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
         parts[REFERENCE] = RankModel(group, frozen)
     if uses_critic(config):
-        model = shard(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
+        model = ValueModel(with_adapter(config, load_model(config, group=group)))
+        group.shard(model, checked=False)
         compile_if_asked(config, model, group)
         optimizer = build_optimizer(config, model.network, rank=group.rank)
         objective = ValueObjective(config.critic.value_clip)

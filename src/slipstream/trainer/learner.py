@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.logprobs import token_logprobs
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
@@ -140,8 +141,8 @@ def add_gradients(
             if micro is None:
                 blank = dummy_micro_batch(model.device)  # referenced until its backward pass, which looks up its layout
                 logits = model.logits(blank)
-                assert isinstance(logits, Tensor)
-                (logits.float().sum() * 0.0).backward()
+                values = logits if isinstance(logits, Tensor) else token_logprobs(logits, blank.target_ids_N)[0]
+                (values.float().sum() * 0.0).backward()
                 continue
             loss, sums = objective.terms(model, micro, divisors)
             (loss if loss_scale == 1.0 else loss * loss_scale).backward()

@@ -123,8 +123,6 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
             f'{spread}, and training.optimizer = "{optimizer}" works on {whole[optimizer]}: use "adamw" or '
             '"adamw_bf16"',
         )
-    if config.model.fp32_head is True:
-        yield "model.fp32_head", f"{spread}, and the float32 head needs the whole one: turn model.fp32_head off"
     if config.lora is not None and config.lora.dora:
         yield "lora.dora", f"{spread}, and DoRA's norms are those of whole weights: use LoRA, or one rank"
     if config.lora is not None and shares_weights(config):

@@ -205,10 +205,12 @@ def _plan_precision(builder: PlanBuilder) -> None:
         head = against = "all is in float32"
     elif builder.on_cpu:
         head = against = "not measured on a CPU"
+    elif config.training.ranks > 1:
+        head = against = "not measured on GPUs over training.ranks"
     elif found not in CLOSER:
         head = against = f"not measured for {found or 'a model with code of its own'}"
     else:
-        head = "each of training.ranks has a part of the head" if config.training.ranks > 1 else ""
+        head = ""
         against = "the engine does not compile its layers" if config.inference.enforce_eager is True else ""
     closer = "brings the log-probabilities of trainer and engine closer, at little cost"
     builder.derive_auto("model.fp32_head", not head, head or closer)

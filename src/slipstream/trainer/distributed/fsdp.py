@@ -188,6 +188,17 @@ class RankGroup:
         for module in sharded:
             module.set_reshard_after_forward(True, recurse=False)
 
+    def rows_gathered(self, modules: Iterable[nn.Module], rows: Iterable[T]) -> Generator[T]:
+        """Yield `rows`, for one forward pass each, without resharding `modules` (not their submodules) before the last
+        one is done, so that their weights can be read after a pass, too."""
+        sharded: list[Any] = list(modules)
+        for module in sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+        yield from rows
+        for module in sharded:
+            module.reshard()
+            module.set_reshard_after_forward(True, recurse=False)
+
     def as_shard(self, part: Tensor, shape: torch.Size, dim: int) -> Tensor:
         """Wrap this rank's shard as a DTensor of full shape `shape`, sharded along `dim`, to save and load it."""
         from torch.distributed.tensor import DTensor

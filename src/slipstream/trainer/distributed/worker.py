@@ -7,7 +7,7 @@ sums the ranks' results in rank order, in float64. `launch.ranks` transports the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +26,7 @@ from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import Optimizer, OptimStats, local_tensor
-from slipstream.trainer.packing import Row, StepBatch, ValueTargets, micro_batches_of
+from slipstream.trainer.packing import MicroBatch, Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.weights.adapter_folder import adapter_parameter
 from slipstream.weights.fingerprint import fingerprints
 from slipstream.weights.fingerprint_torch import Slice
@@ -300,7 +300,10 @@ class RankModel:
 
     def _score(self, rank_batch: RankBatch, sampling: records.SamplingParams | None) -> Answer:
         batch = rank_batch.batch()
-        found = predictions(self.model, micro_batches_of(batch, rank_batch.rows, self.model.device), sampling)
+        rows: Iterable[MicroBatch | None] = micro_batches_of(batch, rank_batch.rows, self.model.device)
+        if self.model.has_lazy_logits:
+            rows = self.group.rows_gathered(self.model.roots, rows)
+        found = predictions(self.model, rows, sampling)
         columns = zip(*(found[index] for index in range(len(batch.sequences))), strict=True)
         return Answer({str(number): PackedTensor.of(torch.cat(column)) for number, column in enumerate(columns)})
 

@@ -223,6 +223,11 @@ class PolicyModel:
         head.forward = _identity
         self._fp32_head = head
 
+    @property
+    def has_lazy_logits(self) -> bool:
+        """Whether `logits` are lazy, and read the head's weight after the network's forward pass."""
+        return self._fp32_head is not None
+
     def use_fp32_residual(self, *, checked: bool = True) -> None:
         """Add up what the layers compute in float32 (`wide_residual.py`). Raises ConfigError if some layer then gets an
         input that it cannot take; `checked`: False does not try."""
