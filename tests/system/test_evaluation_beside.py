@@ -155,7 +155,8 @@ def test_one_that_a_dead_run_left_is_made_again_or_told_as_missing(scripted, die
     missing = [event["message"] for event in scripted.events("warning") if "is missing" in event["message"]]
     if dies_at == 5:
         assert (evaluated(scripted).keys(), missing) == ({0, 4, 8}, [])
-        assert evaluated(scripted)[4] == 2.0
+        # Its engine may answer when the trainer is two versions ahead; the next evaluation waits for it at step 8.
+        assert 2.0 <= evaluated(scripted)[4] <= 4.0
     else:
         assert evaluated(scripted).keys() == {0, 8}
         assert [text[:37] for text in missing] == ["the evaluation of step 4 had not ended"[:37]]
