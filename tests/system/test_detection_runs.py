@@ -94,3 +94,19 @@ def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tm
     assert "corners in the wrong order" in err
     assert "8" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.engine
+def test_smoke_sees_that_an_untrained_model_is_not_healthy(command, draws, sees, tmp_path):
+    rows = ("--environment.settings.path", tmp_path / "boxes/rows.jsonl", "--model.path", draws)
+    size = ("--training.prompts_per_batch", "4", "--steps", "2", "--folder", tmp_path / "smoke")
+    code, out, err = command("smoke", EXAMPLES / "ab.toml", *rows, *size, "--channels", "a_only", "ab", "--json").wait(
+        300
+    )
+    assert code == 7, err
+    found = json.loads(out.splitlines()[0] if out.count("\n") == 1 else out)
+    assert [run["channels"] for run in found["runs"]] == ["a_only", "ab"]
+    assert found["runs"][0]["problems"] == []
+    assert found["runs"][1]["invalid_rate"] == 1.0
+    assert not found["healthy"]
+    assert "no rollout matches any true object" in err

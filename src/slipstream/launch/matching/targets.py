@@ -97,13 +97,14 @@ class Matched:
     def metrics(self) -> dict[str, float]:
         """Under the names of the log."""
         found = self.counts.metrics()
+        found["rollout/num_samples"] = float(self.counts.samples)
         found["dropped/too_long"] = float(self.too_long)
         for name, values in self.lengths.items():
             ranked = sorted(values)
             found[f"rollout/{name}_mean"] = sum(values) / len(values)
             found[f"rollout/{name}_p90"] = float(ranked[(9 * len(ranked) - 1) // 10])
-        if predictions := self.counts.truths:
-            found["rollout/match_rate"] = self.counts.matched / predictions
+        if truths := self.counts.truths:
+            found["rollout/match_rate"] = self.counts.matched / truths
         return found
 
 
