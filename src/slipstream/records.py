@@ -175,6 +175,27 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: str
 
 
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A box of rollout matching, and where it is to be predicted."""
+
+    slots: tuple[int, ...]
+    """Indices of its four coordinate tokens in the sequence."""
+    coordinates: tuple[int, ...]
+    """Bins of x1, y1, x2, y2 of the true box."""
+    is_appended: bool = True
+    """Whether it stands after what a rollout wrote."""
+
+
+class DetectionTarget(msgspec.Struct, frozen=True):
+    """What a sequence of rollout matching is trained on."""
+
+    weights: list[float]
+    """Of each token's cross-entropy."""
+    boxes: list[Box]
+    is_rollout: bool = False
+    """Whether it begins with a rollout (channel B)."""
+
+
 class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     """One contiguous run of tokens. All lists have one entry per token."""
 
@@ -190,6 +211,8 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     teacher_logprobs: list[float] | None = None
     """Under distillation, the teacher's log-probability of each sampled token at the sampling temperature; 0.0
     elsewhere."""
+    detection: DetectionTarget | None = None
+    """Under rollout matching; `mask` is then true where a token has a weight or is a box's coordinate."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

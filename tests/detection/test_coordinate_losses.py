@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.detection.coordinate_losses import (
+    box_ciou_loss,
     box_giou_loss,
     box_l1,
     expected_coordinates,
@@ -162,3 +163,46 @@ def test_checklist_4_and_5_slots_alone_become_expected_embeddings(dtype, slots):
         assert found[slot].double().tolist() == pytest.approx(
             expected.tolist(), abs=1e-6 if dtype == torch.float32 else 0.02
         )
+
+
+def ciou64(predicted, true):
+    """1 - CIoU (arXiv 1911.08287) of two boxes of proper corners, in Python's floats."""
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = predicted, true
+    common = max(0.0, min(ax2, bx2) - max(ax1, bx1)) * max(0.0, min(ay2, by2) - max(ay1, by1))
+    iou = common / ((ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - common)
+    diagonal = (max(ax2, bx2) - min(ax1, bx1)) ** 2 + (max(ay2, by2) - min(ay1, by1)) ** 2
+    distance = ((ax1 + ax2 - bx1 - bx2) ** 2 + (ay1 + ay2 - by1 - by2) ** 2) / 4
+    aspect = 4 / math.pi**2 * (math.atan((bx2 - bx1) / (by2 - by1)) - math.atan((ax2 - ax1) / (ay2 - ay1))) ** 2
+    return 1 - iou + distance / diagonal + (aspect / (1 - iou + aspect) if aspect else 0.0) * aspect
+
+
+@pytest.mark.parametrize(
+    ("predicted", "true"),
+    [
+        ((0.1, 0.2, 0.5, 0.9), (0.1, 0.2, 0.5, 0.9)),
+        ((0.1, 0.2, 0.5, 0.9), (0.2, 0.1, 0.7, 0.6)),
+        ((0.0, 0.0, 0.1, 0.1), (0.8, 0.7, 1.0, 0.9)),
+        ((0.0, 0.0, 1.0, 1.0), (0.4, 0.1, 0.5, 0.9)),
+    ],
+)
+def test_ciou_is_that_of_a_float64_reference(predicted, true):
+    boxes = [torch.tensor([box], dtype=torch.float64) for box in (predicted, true)]
+    assert box_ciou_loss(*boxes).item() == pytest.approx(ciou64(predicted, true), abs=1e-9)
+    inverted = boxes[0][:, [2, 1, 0, 3]]
+    assert box_ciou_loss(inverted, boxes[1]).item() == pytest.approx(ciou64(predicted, true), abs=1e-9)
+
+
+@pytest.mark.parametrize("true", [(0.3, 0.3, 0.3, 0.3), (0.0, 0.0, 1.0, 1.0), (0.2, 0.2, 0.2, 0.9)])
+def test_ciou_and_its_gradient_are_finite_for_any_box(true):
+    given = [(0.3, 0.3, 0.3, 0.3), (0.5, 0.5, 0.5, 0.7), (-1.0, 2.0, 0.4, 0.1), (0.0, 0.0, 1.0, 1.0)]
+    predicted = torch.tensor(given, requires_grad=True)
+    loss = box_ciou_loss(predicted, torch.tensor([true] * len(given)))
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert predicted.grad.isfinite().all()
+
+
+def test_ciou_separates_boxes_apart_by_their_distance():
+    near, far = torch.tensor([[0.3, 0.3, 0.4, 0.4]]), torch.tensor([[0.8, 0.8, 0.9, 0.9]])
+    true = torch.tensor([[0.1, 0.1, 0.2, 0.2]])
+    assert box_ciou_loss(near, true) < box_ciou_loss(far, true)

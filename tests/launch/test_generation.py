@@ -37,7 +37,7 @@ def thread():
 
 def hooks_of(thread, engine, kind, *, sleeps=True):
     log = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
-    config = SimpleNamespace(algorithm=SimpleNamespace(kind=kind))
+    config = SimpleNamespace(algorithm=SimpleNamespace(kind=kind), matching=None)
     run = SimpleNamespace(config=config, log=log, progress=SimpleNamespace())
     caller = LocalCaller(thread, executor_of(engine))
     return RunHooks(run, caller, SleepWake(caller, log, sleeps=sleeps, timeout_s=5.0))
@@ -46,7 +46,7 @@ def hooks_of(thread, engine, kind, *, sleeps=True):
 def step(hooks):
     """What the orchestrator tells of in a step: a version is published, evaluated and released; a batch is taken."""
     hooks.before_update()
-    hooks.version_released()
+    hooks.version_released(0)
     hooks.batch_taken()
 
 
@@ -62,7 +62,7 @@ def test_under_sft_it_sleeps_whenever_its_evaluation_is_over(thread):
     engine = Engine()
     hooks = hooks_of(thread, engine, "sft")
     hooks.before_update()
-    hooks.version_released()
+    hooks.version_released(0)
     assert engine.calls == ["wake", "sleep"]
 
 

@@ -9,6 +9,6 @@ async def nothing():
 
 def executor_of(engine=None, versions=None, **parts):
     """The other parts do nothing."""
-    names = ("probe", "evaluate", "engine_ready", "start", "make_batches")
+    names = ("probe", "evaluate", "roll_out", "engine_ready", "start", "make_batches")
     unseen = dict.fromkeys(names, nothing) | {name: lambda step: None for name in ("close", "open_ledger")}
     return Executor(engine, versions, **(unseen | parts))

@@ -340,6 +340,9 @@ def model_new(
         Literal["float32", "bfloat16", "float16"], Parameter(help="Data type of the weights.")
     ] = "float32",
     vision: Annotated[bool, Parameter(help="A Qwen2-VL, which reads images too; without --head-dim.")] = False,
+    coordinates: Annotated[
+        bool, Parameter(help="With --vision: 1000 coordinate tokens, for a detector (docs/detection.md).")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Create a small Qwen3 with random weights, a byte- or character-level tokenizer and a chat template.
@@ -349,10 +352,15 @@ def model_new(
     from slipstream.launch.preflight.torch_builds import check_torch_builds
 
     check_torch_builds()
+    from slipstream.detection.coordinates import LITERALS
     from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
     from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
-    make = new_vision_model if vision else partial(new_model, head_dim=head_dim)
+    if coordinates and not vision:
+        raise ConfigError("--coordinates has no effect without --vision: add it, or leave --coordinates out")
+    make = partial(new_model, head_dim=head_dim)
+    if vision:
+        make = partial(new_vision_model, added_tokens=LITERALS if coordinates else ())
     path = make(
         Path(folder),
         tokenizer=tokenizer,

@@ -15,7 +15,8 @@ class EnvironmentConfig(Section):
     """Where tasks and rewards come from."""
 
     name: str
-    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `verifiers/<name>` (see `python`),
+    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `detection` (images and
+    their objects, docs/detection.md), `verifiers/<name>` (see `python`),
     `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
     entry point in the group `slipstream.environments`."""
     mixture: dict[PartName, MixturePart] = {}
@@ -32,7 +33,8 @@ class EnvironmentConfig(Section):
     settings: dict[str, Any] = {}
     """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
     `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
-    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`."""
+    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`; of `detection`: `path`, `split`, `eval_path`,
+    `eval_split`, `prompt`."""
     python: str = ""
     """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
     be installed beside vLLM's. Empty: the run's own."""

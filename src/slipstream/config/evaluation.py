@@ -28,7 +28,7 @@ class EvaluationConfig(Section):
     at_start: bool = True
     """Also evaluate before the first step: what the starting model can do."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | Literal["auto"] = "auto"
-    """0 is greedy. `auto`: the same as `sampling.temperature`."""
+    """0 is greedy. `auto`: the same as `sampling.temperature`, under [matching] as `matching.temperature`."""
     beside: bool | Literal["auto"] = "auto"
     """Under RL, whether an evaluation is made by one of several engines while the others go on with rollouts and the
     trainer with steps; its figures come some steps later, in the row of the step that was evaluated. The one after the

@@ -17,7 +17,7 @@ from slipstream.config.bounds import Section
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.evaluation import EvaluationConfig
 from slipstream.config.inference import InferenceConfig
-from slipstream.config.sft import DataConfig, SFTConfig
+from slipstream.config.sft import DataConfig, MatchingConfig, SFTConfig
 
 
 class ModelConfig(Section):
@@ -454,6 +454,8 @@ class RunConfig(Section):
     environment: EnvironmentConfig | None = None
     data: DataConfig | None = None
     algorithm: AlgorithmConfig
+    matching: MatchingConfig | None = None
+    """Not set: SFT is cross-entropy alone."""
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig | None = None
     """Not set: rewards are the only signal."""

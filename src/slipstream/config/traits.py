@@ -51,7 +51,13 @@ def undecided(config: RunConfig) -> list[str]:
 
 def uses_engine(config: RunConfig) -> bool:
     """Whether the run generates anything at all."""
-    return isinstance(config.algorithm, RLConfig) or (config.evaluation is not None and config.environment is not None)
+    evaluates = config.evaluation is not None and config.environment is not None
+    return isinstance(config.algorithm, RLConfig) or evaluates or rolls_out(config)
+
+
+def rolls_out(config: RunConfig) -> bool:
+    """Whether SFT also trains on rollouts: channel B of rollout matching."""
+    return config.matching is not None and config.matching.rolls_out
 
 
 def measures_loss(config: RunConfig) -> bool:

@@ -133,6 +133,21 @@ class ChatTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @property
+    def vocabulary_ids(self) -> dict[str, int]:
+        """The id of each token, by its text in the vocabulary."""
+        return self._tokenizer.get_vocab()
+
+    @property
+    def added_texts(self) -> dict[int, str]:
+        """The texts of the tokens that were added to the vocabulary, by id: they stand for exactly these."""
+        return {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of the library `tokenizers`, or None."""
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary, to find characters without a token."""
         return Vocabulary(self.plain_tokens, self._tokenizer.unk_token_id)

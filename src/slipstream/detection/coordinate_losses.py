@@ -7,6 +7,8 @@ by bin, V vocabulary, T tokens of a row, D embedding. The logits of the coordina
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,30 @@ def box_giou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
     return torch.where(has_area_B, 1.0 - giou_B, torch.zeros_like(giou_B))
 
 
+def box_ciou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
+    """`1 - CIoU` (arXiv 1911.08287, equations 8 to 11), `[B]`, of corners as `box_giou_loss` takes them: also the
+    distance of the centres over the hull's diagonal, and how far the aspect ratios are apart, whose weight has no
+    gradient. Two boxes without an area have no gradient but that of their distance."""
+    predicted_B4, true_B4 = _sorted_corners(predicted_B4), _sorted_corners(true_B4)
+    low_B2, high_B2 = predicted_B4[:, :2], predicted_B4[:, 2:]
+    true_low_B2, true_high_B2 = true_B4[:, :2], true_B4[:, 2:]
+    common_B = _area(torch.maximum(low_B2, true_low_B2), torch.minimum(high_B2, true_high_B2))
+    either_B = _area(low_B2, high_B2) + _area(true_low_B2, true_high_B2) - common_B
+    iou_B = torch.where(either_B != 0, common_B / torch.where(either_B != 0, either_B, 1.0), 1.0)
+    hull_B2 = torch.maximum(high_B2, true_high_B2) - torch.minimum(low_B2, true_low_B2)
+    diagonal_B = hull_B2.square().sum(-1)
+    centres_B2 = (low_B2 + high_B2 - true_low_B2 - true_high_B2) / 2
+    distance_B = centres_B2.square().sum(-1) / torch.where(diagonal_B != 0, diagonal_B, 1.0)
+    least = torch.finfo(predicted_B4.dtype).eps
+    size_B2, true_size_B2 = high_B2 - low_B2, true_high_B2 - true_low_B2
+    angle_B = torch.atan(size_B2[:, 0] / (size_B2[:, 1] + least))
+    true_angle_B = torch.atan(true_size_B2[:, 0] / (true_size_B2[:, 1] + least))
+    aspect_B = 4 / math.pi**2 * (true_angle_B - angle_B).square()
+    with torch.no_grad():
+        weight_B = aspect_B / (1 - iou_B + aspect_B + least)
+    return 1 - iou_B + distance_B + weight_B * aspect_B
+
+
 def _sorted_corners(boxes_B4: Tensor) -> Tensor:
     boxes_B4 = boxes_B4.clamp(0.0, 1.0)
     one_B2, other_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
@@ -96,9 +122,14 @@ def with_expected_embeddings(
     logits_NK: Tensor,
     coordinate_embeddings_KD: Tensor,
     temperature: float = 1.0,
+    *,
+    unrolled: bool = False,
 ) -> Tensor:
     """A copy of a row's input embeddings in which each slot is `softmax(logits / temperature)` times the embeddings of
-    coordinate tokens; all other rows are the same bits. Detached from the logits: an iteration's gradient ends here."""
-    probs_NK = (_wide(logits_NK.detach()) / temperature).softmax(-1)
-    rows_ND = probs_NK @ coordinate_embeddings_KD.detach().to(probs_NK.dtype)
+    coordinate tokens; all other rows are the same bits. Detached from the logits, so that an iteration's gradient ends
+    here, unless it is `unrolled`."""
+    if not unrolled:
+        logits_NK, coordinate_embeddings_KD = logits_NK.detach(), coordinate_embeddings_KD.detach()
+    probs_NK = (_wide(logits_NK) / temperature).softmax(-1)
+    rows_ND = probs_NK @ coordinate_embeddings_KD.to(probs_NK.dtype)
     return embeddings_TD.index_copy(0, slots_N, rows_ND.to(embeddings_TD.dtype))

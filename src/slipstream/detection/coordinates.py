@@ -35,6 +35,10 @@ def literal(bin_: int) -> str:
     return f"<|coord_{bin_}|>"
 
 
+LITERALS = tuple(map(literal, range(NUM_BINS)))
+"""By bin."""
+
+
 def literal_bin(text: str) -> int | None:
     """The bin of which `text` is the token, or None."""
     found = _LITERAL.fullmatch(text)

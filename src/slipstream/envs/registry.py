@@ -1,9 +1,9 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
-Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `path/to/file.py` or
-`path/to/file.py:Class`; `mixture`, of several of these; an entry point of an installed package in the group
-`slipstream.environments` (a subclass of `Environment`). `name@digest` has become a path before (`store`). Loading a
-file runs its code, in this process and in every reward worker.
+Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `detection` (images and
+their objects); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of several of these; an entry point of an
+installed package in the group `slipstream.environments` (a subclass of `Environment`). `name@digest` has become a path
+before (`store`). Loading a file runs its code, in this process and in every reward worker.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
+from slipstream.envs.detector.environment import NAME as DETECTION
+from slipstream.envs.detector.environment import Detection
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.apart import Apart, placement
@@ -38,8 +40,8 @@ _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, path/to/file.py, path/to/file.py:Class, name@digest, or an entry "
-    f"point of the group {GROUP}"
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, path/to/file.py, path/to/file.py:Class, name@digest, or "
+    f"an entry point of the group {GROUP}"
 )
 
 
@@ -117,6 +119,8 @@ def _load(config: EnvironmentConfig) -> Environment:
         return load_python_environment(name, config.seed, config.settings)
     if name == ROWS:
         return rows_environment(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
+    if name == DETECTION:
+        return Detection(config.seed, config.settings)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):
         return _from_file(Path(path), attribute, config)

@@ -255,10 +255,14 @@ def build_parts(
     return parts
 
 
-def build_objective(config: PlannedConfig, sampling: SamplingParams) -> Objective:
-    """Build the loss that `algorithm` asks for."""
+def build_objective(config: PlannedConfig, sampling: SamplingParams, coordinate_ids: Sequence[int] = ()) -> Objective:
+    """Build the loss that `algorithm`, or [matching], asks for; `coordinate_ids`: see `MatchingObjective`."""
     from slipstream.trainer.loss import PolicyObjective, SFTObjective
 
+    if config.matching is not None:
+        from slipstream.trainer.matching.objective import MatchingObjective
+
+        return MatchingObjective(config.matching, coordinate_ids)
     if config.algorithm.kind == "sft":
         return SFTObjective()
     return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)

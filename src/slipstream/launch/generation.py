@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.config import needs_engine_logprobs
+from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import apply_timeout_s, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
@@ -22,6 +23,8 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.batch_order import BatchOrder, mixture_weights, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
+from slipstream.launch.matching.answers import answer_tokens, detects
+from slipstream.launch.matching.targets import detection_metrics
 from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.orchestrator.batches.batcher import Batcher
@@ -30,12 +33,12 @@ from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
-from slipstream.orchestrator.evaluate import Evaluation, evaluate
+from slipstream.orchestrator.evaluate import Evaluation, evaluate, refuse_other_versions
 from slipstream.orchestrator.failures import Failures
 from slipstream.orchestrator.garbage_collection import fewer_collections
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe, ProbePrompt
-from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Batch, Message, Rollout, Version
 from slipstream.runlog.ledger import Ledger, end_ledgers
@@ -70,6 +73,7 @@ class _Generation:
             self._versions,
             probe=_probe(context, self._engine).sample,
             evaluate=self._evaluate,
+            roll_out=self._roll_out,
             engine_ready=children.engine_ready,
             start=self._start,
             open_ledger=self._open_ledger,
@@ -136,6 +140,13 @@ class _Generation:
             raise EngineError("one engine cannot evaluate while it goes on: use evaluation.beside = false")
         async with self._engine.aside(apply_timeout_s(self._context.config)) as engine:
             return await _evaluate(self._context, self._runner, version, engine)
+
+    async def _roll_out(self, command: commands.RollOut) -> list[Rollout]:
+        """For channel B of rollout matching."""
+        version = self._versions.current
+        if version is None or version.step != command.step:
+            raise EngineError(f"version {command.step} is to roll out, and the engine holds {version}: report this")
+        return await _rolled_out(self._context, self._runner, version, command)
 
     def _close(self, step: int) -> None:
         """Write how the last groups ended."""
@@ -292,6 +303,31 @@ def _probe_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> Prob
     return ProbePrompt(token_ids, media, tokenizer.request(token_ids, media))
 
 
+async def _rolled_out(
+    context: Context, runner: RolloutRunner, version: Version, command: commands.RollOut
+) -> list[Rollout]:
+    """One rollout of each task that the command names. Raises `EnvironmentFault` or `EngineError` where too many
+    failed, and `IntegrityError` for a token of another version."""
+    tasks, section = context.prepared.train_tasks, context.config.environment
+    assert section is not None
+    sampling, hooks = context.prepared.sampling(command.temperature), GenerationHooks(context)
+
+    async def attempt(place: int, item: int) -> Rollout:
+        name = f"{command.step}.{place}"
+        seed = max(1, (command.seed + place) & 0x7FFF_FFFF)
+        rollout = await runner.run(tasks[item], rollout_id=name, group_id=name, sampling=sampling, seed=seed)
+        hooks.rollout_ended()
+        return rollout
+
+    hooks.round_began(len(command.items))
+    rollouts = await all_of(attempt(place, item) for place, item in enumerate(command.items))
+    hooks.batch_ended()
+    refuse_other_versions(rollouts, version, f"step {command.step}")
+    check_failures(rollouts, f"step {command.step}", section.max_reward_failures)
+    warn_of_losses(rollouts, f"step {command.step}", context.log.warning)
+    return rollouts
+
+
 async def _evaluate(
     context: Context, runner: RolloutRunner, version: Version, engine: Generates | None = None
 ) -> Evaluation:
@@ -315,6 +351,11 @@ async def _evaluate(
             on_rollout=context.progress.advance if engine is None else lambda: None,
             warn=context.log.warning,
         )
+        matching = context.config.matching or MatchingConfig()
+        if detects(context.config):
+            tokens = answer_tokens(prepared.tokenizer)
+            own = await asyncio.to_thread(detection_metrics, prepared.eval_tasks, found.rollouts, tokens, matching)
+            found = replace(found, further=found.further | own)
         # The first sample of the first tasks; the others nobody reads.
         shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
         return replace(found, rollouts=shown)

@@ -18,7 +18,7 @@ from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunCon
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
-from slipstream.config.traits import measures_loss, uses_engine
+from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
@@ -32,6 +32,9 @@ from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
+from slipstream.launch.matching.answers import answer_tokens, detects
+from slipstream.launch.matching.schedule import schedule_notes
+from slipstream.launch.matching.targets import conversation_of, examples_of
 from slipstream.launch.plan.derive import Plan, make_plan
 from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
@@ -139,19 +142,24 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
     facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
     context, is_sft = facts_of_model.context_length, config.algorithm.kind == "sft"
-    asked_tasks = {"eval": eval_tasks} if is_sft else {"train": train_tasks, "eval": eval_tasks}
+    generates = not is_sft or rolls_out(config)
+    asked_tasks = {"train": train_tasks, "eval": eval_tasks} if generates else {"eval": eval_tasks}
     fitting = _fitting(asked_tasks, tokenizer, config, facts_of_model, environment, dropped)
     train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
     part_of: dict[int, str] = {}
-    if is_sft:
+    if config.matching is not None:
+        conversations = [conversation_of(task, config.matching) for task in train_tasks]
+    elif is_sft:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
     talk = [*conversations, *eval_rows]
     unknown = unknown_characters(config, environment, tokenizer.vocabulary, talk, train_tasks, eval_tasks)
     turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
     examples = eval_examples = Examples()
-    if is_sft:
+    if config.matching is not None:
+        examples = examples_of(train_tasks, tokenizer, answer_tokens(tokenizer), config.matching, context)
+    elif is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations, examples = _tokenized(conversations, tokenizer, config, context, dropped)
         eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
@@ -179,7 +187,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
-    notes += _mixture_notes(plan.config, part_of_item)
+    notes += [*_mixture_notes(plan.config, part_of_item), *schedule_notes(plan.config)]
     notes += check_images(plan.config, tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)])
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
@@ -199,7 +207,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
 
 def _tokenizer(config: RunConfig) -> ChatTokenizer:
     model, section = config.model, config.environment
-    return ChatTokenizer(
+    tokenizer = ChatTokenizer(
         model.path,
         section.system_prompt if section else "",
         model.trust_remote_code,
@@ -207,6 +215,9 @@ def _tokenizer(config: RunConfig) -> ChatTokenizer:
         thinking=model.thinking,
         max_pixels=model.max_pixels,
     )
+    if detects(config):
+        answer_tokens(tokenizer)
+    return tokenizer
 
 
 def check_engine(prepared: Prepared) -> None:

@@ -7,6 +7,7 @@ starts while the trainer loads, so that neither waits for the other's imports.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from slipstream.launch.build import (
 )
 from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engines import EngineMaker, create_engine
+from slipstream.launch.matching.reader import MatchingReader
+from slipstream.launch.matching.schedule import generates_for
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
@@ -197,11 +200,13 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
     store = CheckpointStore(run.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_weights)
     sampling = prepared.sampling() if prepared.uses_engine else SamplingParams(max_tokens=1)
     trained = _build_models(run, children, generation, sampling)
+    reader = MatchingReader(prepared, order.items) if config.matching else SFTReader(prepared.examples, order.items)
+    coordinate_ids = reader.tokens.coordinate_ids if isinstance(reader, MatchingReader) else ()
     loop = TrainingLoop(
         config=config,
         learner=trained.learner,
-        objective=build_objective(config, sampling),
-        reader=SFTReader(prepared.examples, order.items),
+        objective=build_objective(config, sampling, coordinate_ids),
+        reader=reader,
         engine=None,
         store=store,
         log=run.log,
@@ -214,6 +219,7 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
         held_out=prepared.held_out,
         identity=identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder),
         may_differ=run.may_differ,
+        rolls_out_at=partial(generates_for, config),
         curriculum=MixtureCurriculum(config) if has_curriculum(config) else None,
     )
     if resume:

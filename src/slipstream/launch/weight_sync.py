@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,14 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch.batch_order import waits_of
 from slipstream.launch.children import RunContext
 from slipstream.launch.engine_sleep import SleepWake
+from slipstream.launch.matching.reader import MatchingReader
+from slipstream.launch.matching.schedule import generates_for
 from slipstream.launch.startup.stages import WAIT
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader, Takes
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
-from slipstream.records import ApplyReport, Ticket, Version
+from slipstream.records import ApplyReport, Rollout, Ticket, Version
 from slipstream.runlog import sample_of
 from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher
 from slipstream.weights.base import NamedWeights
@@ -56,9 +58,11 @@ def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: Trainin
         log.held_version = step
         publisher.hold(step)
 
-    loop.engine = Orchestrator(
+    loop.engine = engine = Orchestrator(
         caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks, hold=hold
     )
+    if isinstance(loop.reader, MatchingReader):
+        loop.reader.roll_out, loop.reader.on_rollouts = engine.roll_out, hooks.rolled_out
     if config.algorithm.kind != "sft":
         loop.reader = reader = RolloutReader(caller, batches, waits=waits, hooks=hooks)
         changes = loop.curriculum.changes if loop.curriculum is not None else []
@@ -120,10 +124,15 @@ class RunHooks(TrainerHooks):
         for rollout in evaluation.rollouts[: self._config.run.save_samples]:
             self._log.sample(sample_of(rollout, step, f"{self._log.lineage}.{step}", split="eval"))
 
-    def version_released(self) -> None:
-        """Under SFT the engine only evaluates, which is over: it sleeps."""
-        if self._config.algorithm.kind == "sft":
+    def version_released(self, step: int) -> None:
+        """Under SFT an engine that has only evaluated sleeps until the next version."""
+        if not generates_for(self._config, step):
             self._sleep_wake.sleep()
+
+    def rolled_out(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Keep the first rollouts of a step of channel B."""
+        for rollout in rollouts[: self._config.run.save_samples]:
+            self._log.sample(sample_of(rollout, step, f"{self._log.lineage}.{step}"))
 
     def batch_taken(self) -> None:
         """See `TrainerHooks`."""

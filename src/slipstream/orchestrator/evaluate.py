@@ -129,14 +129,14 @@ async def evaluate(
     )
 
 
-def refuse_other_versions(rollouts: Sequence[Rollout], version: Version) -> None:
+def refuse_other_versions(rollouts: Sequence[Rollout], version: Version, of: str = "the evaluation") -> None:
     """Raise `IntegrityError` for a token that another version than `version` has sampled, or that has none."""
     for rollout in rollouts:
         for sequence in rollout.sequences:
             found = {span.version for span in sequence.versions}
             if any(sequence.mask) and found != {version.name}:
                 raise IntegrityError(
-                    f"rollout {rollout.id} of the evaluation of version {version.name} holds tokens of version "
+                    f"rollout {rollout.id} of {of} of version {version.name} holds tokens of version "
                     f"{', '.join(sorted(found)) or 'nobody knows which'}: its result is of no version; report this"
                 )
 

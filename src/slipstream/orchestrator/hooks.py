@@ -46,8 +46,8 @@ class TrainerHooks:
     def version_evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Version `step` was evaluated on the held-out tasks."""
 
-    def version_released(self) -> None:
-        """Rollouts may be made with the newest version."""
+    def version_released(self, step: int) -> None:
+        """Rollouts may be made with version `step`, the newest."""
 
     def batch_taken(self) -> None:
         """The trainer has taken a batch."""

@@ -136,6 +136,8 @@ class TrainingLoop:
     """Draws of the task order that were trained on or dropped, where batches do not follow it; set by `resume`."""
     curriculum: MixtureCurriculum | None = None
     """Changes the weights of a mixture's parts; set by `resume`."""
+    rolls_out_at: Callable[[int], bool] = lambda step: False
+    """Whether, under SFT, a step is trained on what the engine generates by the weights before it."""
     trained_before_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
@@ -273,7 +275,7 @@ class TrainingLoop:
         if evaluate:
             metrics |= self._measure_held_out()
         try:
-            if self.engine is not None and (isinstance(self.config.algorithm, RLConfig) or evaluate):
+            if self.engine is not None and (evaluate or self._next_needs_engine(is_last=is_last)):
                 metrics |= self._synchronise(evaluate, is_last=is_last)
                 self.engine.release(self.step, change)
         except Interrupted:
@@ -288,6 +290,10 @@ class TrainingLoop:
         if not is_last and self._writer.is_due(self.step):
             self._save()
         return is_last
+
+    def _next_needs_engine(self, *, is_last: bool) -> bool:
+        """Whether the engine must have the weights that the step just made has left."""
+        return isinstance(self.config.algorithm, RLConfig) or (not is_last and self.rolls_out_at(self.step))
 
     def _train(self, batch: records.Batch) -> dict[str, float]:
         """Train on one batch and count what came of it; returns its metrics. See `BatchTrainer` for the stages."""

@@ -24,6 +24,7 @@ from slipstream.algo.prefixes import common_prefix, prefix_groups
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_images import RowImage, RowImages
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
+from slipstream.trainer.matching.row_boxes import RowBoxes, row_boxes
 
 T = TypeVar("T")
 _LONGEST_SHARING = 256
@@ -135,6 +136,8 @@ class MicroBatch:
     rows of a step may have the same image."""
     rotary_ids_3T: Tensor | None = None
     """Frame, row and column positions (mRoPE), if the row has images; `position_ids_T` then count tokens."""
+    boxes: RowBoxes | None = None
+    """Under rollout matching."""
 
     @property
     def num_sequences(self) -> int:
@@ -348,6 +351,9 @@ def _micro_batch(
         returns_N=_joined(returns, indices, device),
         images=images.found,
         rotary_ids_3T=None if (rotary := images.rotary_ids()) is None else to_device(rotary, device),
+        boxes=row_boxes(
+            [batch.sequences[i].detection for i in indices], [t.positions for t in targets], predict_index, device
+        ),
     )
 
 

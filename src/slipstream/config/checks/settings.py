@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from slipstream.config.checks.batches import batch_problems
+from slipstream.config.checks.matching import matching_inapplicable, matching_problems
 from slipstream.config.checks.mixture import mixture_inapplicable, mixture_problems
 from slipstream.config.checks.processes import process_problems
 from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
-from slipstream.config.traits import bridge_of, uses_critic, uses_engine
+from slipstream.config.traits import bridge_of, rolls_out, uses_critic, uses_engine
 
 OPTIONS_WITH_OWN_KEY = {
     "model": "model.path",
@@ -81,7 +82,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     if config.teacher is not None and config.teacher.url is None:
         for name in ("name", "key_variable"):
             found[f"teacher.{name}"] = "has no effect without teacher.url"
-    found |= mixture_inapplicable(config)
+    found |= mixture_inapplicable(config) | matching_inapplicable(config)
     if config.run.streams != "redis":
         found["redis"] = 'has no effect without run.streams = "redis"'
     if isinstance(algorithm, RLConfig):
@@ -96,7 +97,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
     found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
     found["run.streams"] = "applies to grpo, not to sft, whose batches no engine makes"
-    found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
+    if not rolls_out(config):
+        found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["run.keep_batches"] = "applies to grpo, not to sft, whose batches follow from data and seed"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["evaluation.beside"] = "applies to grpo, not to sft, whose engine has nothing but evaluations to make"
@@ -154,10 +156,12 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from mixture_problems(config)
+    yield from matching_problems(config)
     yield from batch_problems(config)
     yield from _engine(config)
     if config.evaluation is not None and config.environment is not None:
-        yield from config.evaluation.problems(config.sampling.temperature)
+        drawn = config.sampling if config.matching is None else config.matching
+        yield from config.evaluation.problems(drawn.temperature)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _optimizer(config)

@@ -301,7 +301,7 @@ def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[.
         if colon or text.endswith(".py"):
             file = kind + resolve(f"{prefix}.name", file + ".py" if colon else file, always=True)
             table["name"] = f"{file}:{name}" if colon else file
-        elif text == "rows":
+        elif text in ("rows", "detection"):
             _resolve_rows(table.get("settings"), f"{prefix}.settings", resolve)
     if "/" in (text := text_at("python")):
         # Only its folder's links are followed: the program of a virtual environment is a link itself.

@@ -28,7 +28,7 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             sections | {f"environment.mixture.{k}": p for k, p in environment.mixture.items()}
         ).items():
             named[f"{prefix}.name"] = part.name
-            if part.name == "rows":
+            if part.name in ("rows", "detection"):
                 for key in ("path", "eval_path"):
                     named |= _paths_at(f"{prefix}.settings.{key}", part.settings.get(key))
     if isinstance(config.algorithm, RLConfig):

@@ -130,7 +130,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         builder.derive_auto("environment.reward_workers", *_reward_workers(facts.num_cpus, config.run.orchestrators))
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     if config.evaluation is not None and uses_engine(config):
-        builder.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
+        drawn, source = (config.matching, "matching") if config.matching else (config.sampling, "sampling")
+        builder.derive_auto("evaluation.temperature", drawn.temperature, f"the same as {source}.temperature")
     plan_checkpoints(builder)
     planned = _decided(builder.config())
     if isinstance(planned.algorithm, RLConfig):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import RunConfig
 from slipstream.config.sft import TrainOn
+from slipstream.config.traits import rolls_out
 from slipstream.errors import ConfigError, first_line
 from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.machine import measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
@@ -160,7 +161,7 @@ def measure_data(
     not fit would be refused. `lengths` and `eval_lengths`: see `gather_facts`.
     """
     is_sft = config.algorithm.kind == "sft"
-    generating: list[Task] = [] if is_sft else list(tasks)
+    generating: list[Task] = list(tasks) if not is_sft or rolls_out(config) else []
     if config.evaluation is not None:
         generating += eval_tasks
     return DataFacts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.traits import shares_weights, starts_teacher, uses_engine
+from slipstream.config.traits import rolls_out, shares_weights, starts_teacher, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.memory.gpu_shares import (
@@ -131,7 +131,7 @@ def _plan_replicas(builder: PlanBuilder, separate: bool) -> None:
     if not separate:
         where = "one GPU" if ranks == 1 else f"the same {ranks} GPUs"
         reason = "one engine uses all cores" if builder.on_cpu else f"trainer and engine are on {where}"
-    elif builder.original.algorithm.kind == "sft":
+    elif builder.original.algorithm.kind == "sft" and not rolls_out(builder.original):
         count, reason = 1, "the engine has only evaluations to make"
     elif prompts // orchestrators < beside:
         count = prompts // orchestrators

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.records import ApplyReport, ParameterSpec, Sequence, Ticket, Version
+from slipstream.records import ApplyReport, ParameterSpec, Rollout, Sequence, Ticket, Version
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -78,6 +78,16 @@ class Evaluate(Command, frozen=True):
     beside: bool = False
 
 
+class RollOut(Command, frozen=True):
+    """Make one rollout of each of these training tasks by version `step`, the one applied last, at `temperature`;
+    answered by `RolledOut`. Seeds count from `seed`."""
+
+    step: int
+    items: list[int]
+    seed: int
+    temperature: float = 0.0
+
+
 class AskHeld(Command, frozen=True):
     """Which version the engine has verified; answered by `Held`."""
 
@@ -131,6 +141,7 @@ AnyCommand = (
     | GoOn
     | Release
     | Evaluate
+    | RollOut
     | AskHeld
     | AskJoined
     | AskState
@@ -164,6 +175,12 @@ class Evaluated(Answer, frozen=True):
     """Results on the held-out tasks."""
 
     evaluation: Evaluation
+
+
+class RolledOut(Answer, frozen=True):
+    """In the order of the items, whatever their outcome."""
+
+    rollouts: list[Rollout]
 
 
 class Held(Answer, frozen=True):
@@ -203,4 +220,4 @@ class TeacherDigest(Answer, frozen=True):
     digest: str
 
 
-AnyAnswer = Done | Applied | Evaluated | Held | Joined | Shared | NotShared | EngineState | TeacherDigest
+AnyAnswer = Done | Applied | Evaluated | RolledOut | Held | Joined | Shared | NotShared | EngineState | TeacherDigest

@@ -11,7 +11,7 @@ from slipstream.inference.engine import RunEngine, ends_soon
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Sequence
+from slipstream.records import Rollout, Sequence
 
 _DONE = commands.Done()
 
@@ -26,6 +26,7 @@ class Executor:
         *,
         probe: Callable[[], Awaitable[list[Sequence]]],
         evaluate: Callable[[commands.Evaluate], Awaitable[Evaluation]],
+        roll_out: Callable[[commands.RollOut], Awaitable[list[Rollout]]],
         engine_ready: Callable[[], Awaitable[object]],
         start: Callable[[], Awaitable[None]],
         open_ledger: Callable[[int], None],
@@ -41,6 +42,7 @@ class Executor:
         self._versions = versions
         self._probe = probe
         self._evaluate = evaluate
+        self._roll_out = roll_out
         self._engine_ready = engine_ready
         self._start = start
         self._open_ledger = open_ledger
@@ -77,6 +79,8 @@ class Executor:
                 if change is not None:
                     self._change_weights(*change)
                 await self._versions.release(step)
+            case commands.RollOut():
+                return commands.RolledOut(await self._roll_out(command))
             case commands.Evaluate():
                 return commands.Evaluated(await self._evaluate(command))
             case commands.Close(step):

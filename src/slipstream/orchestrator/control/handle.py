@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence, wait_for
-from slipstream.records import Batch, Ticket
+from slipstream.records import Batch, Rollout, Ticket
 from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import Receipt, TransportClosed
 from slipstream.weights import Announce
@@ -226,10 +226,18 @@ class Orchestrator:
         self._hooks.version_evaluated(step, found)
         return found.metrics()
 
+    def roll_out(self, step: int, items: Sequence[int], *, seed: int, temperature: float) -> list[Rollout]:
+        """One rollout of each of these training tasks by version `step`, which the engine holds, in their order."""
+        command = commands.RollOut(step, list(items), seed, temperature)
+        waits_for = f"the rollouts of step {step}"
+        answer = self._caller.call(command, commands.RolledOut, self._waits.rollouts_s, waits_for, while_silent=True)
+        self._hooks.batch_taken()
+        return answer.rollouts
+
     def release(self, step: int, change: tuple[int, list[float]] | None = None) -> None:
         """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
         self._caller.submit(commands.Release(step, self._saved_step(), change))
-        self._hooks.version_released()
+        self._hooks.version_released(step)
 
 
 class Takes(Protocol):

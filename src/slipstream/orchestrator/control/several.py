@@ -17,7 +17,7 @@ from slipstream.records import Batch
 from slipstream.transport import Receipt, Transport
 
 A = TypeVar("A", bound=commands.Answer)
-_OF_THE_FIRST = (commands.Evaluate, commands.AskTeacher)
+_OF_THE_FIRST = (commands.Evaluate, commands.RollOut, commands.AskTeacher)
 """Commands that one orchestrator carries out for all."""
 _REPLICA = "replica_"
 

@@ -168,13 +168,17 @@ class PolicyModel:
 
     def embed(self, row: MicroBatch) -> RowEmbeddings:
         """What the decoder reads of a row: its tokens' embeddings, with the features of its images in their places."""
-        network: Any = self.network
-        embeds_TD: Tensor = network.get_input_embeddings()(row.token_ids_T)
+        embeds_TD = self.token_embeddings(row.token_ids_T)
         if not row.images:
             return RowEmbeddings(embeds_TD)
         if self.images is None:
-            raise TrainingError(f"{type(network).__name__} has no vision tower, and a row has images: remove them")
+            raise TrainingError(f"{type(self.network).__name__} has no vision tower, and a row has images: remove them")
         return embed_images(embeds_TD, row.images, self.images.of(row.images))
+
+    def token_embeddings(self, token_ids_T: Tensor) -> Tensor:
+        """The input embeddings `[T, D]` of tokens."""
+        network: Any = self.network
+        return network.get_input_embeddings()(token_ids_T)
 
     def forward(self, embeddings: RowEmbeddings, row: MicroBatch) -> Tensor:
         """The decoder's last hidden states `[T, D]` for `embeddings`, at the row's positions and in its layout."""

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig, with_values
-from slipstream.config.traits import uses_engine
+from slipstream.config.traits import rolls_out, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.facts import Facts
@@ -66,6 +66,9 @@ def _sequences(builder: PlanBuilder) -> tuple[int, str]:
         prompts = builder["training.prompts_per_batch"]
         what = f"{prompts} prompts x {algorithm.group_size} completions"
         wanted.append(_divided(prompts * algorithm.group_size, what, replicas * orchestrators))
+    elif rolls_out(builder.original):
+        prompts = builder["training.prompts_per_batch"]
+        wanted.append(_divided(prompts, f"{prompts} prompts of a step of channel B", replicas))
     if builder.original.evaluation is not None:
         tasks, samples = builder["evaluation.num_tasks"], builder.original.evaluation.samples_per_task
         of_each = f", {samples} completions of each" if samples > 1 else ""
@@ -228,7 +231,10 @@ def _longest(builder: PlanBuilder) -> int:
     """Tokens of the longest sequence that is trained on."""
     if isinstance(builder.original.algorithm, RLConfig):
         return builder["inference.max_model_len"]
-    return builder.facts.data.max_sequence_tokens or 0
+    longest = builder.facts.data.max_sequence_tokens or 0
+    if rolls_out(builder.original):  # a rollout, and all that it missed
+        return min(builder.facts.model.context_length, builder["inference.max_model_len"] + longest)
+    return longest
 
 
 def _least_row(builder: PlanBuilder) -> int:

@@ -7,6 +7,7 @@ those of `tiny_qwen3`, with Qwen's tokens of images; the same seed gives the sam
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,11 +46,14 @@ def new_vision_model(
     rope_theta: float | None = None,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    added_tokens: Sequence[str] = (),
 ) -> Path:
-    """Write the model into `folder` (new or empty) and return it. Images are scaled to at most 128 x 128 pixels; 16 x
+    """Write the model into `folder` (new or empty) and return it. `added_tokens`: further tokens, which are text like
+    other text (`detection.coordinates.LITERALS` for a detector). Images are scaled to at most 128 x 128 pixels; 16 x
     16 of them are a token. A head has `hidden_size / num_heads` dimensions, a multiple of 32. Other arguments as of
     `tiny_qwen3.new_model`."""
     import torch
+    from tokenizers import AddedToken
     from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
 
     from slipstream.trainer.model.loading import hide_progress_bars
@@ -66,6 +70,7 @@ def new_vision_model(
         )
     fast: Any = new_tokenizer(tokenizer, None, context_length)
     fast.add_special_tokens({"extra_special_tokens": [START, *IMAGE_TOKENS]})
+    fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in added_tokens])
     fast.chat_template = VISION_TEMPLATE
     text: dict[str, Any] = {
         "hidden_size": hidden_size,

@@ -1,0 +1,78 @@
+"""Checks of [matching], and which of its settings have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.config.schema import RLConfig, RunConfig
+
+_OF_MATCHES = ("candidate_top_k", "maskiou_gate", "maskiou_resolution", "fp_cost", "fn_cost")
+_LEAST_TEMPERATURE = 0.01
+"""A lower one vLLM would raise to it."""
+
+
+def matching_inapplicable(config: RunConfig) -> dict[str, str]:
+    """Keys of [matching], and others because of it, that have no effect, each with the reason."""
+    matching, algorithm = config.matching, config.algorithm
+    if matching is None or isinstance(algorithm, RLConfig):
+        return {}
+    found = {"algorithm.train_on": "has no effect under [matching], which trains on answers alone"}
+    if matching.b_ratio is not None:
+        found["matching.pattern"] = "has no effect while matching.b_ratio is set"
+    if matching.softctx_iterations == 1:
+        found["matching.softctx_unrolled"] = "has no effect while matching.softctx_iterations is 1"
+    if matching.soft_ce_weight == 0:
+        found["matching.soft_ce_sigma"] = "has no effect while matching.soft_ce_weight is 0"
+    if not matching.rolls_out:
+        found |= {
+            f"matching.{name}": "has no effect without a step of channel B" for name in ("temperature", "max_invalid")
+        }
+        if config.evaluation is None:
+            reason = "has no effect without a step of channel B and without an evaluation"
+            found |= {f"matching.{name}": reason for name in _OF_MATCHES}
+    return found
+
+
+def matching_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each combination with [matching] that cannot be run."""
+    matching = config.matching
+    if matching is None:
+        return
+    if isinstance(config.algorithm, RLConfig):
+        yield (
+            "matching",
+            f"[matching] applies to sft, not to {config.algorithm.kind}, which trains on rewards: set algorithm.kind = "
+            '"sft", or remove it',
+        )
+        return
+    if config.data is not None:
+        yield (
+            "data.path",
+            "[data] and [matching] are both there, and the objects of [matching] come from an environment: set "
+            'environment.name = "detection" and environment.settings.path, and remove [data]',
+        )
+    if config.environment is None:
+        yield (
+            "matching",
+            "[matching] needs an environment whose tasks have objects, and there is none: set environment.name = "
+            '"detection" and environment.settings.path',
+        )
+    elif config.environment.mixture:
+        yield "environment.mixture", "[matching] trains on one environment, and there is a mixture: name one of them"
+    if config.model.fp32_head is True:
+        yield (
+            "model.fp32_head",
+            "model.fp32_head = true never has the logits of coordinate tokens as a whole, which [matching] reads: set "
+            "it to false",
+        )
+    if config.training.ranks > 1:
+        yield (
+            "training.ranks",
+            f"training.ranks = {config.training.ranks} cannot compute the images of [matching] so far: use 1",
+        )
+    if 0.0 < matching.temperature < _LEAST_TEMPERATURE:
+        yield (
+            "matching.temperature",
+            f"matching.temperature = {matching.temperature:g} is below {_LEAST_TEMPERATURE}, which vLLM would raise it "
+            "to: use 0, which is greedy, or more",
+        )

@@ -1,0 +1,1 @@
+"""The environment `detection`: images whose objects are to be named and located."""

@@ -1,0 +1,183 @@
+"""The environment `detection`: rows of a detector, `{"images": [...], "objects": [...], "width": ..., "height": ...}`.
+
+Settings: `path` and `split`, `eval_path` and `eval_split` (as those of the environment `rows`; without the last two one
+image in ten is held out, by its content), and `prompt`.
+
+An object has `desc` and `bbox_2d`, x1, y1, x2, y2 in bins from 0 to 999 or coordinate tokens (`detection.objects`). The
+prompt is the row's column `prompt`, or `settings.prompt`; images come before its text. The reward is the F1 of the
+objects that an answer names, matched by their masks alone, descriptions playing no part; a broken answer is parsed
+without repair. Every row is checked before a run starts, and named with its file and number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from slipstream.data.images.parts import COLUMNS, with_images
+from slipstream.data.readers import Row, held_out_split, read_rows
+from slipstream.detection.answer import answer_text
+from slipstream.detection.coordinates import LITERALS, NUM_BINS, AnswerTokens
+from slipstream.detection.figures import counts_of
+from slipstream.detection.matching import MatchSettings, match
+from slipstream.detection.objects import in_reading_order, true_objects
+from slipstream.detection.parser import parse
+from slipstream.envs.base import Environment, Episode, Policy, Score, Split
+from slipstream.envs.split import split_of
+from slipstream.errors import ConfigError, DataError, did_you_mean
+from slipstream.records import Message, Task
+
+NAME = "detection"
+PROMPT = "Detect all objects in the image and give each with desc and bbox_2d as JSON."
+_SETTINGS = ("path", "split", "eval_path", "eval_split", "prompt")
+_ROW_KEYS = ("objects", "width", "height", "prompt", "summary", "metadata", *COLUMNS)
+
+
+class Detection(Environment):
+    """The environment `detection`; see the module. Raises `ConfigError` for invalid settings, `DataError` for invalid
+    rows."""
+
+    max_turns = 1
+
+    def __init__(self, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(seed)
+        self.name = NAME
+        self._settings = _checked(settings or {})
+
+    @property
+    def num_train_tasks(self) -> int:
+        """All rows that are not held out."""
+        return len(self._train)
+
+    @property
+    def eval_source(self) -> str:
+        """See `Environment`."""
+        if not self._has_own_eval:
+            return f"one image in ten of {self._settings['path']}, by its content"
+        return self._settings.get("eval_path", f"split {self._settings.get('eval_split')!r} of its folder")
+
+    def tasks(self, split: Split, num_tasks: int) -> list[Task]:
+        """See `Environment.tasks`: the first rows of the split, fewer if there are no more."""
+        found = self._train if split == "train" else self._eval
+        if not found:
+            raise DataError(
+                f"none of the {len(self._main)} images of {self._settings['path']} is for {split} (one in ten is held "
+                "out): set environment.settings.eval_path, add rows, or turn the evaluation off"
+            )
+        return found[:num_tasks]
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """A single turn. It is graded with its special tokens, which coordinates may be."""
+        reply = await policy.chat(task.prompt)
+        is_cut = reply.finish_reason == "length"
+        return Episode(
+            reply.whole or reply.text,
+            "truncated" if is_cut else "done",
+            stop="length" if is_cut else "answer",
+            messages=(reply.message,),
+        )
+
+    def score(self, task: Task, completion: str) -> Score:
+        """F1 of the objects in the answer, with its counts; 0 for a broken one."""
+        answer = parse(_TOKENS.encode(completion), _TOKENS)
+        truths = true_objects(task.info["objects"], task.id)
+        matching = match([each.value for each in answer.objects], truths, MatchSettings())
+        counts = counts_of(answer, matching)
+        sums = {"predictions": counts.predictions, "matched": counts.matched, "matched_iou": counts.matched_iou}
+        f1 = 2 * counts.matched / (counts.predictions + counts.truths)
+        return Score(f1, {name: float(value) for name, value in sums.items()})
+
+    @property
+    def _has_own_eval(self) -> bool:
+        return "eval_path" in self._settings or "eval_split" in self._settings
+
+    @cached_property
+    def _main(self) -> list[Task]:
+        return self._read("path", self._settings.get("split", ""))
+
+    @cached_property
+    def _train(self) -> list[Task]:
+        return self._main if self._has_own_eval else [each for each in self._main if _split(each) == "train"]
+
+    @cached_property
+    def _eval(self) -> list[Task]:
+        if not self._has_own_eval:
+            return [each for each in self._main if _split(each) == "eval"]
+        which = "eval_path" if "eval_path" in self._settings else "path"
+        split, folder = self._settings.get("eval_split", ""), Path(self._settings[which])
+        if not split and folder.is_dir():
+            split = held_out_split(folder, "", f"environment.settings.{which}")
+        return self._read(which, split)
+
+    def _read(self, which: str, split: str) -> list[Task]:
+        rows = read_rows(self._settings[which], split, f"environment.settings.{which}")
+        return [self._task(row, f"{which}/{number}") for number, row in enumerate(rows)]
+
+    def _task(self, row: Row, id_: str) -> Task:
+        for key, value in row.values.items():
+            if key not in _ROW_KEYS and value is not None:
+                raise DataError(
+                    f"{row.where} has the key {key!r}, which nothing reads{did_you_mean(key, _ROW_KEYS)}: remove it"
+                )
+        for name in ("width", "height"):
+            value = row.values.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise DataError(f"{row.where}: {name} is {value!r:.60}: give a number of pixels, at least 1")
+        objects = true_objects(row.values.get("objects"), row.where)
+        text = row.values.get("prompt") or self._settings.get("prompt", PROMPT)
+        if not isinstance(text, str):
+            raise DataError(f"{row.where}: prompt is {text!r:.60}: give a text")
+        prompt = with_images([Message("user", text)], row.values, row.where, row.folder)
+        if not any(turn.media for turn in prompt):
+            raise DataError(f"{row.where} has no image: give the column images")
+        _check_size(row, prompt)
+        listed = [{"desc": each.desc, each.kind: list(each.coordinates)} for each in objects]
+        return Task(id_, tuple(prompt), answer_text(in_reading_order(objects)), {"objects": listed})
+
+
+def _check_size(row: Row, prompt: list[Message]) -> None:
+    """Boxes are shares of the image that they were drawn on, so another size is another image."""
+    image = next(image for turn in prompt for image in turn.media)
+    given = row.values.get("width"), row.values.get("height")
+    if given not in ((None, None), (image.width, image.height)) and None not in given:
+        raise DataError(
+            f"{row.where} says {given[0]} x {given[1]} pixels, and its image has {image.width} x {image.height}: "
+            "correct one of the two"
+        )
+
+
+def _split(task: Task) -> Split:
+    return split_of("\n".join(image.sha256 for turn in task.prompt for image in turn.media))
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in given.items():
+        if key not in _SETTINGS:
+            raise ConfigError(f"environment.settings.{key}: {NAME} has no such setting{did_you_mean(key, _SETTINGS)}")
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"environment.settings.{key} = {value!r:.60} is not a text: give one, or leave it out")
+    if "path" not in given:
+        raise ConfigError(f"environment.settings.path is missing: {NAME} needs the path of a file or folder of rows")
+    return dict(cast("dict[str, Any]", given))
+
+
+_LITERAL = re.compile("|".join(map(re.escape, sorted(LITERALS, key=len, reverse=True))).encode())
+_BYTES = 256
+
+
+def _encode(text: str) -> list[int]:
+    """A token for each byte, and one for each coordinate."""
+    found: list[int] = []
+    data, end = text.encode(errors="replace"), 0
+    for each in _LITERAL.finditer(data):
+        found += [*data[end : each.start()], _BYTES + LITERALS.index(each[0].decode())]
+        end = each.end()
+    return [*found, *data[end:]]
+
+
+_PIECES = [bytes([byte]) for byte in range(_BYTES)] + [text.encode() for text in LITERALS] + [b"<|im_end|>"]
+_TOKENS = AnswerTokens(_encode, _PIECES.__getitem__, tuple(range(_BYTES, _BYTES + NUM_BINS)), _BYTES + NUM_BINS)
+"""For texts without a tokenizer."""

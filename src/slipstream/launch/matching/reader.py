@@ -1,0 +1,110 @@
+"""Batches of rollout matching: by the step's channel, written answers or rollouts with what they missed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from slipstream.config.sft import MatchingConfig
+from slipstream.data.examples import SFTReader
+from slipstream.detection.figures import DetectionCounts
+from slipstream.detection.schedule import rollout_seed
+from slipstream.errors import TrainingError
+from slipstream.launch.matching.answers import answer_tokens
+from slipstream.launch.matching.schedule import channel_of
+from slipstream.launch.matching.targets import Matched, matched
+from slipstream.launch.prepare import Prepared
+from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Version
+
+_WATCHED = 10
+"""Steps of channel B over which invalid rollouts are counted."""
+
+
+class RollsOut(Protocol):
+    """Makes one rollout of each training task by the weights of `step`."""
+
+    def __call__(self, step: int, items: Sequence[int], *, seed: int, temperature: float) -> list[Rollout]:
+        """In the order of the items, whatever their outcome."""
+        ...
+
+
+class MatchingReader:
+    """See the module and the loop's `Reader`; batches depend on the step, and on the weights where those roll out."""
+
+    def __init__(self, prepared: Prepared, items_of_step: Callable[[int], list[int]]) -> None:
+        config = prepared.config
+        assert config.matching is not None
+        self._config: MatchingConfig = config.matching
+        self._tasks, self._items_of_step = prepared.train_tasks, items_of_step
+        self._written = SFTReader(prepared.examples, items_of_step)
+        self._seed, self._limit = config.run.seed, prepared.facts.model.context_length
+        self._max_tokens = config.sampling.max_tokens
+        self.tokens = answer_tokens(prepared.tokenizer)
+        self._invalid: deque[tuple[DetectionCounts, list[str]]] = deque(maxlen=_WATCHED)
+        self.roll_out: RollsOut | None = None
+        """Set once there is an engine."""
+        self.on_rollouts: Callable[[int, Sequence[Rollout]], None] = lambda step, rollouts: None
+        """Told of each batch of rollouts, as they were sampled."""
+
+    def take(self, step: int) -> Batch:
+        """See the loop's `Reader`. Raises `TrainingError` beyond `matching.max_invalid`."""
+        if channel_of(self._config, step) == "A":
+            batch = self._written.take(step)
+            batch.metrics |= {"stage2/channel_a": 1.0, "stage2/channel_b": 0.0}
+            return batch
+        assert self.roll_out is not None, "channel B has an engine"
+        items, seed = self._items_of_step(step), rollout_seed(self._seed, step)
+        begun = time.monotonic()
+        rollouts = self.roll_out(step, items, seed=seed, temperature=self._config.temperature)
+        generated_s = time.monotonic() - begun
+        self.on_rollouts(step, rollouts)
+        usable = [place for place, rollout in enumerate(rollouts) if rollout.outcome in TRAINABLE_OUTCOMES]
+        begun = time.monotonic()
+        found = matched(
+            [rollouts[place] for place in usable],
+            [self._tasks[items[place]] for place in usable],
+            self.tokens,
+            self._config,
+            self._limit,
+        )
+        self._watch(step, found)
+        metrics = self._metrics(found, rollouts, seed, generated_s)
+        metrics["time/rollout_parse_match_s"] = time.monotonic() - begun
+        dropped = Counter(rollout.outcome for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES)
+        metrics |= {f"dropped/{outcome}": float(count) for outcome, count in dropped.items()}
+        return Batch(step, Version(0, step), found.rollouts, dropped={**dropped}, metrics=metrics)
+
+    def _metrics(self, found: Matched, rollouts: Sequence[Rollout], seed: int, generated_s: float) -> dict[str, float]:
+        temperature, num_tokens = self._config.temperature, sum(rollout.num_sampled for rollout in rollouts)
+        return {
+            "stage2/channel_a": 0.0,
+            "stage2/channel_b": 1.0,
+            **found.metrics(),
+            "rollout/seed_base": float(seed),
+            "rollout/backend_vllm": 1.0,
+            "rollout/decode_mode_greedy": float(temperature == 0.0),
+            "rollout/do_sample": float(temperature > 0.0),
+            "rollout/temperature": temperature,
+            "rollout/max_new_tokens": float(self._max_tokens),
+            "rollout/gen_new_tokens_mean": num_tokens / len(rollouts),
+            "rollout/gen_tokens_per_s": num_tokens / max(generated_s, 1e-9),
+            "time/rollout_generate_s": generated_s,
+        }
+
+    def _watch(self, step: int, found: Matched) -> None:
+        """End the run where too many of the last rollouts were invalid."""
+        self._invalid.append((found.counts, found.invalid))
+        limit = self._config.max_invalid
+        if limit is None or len(self._invalid) < _WATCHED:
+            return
+        invalid = sum(counts.invalid for counts, _ in self._invalid)
+        samples = sum(counts.samples for counts, _ in self._invalid)
+        if invalid > limit * samples:
+            shown = [text for _, texts in self._invalid for text in texts][-3:]
+            raise TrainingError(
+                f"{invalid} of the {samples} rollouts of the last {_WATCHED} steps of channel B hold nothing that can "
+                f"be kept, more than matching.max_invalid = {limit:g} allows at step {step}: train with channel A "
+                f"first, or raise sampling.max_tokens; the last ones: {', '.join(map(repr, shown))}"
+            )

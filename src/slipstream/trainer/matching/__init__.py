@@ -1,0 +1,1 @@
+"""The objective of rollout matching, and the boxes of a row of tokens."""

@@ -1,0 +1,112 @@
+"""Rollout matching with real vLLM: channel A alone, both channels, a resume, and what is refused."""
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from tests.engine.architectures import ARCHITECTURES
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "detection"
+
+
+@pytest.fixture
+def draws(tmp_path, command):
+    """The folder of a new detector, and drawn rows beside it."""
+    shape = ("--hidden-size", "64", "--num-layers", "2", "--num-heads", "2", "--num-kv-heads", "1")
+    assert command("model", "new", tmp_path / "model", "--vision", "--coordinates", *shape).wait()[0] == 0
+    runpy.run_path(str(EXAMPLES / "rectangles.py"))["write"](tmp_path / "boxes", 40)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sees(monkeypatch):
+    """vLLM's image models can be imported."""
+    architecture = ARCHITECTURES["vision"]
+    if missing := architecture.missing():
+        pytest.skip(missing)
+    path = [*architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
+def options(model, folder, *more, steps=4):
+    rows = model.parent / "boxes/rows.jsonl"
+    where = ("--model.path", model, "--environment.settings.path", rows, "--run.folder", folder)
+    size = ("--training.prompts_per_batch", "6", "--training.steps", str(steps), "--training.warmup_steps", "0")
+    return (*where, *size, *more)
+
+
+def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
+    folder = tmp_path / "a"
+    more = ("--no-evaluation", "--matching.softctx_iterations", "2", "--training.learning_rate", "2e-3")
+    code, _, err = command("sft", EXAMPLES / "a.toml", *options(draws, folder, *more, steps=12)).wait(200)
+    assert code == 0, err
+    assert read_exit(folder).status == "finished"
+    assert not {"engine", "apply"} & {event["kind"] for event in read_events(folder)}
+    assert not list(folder.glob("logs/*engine*"))
+    rows = read_metrics(folder)
+    assert {row["stage2/channel_a"] for row in rows} == {1.0}
+    assert {row["stage2/num_forwards"] for row in rows} == {2.0}
+    assert rows[-1]["loss/ce"] < 0.8 * rows[0]["loss/ce"]
+    values = [value for row in rows for value in row.values()]
+    assert all(value == value for value in values)
+
+
+@pytest.mark.engine
+def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
+    folder = tmp_path / "ab"
+    pattern = ("--matching.pattern", '["A", "A", "B"]', "--evaluation.num_tasks", "6", "--run.checkpoint_every", "2")
+    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *pattern, steps=6)).wait(400)
+    assert code == 0, err
+    rows = read_metrics(folder)
+    trained = [row for row in rows if "stage2/channel_a" in row]
+    assert [row["stage2/channel_b"] for row in trained] == [0, 0, 1, 0, 0, 1]
+    assert all(row["stage2/channel_a"] + row["stage2/channel_b"] == 1 for row in trained)
+    seeds = [row["rollout/seed_base"] for row in trained if row["stage2/channel_b"]]
+    assert seeds == [2 * 1_000_003, 5 * 1_000_003]
+    applied = [int(event["version"].split(".")[1]) for event in read_events(folder) if event["kind"] == "apply"]
+    assert applied == [0, 2, 5, 6], "steps of channel A send nothing; the last is for the evaluation"
+    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
+    assert [row["step"] for row in rows if "eval/f1" in row] == [0, 6]
+    assert "rollout/f1" in trained[2]
+    losses = [row["train/loss"] for row in trained]
+    assert max(losses) < 3 * min(losses), "both channels have losses of one order"
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {2, 5} <= {sample["step"] for sample in samples}
+
+    longer = options(draws, folder, *pattern, steps=9)
+    code, _, err = command("sft", EXAMPLES / "ab.toml", *longer, "--resume").wait(400)
+    assert code == 0, err
+    more = [row for row in read_metrics(folder) if "stage2/channel_a" in row][6:]
+    assert [row["stage2/channel_b"] for row in more] == [0, 0, 1]
+
+
+def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tmp_path):
+    path = tmp_path / "boxes/rows.jsonl"
+    rows = path.read_text().splitlines()
+    rows[7] = json.dumps(json.loads(rows[7]) | {"objects": [{"desc": "red", "bbox_2d": [9, 9, 1, 1]}]})
+    path.write_text("\n".join(rows))
+    code, _, err = command("sft", EXAMPLES / "a.toml", *options(draws, tmp_path / "run", "--no-evaluation")).wait(100)
+    assert code != 0
+    assert "corners in the wrong order" in err
+    assert "8" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.engine
+def test_smoke_sees_that_an_untrained_model_is_not_healthy(command, draws, sees, tmp_path):
+    rows = ("--environment.settings.path", tmp_path / "boxes/rows.jsonl", "--model.path", draws)
+    size = ("--training.prompts_per_batch", "4", "--steps", "2", "--folder", tmp_path / "smoke")
+    code, out, err = command("smoke", EXAMPLES / "ab.toml", *rows, *size, "--channels", "a_only", "ab", "--json").wait(
+        300
+    )
+    assert code == 7, err
+    found = json.loads(out.splitlines()[0] if out.count("\n") == 1 else out)
+    assert [run["channels"] for run in found["runs"]] == ["a_only", "ab"]
+    assert found["runs"][0]["problems"] == []
+    assert found["runs"][1]["invalid_rate"] == 1.0
+    assert not found["healthy"]
+    assert "no rollout matches any true object" in err
