@@ -39,6 +39,7 @@ class Sections(TypedDict, total=False):
     weights: Table
     evaluation: Table | Literal[False]
     lora: Table | Literal[False]
+    matching: Table | Literal[False]
     critic: Table | Literal[False]
     teacher: Table | Literal[False]
     run: Table

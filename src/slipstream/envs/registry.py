@@ -20,8 +20,7 @@ from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
-from slipstream.envs.detector.environment import NAME as DETECTION
-from slipstream.envs.detector.environment import Detection
+from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.apart import Apart, placement
@@ -120,6 +119,8 @@ def _load(config: EnvironmentConfig) -> Environment:
     if name == ROWS:
         return rows_environment(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
     if name == DETECTION:
+        from slipstream.envs.detector.environment import Detection
+
         return Detection(config.seed, config.settings)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):

@@ -1,1 +1,4 @@
 """The environment `detection`: images whose objects are to be named and located."""
+
+NAME = "detection"
+"""In the run file; the module itself needs numpy, which other environments' reward workers do without."""

@@ -26,11 +26,11 @@ from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import in_reading_order, true_objects
 from slipstream.detection.parser import parse
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
+from slipstream.envs.detector import NAME
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.records import Message, Task
 
-NAME = "detection"
 PROMPT = "Detect all objects in the image and give each with desc and bbox_2d as JSON."
 _SETTINGS = ("path", "split", "eval_path", "eval_split", "prompt")
 _ROW_KEYS = ("objects", "width", "height", "prompt", "summary", "metadata", *COLUMNS)

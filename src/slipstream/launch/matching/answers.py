@@ -12,7 +12,7 @@ from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import AnswerTokens, coordinate_ids
 from slipstream.detection.matching import MatchSettings
-from slipstream.envs.detector.environment import NAME as DETECTION
+from slipstream.envs.detector import NAME as DETECTION
 from slipstream.errors import ConfigError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
