@@ -46,12 +46,12 @@ def check(folder, steps):
 def test_from_rows_with_images_to_grpo(command, sees, tmp_path, streams):
     folder = tmp_path / "sft"
     options = ("--model.path", sees, "--data.path", tmp_path / "rows/rows.jsonl", "--run.folder", folder)
-    size = ("--training.steps", "12", "--training.prompts_per_batch", "16", "--training.learning_rate", "5e-3")
+    size = ("--training.steps", "18", "--training.prompts_per_batch", "16", "--training.learning_rate", "5e-3")
     code, out, err = command("sft", EXAMPLES / "sft.toml", *options, *size, *SMALL, "--json").wait(400)
     assert code == 0, err
     weights = json.loads(out)["weights"]
-    rows = check(folder, 12)
-    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 12]
+    rows = check(folder, 18)
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 18]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses[-1] < 0.6 * losses[0]
     before, after = (load_file(Path(path) / "model.safetensors") for path in (sees, weights))

@@ -16,6 +16,8 @@ from slipstream.errors import ConfigError, SlipstreamError, first_line
 from slipstream.transport.base import TransportLost
 from slipstream.transport.polled import Unreachable
 
+LOST = b"lost"
+"""First part of a script's answer: its queue is gone. The value that was set before it is removed."""
 MISSING = b"missing"
 """First part of a script's answer: the value that was to be set before it is not there."""
 Runs = Callable[[Sequence[str], Sequence[str | int]], Any]
@@ -134,6 +136,8 @@ class Script:
                     raise answer
                 if isinstance(is_set, Exception) and answer[0] == MISSING:
                     raise is_set
+                if answer[0] == LOST:
+                    self._client.delete(key)
             except self._errors.ResponseError:
                 self._client.delete(key)
                 raise
