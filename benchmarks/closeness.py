@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu import WARM_UP
+from gpu import WARM_UP, run_file
 
 ENVIRONMENT = '''\
 """Beginnings of texts; the reward is the part of the completion's words with an `e`."""
@@ -42,30 +42,6 @@ def reward(task, completion):
     return sum("e" in word for word in words) / max(1, len(words))
 '''
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-RUN = """\
-evaluation = false
-[model]
-path = "{model}"
-dtype = "bfloat16"
-[environment]
-name = "{environment}"
-num_train_tasks = 2000
-[algorithm]
-kind = "grpo"
-group_size = 8
-[sampling]
-max_tokens = {tokens}
-[training]
-steps = {steps}
-prompts_per_batch = 32
-learning_rate = 1e-6
-[inference]
-max_model_len = {length}
-[weights]
-bridge = "single_copy"
-[run]
-checkpoint_every = 1000
-"""
 
 
 def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -75,10 +51,12 @@ def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str
     (folder / "environment.py").write_text(ENVIRONMENT)
     file, run = folder / "run.toml", folder / "run"
     shutil.rmtree(run, ignore_errors=True)
-    places = {"model": options.model.absolute(), "environment": folder / "environment.py"}
-    file.write_text(RUN.format(**places, tokens=options.tokens, steps=options.steps, length=options.length))
+    size = {"steps": options.steps, "tokens": options.tokens}
+    places = options.model.absolute(), folder / "environment.py"
+    file.write_text(run_file(*places, lora=False, placement="auto", evaluates=False, **size))
     command = [sys.executable, "-m", "slipstream.cli", "train", "--plain", str(file), "--run.folder", str(run)]
-    for setting in variant.split() if variant != "default" else ():
+    settings = [f"inference.max_model_len={options.length}", "weights.bridge=single_copy"]
+    for setting in settings + (variant.split() if variant != "default" else []):
         key, _, value = setting.partition("=")
         command += [f"--{key}", value]
     done = subprocess.run(

@@ -66,12 +66,11 @@ steps = {steps}
 def settings_of(case: str, model: Path, environment: Path, options: argparse.Namespace) -> tuple[str, list[str]]:
     """The run file of a case, and what its command sets besides."""
     if case == "by-hand":
-        text = run_file(
-            model, environment, lora=False, placement="shared", steps=8 + WARM_UP, tokens=options.tokens
-        ).replace("prompts_per_batch = 32", f"prompts_per_batch = {options.prompts}")
-        text = text.replace("[evaluation]\nnum_tasks = 32\nat_start = false\n", "")
+        size = {"steps": 8 + WARM_UP, "tokens": options.tokens}
+        text = run_file(model, environment, lora=False, placement="shared", evaluates=False, **size)
         bridge = "disk" if options.device == "cpu" else "single_copy"
-        return "evaluation = false\n" + text, [f"weights.bridge={bridge}", *options.by_hand]
+        text = text.replace("prompts_per_batch = 32", f"prompts_per_batch = {options.prompts}")
+        return text, [f"weights.bridge={bridge}", *options.by_hand]
     steps = {"lora": 8 + WARM_UP, "killed": 10, "memory": 6}.get(case, options.steps)
     text = minimal(model, environment, steps, options) + ("[lora]\n" if case == "lora" else "")
     more = {

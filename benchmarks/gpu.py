@@ -41,9 +41,13 @@ def reward(task, completion):
 PHASES = ("batch", "train", "wake", "update", "probe", "sleep", "checkpoint")
 
 
-def run_file(model: Path, environment: Path, *, lora: bool, placement: str, steps: int, tokens: int) -> str:
+def run_file(
+    model: Path, environment: Path, *, lora: bool, placement: str, steps: int, tokens: int, evaluates: bool = True
+) -> str:
     """The run: a dozen settings."""
+    evaluation = "[evaluation]\nnum_tasks = 32\nat_start = false\n"
     return f"""\
+{"" if evaluates else "evaluation = false"}
 [model]
 path = "{model}"
 dtype = "bfloat16"
@@ -60,10 +64,7 @@ max_tokens = {tokens}
 steps = {steps}
 prompts_per_batch = 32
 learning_rate = {"1e-4" if lora else "1e-6"}
-[evaluation]
-num_tasks = 32
-at_start = false
-[run]
+{evaluation if evaluates else ""}[run]
 placement = "{placement}"
 checkpoint_every = 1000
 """

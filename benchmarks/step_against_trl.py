@@ -50,9 +50,9 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         placement=placement,
         steps=options.steps + WARM_UP,
         tokens=options.tokens,
+        evaluates=False,
     )
-    text = text.replace("prompts_per_batch = 32", f"prompts_per_batch = {options.prompts}")
-    file.write_text("evaluation = false\n" + text.replace("[evaluation]\nnum_tasks = 32\nat_start = false\n", ""))
+    file.write_text(text.replace("prompts_per_batch = 32", f"prompts_per_batch = {options.prompts}"))
     command = [sys.executable, "-m", "slipstream.cli", "train", "--plain", str(file), "--run.folder", str(run)]
     for setting in ("weights.bridge=single_copy", *(options.set or ["training.compile=true"])):
         key, _, value = setting.partition("=")

@@ -144,9 +144,9 @@ class MatchingConfig(Section):
     """Cost of a true object without a match."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     """Of channel B's rollouts; 0 is greedy."""
-    max_invalid: bounds.Fraction | None = None
+    max_invalid: bounds.Fraction = 0.9
     """The run ends when more than this share of the rollouts of the last 10 steps of channel B holds nothing that can
-    be kept, with examples. Not set: it goes on."""
+    be kept, with examples. 1: it goes on."""
 
     @property
     def rolls_out(self) -> bool:

@@ -97,7 +97,7 @@ class MatchingReader:
         """End the run where too many of the last rollouts were invalid."""
         self._invalid.append((found.counts, found.invalid))
         limit = self._config.max_invalid
-        if limit is None or len(self._invalid) < _WATCHED:
+        if len(self._invalid) < _WATCHED:
             return
         invalid = sum(counts.invalid for counts, _ in self._invalid)
         samples = sum(counts.samples for counts, _ in self._invalid)
