@@ -122,14 +122,19 @@ def test_what_failed_is_dropped_and_counted(detector):
     assert batch.rollouts[0].task_id == "1"
 
 
-def test_a_run_of_invalid_rollouts_ends_with_examples(detector):
+@pytest.mark.parametrize("limit", [{}, {"max_invalid": 0.5}])
+def test_a_run_of_invalid_rollouts_ends_with_examples(detector, limit):
     ids = detector.tokenizer.plain_tokens("nothing of the kind")
-    reader, _ = reader_of(detector, lambda item: ids, pattern=("B",), max_invalid=0.5)
+    reader, _ = reader_of(detector, lambda item: ids, pattern=("B",), **limit)
     for step in range(9):
         reader.take(step)
-    limit = re.escape("matching.max_invalid = 0.5")
-    with pytest.raises(TrainingError, match=rf"20 of the 20 rollouts .*{limit}.*'nothing of the kind'"):
+    named = re.escape(f"matching.max_invalid = {limit.get('max_invalid', 0.9)}")
+    with pytest.raises(TrainingError, match=rf"20 of the 20 rollouts .*{named}.*'nothing of the kind'"):
         reader.take(9)
-    reader, _ = reader_of(detector, lambda item: ids, pattern=("B",))
+
+
+def test_it_goes_on_where_that_is_asked_for(detector):
+    ids = detector.tokenizer.plain_tokens("nothing of the kind")
+    reader, _ = reader_of(detector, lambda item: ids, pattern=("B",), max_invalid=1.0)
     for step in range(12):
         reader.take(step)
