@@ -40,6 +40,10 @@ def test_its_update_is_that_of_float32(model_folder):
         gradients.append({name: master.grad / scale for name, master in learner.optimizer.masters().items()})
         norms.append(learner.optim_prepare(1e-3).grad_norm)
         learner.optim_commit()
+        for name, gradient in gradients[-1].items():  # Adam's step itself would be the same at any scale
+            torch.testing.assert_close(
+                learner.optimizer.state()[f"exp_avg.{name}"], 0.1 * gradient, atol=1e-9, rtol=1e-4
+            )
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)
     for name, gradient in gradients[0].items():
         assert (gradients[1][name] - gradient).norm() < 0.02 * gradient.norm() + 1e-7, name
