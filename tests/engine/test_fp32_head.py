@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import transformers
 
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments
+from slipstream.launch.plan.derive import CLOSER
 from slipstream.records import SamplingParams
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.trainer.model.small.tiny_qwen3 import new_model, new_tokenizer
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
 from .conftest import differences, settings_for, start, stop
@@ -39,22 +41,45 @@ def test_the_difference_falls(tmp_path):
     assert found[True].max() < 0.5 * found[False].max()
 
 
-@pytest.mark.engine
-def test_layers_add_up_in_float32_on_both_sides(tmp_path):
-    """In a model of many layers that add little to the embeddings, so that the sums are what rounds."""
-    folder = new_model(tmp_path / "new", hidden_size=64, num_layers=8, seed=3, tie_embeddings=False)
-    weights = dict(read_model_folder(folder))
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SUMS = {"Qwen3": {}, "Llama": {}, "Mistral": {}, "Qwen2": {}, "Gemma3": {}, "Qwen3Moe": EXPERTS}
+SUMS["Qwen2Moe"] = EXPERTS | {"shared_expert_intermediate_size": 48}
+
+
+def rounding_sums(folder, kind):
+    """A model of many layers that add little to the embeddings, so that the sums are what rounds."""
     torch.manual_seed(0)
-    for name, tensor in weights.items():
+    tokenizer = new_tokenizer("char")
+    config = transformers.Gemma3TextConfig if kind == "Gemma3" else getattr(transformers, f"{kind}Config")
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "max_position_embeddings": 512}
+    tied = {} if kind == "Gemma3" else {"tie_word_embeddings": False}
+    made = config(vocab_size=len(tokenizer), **shape, **heads, **ends, **tied, **SUMS[kind])
+    network = getattr(transformers, f"{kind}ForCausalLM")(made)
+    for name, parameter in network.named_parameters():
         if "norm" not in name:
-            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-            torch.nn.init.normal_(tensor, std=0.02 if adds else 1.0 if "embed" in name else 0.12)
-    write_model_folder(tmp_path / "model", weights.items(), folder)
-    found = {}
+            adds = "o_proj" in name or "down_proj" in name
+            embeds = "embed" in name and kind != "Gemma3"  # which multiplies them by 8
+            torch.nn.init.normal_(parameter, std=0.02 if adds else 1.0 if embeds else 0.12)
+    network.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_architectures_of_the_default_are_those_that_are_tested():
+    assert {f"{kind}ForCausalLM" for kind in SUMS} == CLOSER
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] if kind != "Qwen3" else []) for kind in SUMS]
+)
+def test_layers_add_up_in_float32_on_both_sides(tmp_path, kind):
+    folder, found = rounding_sums(tmp_path / "model", kind), {}
     for wide in (False, True):
-        model = PolicyModel.load(tmp_path / "model", "bfloat16", fp32_head=True, fp32_residual=wide)
-        changes = {"fp32_head": True, "fp32_residual": wide}
-        live = start(tmp_path / "model", tmp_path / f"engine-{wide}", "bfloat16", **changes)
+        model = PolicyModel.load(folder, "bfloat16", fp32_head=True, fp32_residual=wide)
+        live = start(folder, tmp_path / f"engine-{wide}", "bfloat16", fp32_head=True, fp32_residual=wide)
         try:
             health = live.call(live.engine.wait_ready())
             assert ("fp32_residual" in health.patches) is wide
@@ -62,7 +87,7 @@ def test_layers_add_up_in_float32_on_both_sides(tmp_path):
         finally:
             stop(live)
     print({on: (values.mean().item(), values.max().item()) for on, values in found.items()})
-    assert found[True].mean() < 0.7 * found[False].mean()
+    assert found[True].mean() < 0.75 * found[False].mean()
 
 
 @pytest.mark.engine

@@ -42,7 +42,7 @@ class ModelConfig(Section):
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
     The weights stay as they are. The trainer computes them in chunks and keeps what the backward pass needs in the
     model's dtype. `auto`: under RL in 16 bits on one GPU, for the architectures for which this
-    was measured (Llama, Mistral, Qwen 2 and 3, Gemma 3)."""
+    was tried (Llama, Mistral, Qwen 2 and 3, Gemma 3)."""
     fp32_residual: bool | Literal["auto"] = "auto"
     """Add up in float32 what the layers compute, in trainer and engine; the inputs of matrix products stay in the
     model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better

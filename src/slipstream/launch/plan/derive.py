@@ -205,11 +205,11 @@ def _plan_precision(builder: PlanBuilder) -> None:
     elif builder["model.dtype"] == "float32":
         head = against = "all is in float32"
     elif builder.on_cpu:
-        head = against = "not measured on a CPU"
+        head = against = "not by default on a CPU"
     elif config.training.ranks > 1:
-        head = against = "not measured on GPUs over training.ranks"
+        head = against = "not tried on GPUs over training.ranks"
     elif found not in CLOSER:
-        head = against = f"not measured for {found or 'a model with code of its own'}"
+        head = against = f"not tried for {found or 'a model with code of its own'}"
     else:
         head = ""
         against = "the engine does not compile its layers" if config.inference.enforce_eager is True else ""
