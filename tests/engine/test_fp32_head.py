@@ -62,6 +62,10 @@ def rounding_sums(folder, kind):
             adds = "o_proj" in name or "down_proj" in name
             embeds = "embed" in name and kind != "Gemma3"  # which multiplies them by 8
             torch.nn.init.normal_(parameter, std=0.02 if adds else 1.0 if embeds else 0.12)
+        elif kind == "Gemma3" and name.endswith(
+            ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+        ):
+            torch.nn.init.constant_(parameter, -0.97)  # scales by 0.03 what a layer adds
     network.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
