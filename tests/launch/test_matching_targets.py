@@ -7,7 +7,7 @@ from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.matching.answers import answer_tokens
-from slipstream.launch.matching.targets import detection_metrics, examples_of, matched
+from slipstream.launch.matching.targets import detection_metrics, examples_of, matched, refuse_turns
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
 
@@ -166,6 +166,12 @@ def test_tasks_that_cannot_be_trained_on_are_named(detector, described, sentence
     given = task(2, described)
     with pytest.raises(DataError, match=rf"^task 2\b.*{sentence.replace('|', '[|]')}"):
         examples_of([given], detector.tokenizer, detector.tokens, MatchingConfig(), 512)
+
+
+def test_an_environment_of_several_turns_is_refused():
+    refuse_turns(1)
+    with pytest.raises(ConfigError, match=r"matches one answer .* up to 3 turns: use one of a single turn"):
+        refuse_turns(3)
 
 
 def test_a_tokenizer_without_coordinates_is_refused(tmp_path):

@@ -22,7 +22,7 @@ from slipstream.detection.matching import match
 from slipstream.detection.objects import SceneObject, in_reading_order, true_objects
 from slipstream.detection.parser import parse
 from slipstream.detection.targets import Target, from_rollout, teacher_forced
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.launch.matching.answers import match_settings
 from slipstream.records import TRAINABLE_OUTCOMES, Box, DetectionTarget, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
@@ -38,6 +38,15 @@ def objects_of(task: Task, config: MatchingConfig) -> list[SceneObject]:
         raise DataError(f"{where} has no objects: use an environment whose tasks have them, such as detection")
     found = true_objects(task.info["objects"], where)
     return in_reading_order(found) if config.object_order == "sorted" else found
+
+
+def refuse_turns(max_turns: int) -> None:
+    """Raises `ConfigError` unless a rollout is one answer, which is what can be matched."""
+    if max_turns > 1:
+        raise ConfigError(
+            f"[matching] matches one answer to the objects of a task, and the environment has up to {max_turns} turns: "
+            'use one of a single turn, such as environment.name = "detection"'
+        )
 
 
 def conversation_of(task: Task, config: MatchingConfig) -> list[Message]:

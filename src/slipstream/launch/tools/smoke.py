@@ -153,4 +153,4 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait(_GRACE_S + 30.0)
     except subprocess.TimeoutExpired:
         child.kill()
-        child.wait()
+        child.wait(_GRACE_S)
