@@ -7,7 +7,7 @@ from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.matching.answers import answer_tokens
-from slipstream.launch.matching.targets import detection_metrics, examples_of, matched, refuse_turns
+from slipstream.launch.matching.targets import conversations_of, detection_metrics, examples_of, matched
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
 
@@ -169,9 +169,10 @@ def test_tasks_that_cannot_be_trained_on_are_named(detector, described, sentence
 
 
 def test_an_environment_of_several_turns_is_refused():
-    refuse_turns(1)
+    (conversation,) = conversations_of([task(0, [("red", [1, 2, 3, 4])])], MatchingConfig(), 1)
+    assert conversation[-1].role == "assistant"
     with pytest.raises(ConfigError, match=r"matches one answer .* up to 3 turns: use one of a single turn"):
-        refuse_turns(3)
+        conversations_of([], MatchingConfig(), 3)
 
 
 def test_a_tokenizer_without_coordinates_is_refused(tmp_path):

@@ -34,7 +34,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.matching.answers import answer_tokens, detects
 from slipstream.launch.matching.schedule import schedule_notes
-from slipstream.launch.matching.targets import conversation_of, examples_of, refuse_turns
+from slipstream.launch.matching.targets import conversations_of, examples_of
 from slipstream.launch.plan.derive import Plan, make_plan
 from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
@@ -150,8 +150,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     eval_rows: list[Sequence[Message]] = []
     part_of: dict[int, str] = {}
     if config.matching is not None:
-        refuse_turns(environment.max_turns if environment else 1)
-        conversations = [conversation_of(task, config.matching) for task in train_tasks]
+        conversations = conversations_of(train_tasks, config.matching, environment.max_turns if environment else 1)
     elif is_sft:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
     talk = [*conversations, *eval_rows]

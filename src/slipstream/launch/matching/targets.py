@@ -40,18 +40,15 @@ def objects_of(task: Task, config: MatchingConfig) -> list[SceneObject]:
     return in_reading_order(found) if config.object_order == "sorted" else found
 
 
-def refuse_turns(max_turns: int) -> None:
-    """Raises `ConfigError` unless a rollout is one answer, which is what can be matched."""
+def conversations_of(tasks: Sequence[Task], config: MatchingConfig, max_turns: int) -> list[Sequence[Message]]:
+    """The tasks with their gold answers, for people, checks and digests; they are not tokenized. Raises `ConfigError`
+    for an environment of several turns: what can be matched is one answer."""
     if max_turns > 1:
         raise ConfigError(
             f"[matching] matches one answer to the objects of a task, and the environment has up to {max_turns} turns: "
             'use one of a single turn, such as environment.name = "detection"'
         )
-
-
-def conversation_of(task: Task, config: MatchingConfig) -> list[Message]:
-    """The task with its gold answer, for people, checks and digests; it is not tokenized."""
-    return [*task.prompt, Message("assistant", answer_text(objects_of(task, config)))]
+    return [[*task.prompt, Message("assistant", answer_text(objects_of(task, config)))] for task in tasks]
 
 
 def examples_of(
