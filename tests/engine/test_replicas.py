@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import SlipstreamError
+from slipstream.inference.engine import ends_soon
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
 from slipstream.trainer.learner import score
@@ -227,6 +228,7 @@ def test_one_is_killed_in_the_middle_of_a_collective(several):
         )
     assert time.monotonic() - began < GROUP_TIMEOUT_S + 60
     killers[0].wait()
+    assert ends_soon(several.engine), "as the run asks before it repeats an update"
     waiting = several.ask("waits for the version that is published again")
     several.publish("broadcast")
     completions = waiting.result(60)

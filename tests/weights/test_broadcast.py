@@ -7,8 +7,19 @@ import threading
 import pytest
 import torch
 
+from slipstream.errors import WeightsError
 from slipstream.records import Ticket, Version
-from slipstream.weights.bridges.broadcast import Group, Rendezvous, copy_all, flat_bytes, layout, messages, num_bytes
+from slipstream.weights.bridges.broadcast import (
+    BroadcastPublisher,
+    Group,
+    Rendezvous,
+    copy_all,
+    flat_bytes,
+    layout,
+    messages,
+    num_bytes,
+    rendezvous_of,
+)
 from slipstream.weights.bridges.delta import travelling
 from slipstream.weights.fingerprint import describe
 
@@ -67,6 +78,34 @@ def test_what_arrives_is_what_was_sent(tmp_path, kind, own):
             assert torch.equal(found.get(name, memory.get(name)), tensor), name
     sender.join(20)
     assert not sender.is_alive()
+
+
+def test_after_a_version_that_could_not_be_sent_there_is_another_group():
+    """A worker that received a part of it would take the next one for the rest."""
+    weights, tickets, found = {"a": torch.ones(8)}, [], {}
+    publisher = BroadcastPublisher(num_workers=1, timeout_s=1.0)
+
+    def receive(ticket: Ticket) -> None:
+        group = Group(rendezvous_of(ticket), rank=1)
+        for arrived in group.receive(ticket):
+            found.update({name: tensor.clone() for name, tensor in arrived})
+
+    def announce(ticket: Ticket) -> None:
+        tickets.append(ticket)
+        if len(tickets) > 1:
+            receivers.append(threading.Thread(target=receive, args=(ticket,)))
+            receivers[-1].start()
+
+    receivers: list[threading.Thread] = []
+    try:
+        with pytest.raises(WeightsError, match="could not be sent to 1 engine worker"):
+            publisher.publish(weights.items(), 1, 0, announce)
+        publisher.publish(weights.items(), 2, 0, announce)
+        receivers[0].join(20)
+    finally:
+        publisher.close()
+    assert rendezvous_of(tickets[0]).store != rendezvous_of(tickets[1]).store
+    assert torch.equal(found["a"], weights["a"])
 
 
 def test_messages_hold_everything_once_and_no_bucket_is_too_large():

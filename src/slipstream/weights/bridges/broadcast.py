@@ -256,9 +256,11 @@ class BroadcastPublisher:
         backend: Literal["gloo", "nccl"] = "gloo",
         joined: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group."""
+        """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group, and
+        so does a version that could not be sent."""
         self._joined = joined
         self._num_replaced = 0
+        self._num_broken = 0
         self._folder = make_temporary("group")
         self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
         self._group: Group | None = None
@@ -302,6 +304,9 @@ class BroadcastPublisher:
             self._group.send(specs, tensors)
             self._group.finish(is_over)
         except (RuntimeError, ValueError) as error:
+            # Workers may have received a part: in this group they would take the next version for the rest.
+            self._num_broken += 1
+            self._new_group()
             raise WeightsError(
                 f"version {ticket.version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) "
                 f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {first_line(error)}"
@@ -313,10 +318,13 @@ class BroadcastPublisher:
         if num_replaced == self._num_replaced:
             return
         self._num_replaced = num_replaced
+        self._new_group()
+
+    def _new_group(self) -> None:
         if self._group is not None:
             self._group.leave()
             self._group = None
-        store = str(self._folder / f"store-{num_replaced}")
+        store = str(self._folder / f"store-{self._num_replaced}-{self._num_broken}")
         self._rendezvous = msgspec.structs.replace(self._rendezvous, store=store)
 
     def hold(self, step: int | None) -> None:
