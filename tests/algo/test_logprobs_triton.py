@@ -116,7 +116,8 @@ def test_lazy_logits_on_a_gpu(dtype):
     with torch.no_grad():
         torch.cuda.reset_peak_memory_stats()
         token_statistics(HeadLogits(hidden_ND, weight_VD), ids_N)
-        assert torch.cuda.max_memory_allocated() - before < 700 * 300_000 * 2
+        in_chunk = 8 * 2**24 * 4  # float32 logits of the rows that are computed together
+        assert torch.cuda.max_memory_allocated() - before < 1.1 * in_chunk
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -161,6 +162,53 @@ def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
     ((_, rounding),) = contradictions(with_values(GRPO, values))
     assert 'rounds weights to bfloat16, and model.dtype = "float16" does not' in rounding
     assert plan({"model.dtype": "float16"}).config.model.dtype == "float16"
+
+
+H100 = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, "architecture": "Qwen3ForCausalLM"}
+
+
+def test_exact_decides_what_it_needs():
+    made = plan({"run.exact": True}, **H100)
+    assert (made.config.model.fp32_head, made.config.model.fp32_residual) == (True, True)
+    assert (made.config.model.dtype, made.config.training.compile) == ("bfloat16", False)
+    assert reasons(made)["training.compile"].startswith("run.exact")
+
+
+def test_exact_is_refused_where_it_was_not_tried():
+    assert "as vLLM's kernels for CPUs are not torch's: remove it" in refusal({"run.exact": True}, num_gpus=0)
+    text = refusal({"run.exact": True}, **H100 | {"architecture": "Gemma3ForCausalLM"})
+    assert text.endswith("not for Gemma3ForCausalLM: remove it")
+    assert refusal({"run.exact": True}, **H100 | {"architecture": ""}).endswith(
+        "a model with code of its own: remove it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"model.dtype": "float16"},
+            "model.dtype = float16 is not among what run.exact = true computes exactly: use bfloat16",
+        ),
+        ({"model.fp32_head": False}, "model.fp32_head = False is not among"),
+        ({"sampling.temperature": 0.7}, "sampling.temperature = 0.7 is not among what .* use 1.0"),
+        ({"sampling.top_p": 0.9}, "sampling.top_p = 0.9"),
+        ({"training.staleness": 1}, "training.staleness = 1"),
+        ({"training.ranks": 2}, "training.ranks = 2"),
+        ({"training.compile": True}, "training.compile = True .* use false"),
+        (
+            {"inference.options": {"attention_backend": "TRITON_ATTN"}},
+            "inference.options.attention_backend changes what",
+        ),
+        ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, "without teacher and critic only"),
+        ({"lora": LoraConfig()}, "a LoRA adapter's products differ in the engine"),
+    ],
+)
+def test_exact_refuses_what_nothing_has_shown_to_be_exact(values, sentence):
+    apart = {name: values.pop(name) for name in list(values) if "." not in name}
+    config = with_values(GRPO, {"run.exact": True} | values).model_copy(update=apart)
+    found = [text for _, text in contradictions(config)]
+    assert any(re.search(sentence, text) for text in found), found
 
 
 def test_no_engine_has_to_agree_with_sft():

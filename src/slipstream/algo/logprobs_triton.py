@@ -112,11 +112,21 @@ def forward(
     logits_NV = _in_lines(logits_NV)
     logprobs_N, entropy_N, lse_N = torch.empty((3, len(logits_NV)), dtype=torch.float32, device=logits_NV.device)
     greedy_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
-    _forward_kernel[(len(logits_NV),)](
-        *(logits_NV, token_ids_N, logprobs_N, entropy_N, lse_N, greedy_N, logits_NV if kept_NV is None else kept_NV),
-        *(logits_NV.stride(0), logits_NV.shape[1], temperature, _BLOCK, kept_NV is not None),
-        num_warps=_WARPS,
-    )
+
+    def run(results: tuple[Tensor, ...], kept: Tensor, *, keeps: bool) -> None:
+        _forward_kernel[(len(logits_NV),)](
+            *(logits_NV, token_ids_N, *results, kept),
+            *(logits_NV.stride(0), logits_NV.shape[1], temperature, _BLOCK, keeps),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+
+    run((logprobs_N, entropy_N, lse_N, greedy_N), logits_NV, keeps=False)
+    if kept_NV is not None:
+        # In a pass of its own: a kernel that also stores adds up in another order, and log-probabilities are to have
+        # the same bits with a backward pass and without.
+        others = torch.empty_like(logprobs_N), torch.empty_like(entropy_N)
+        run((*others, lse_N, torch.empty_like(greedy_N)), kept_NV, keeps=True)
     return logprobs_N, entropy_N, lse_N, greedy_N
 
 

@@ -366,6 +366,11 @@ class RunSection(Section):
     """The run folder. Default: `runs/<name of the run file>-<time>`."""
     seed: bounds.Seed = 0
     """Seeds the data order and the engine's draws."""
+    exact: bool = False
+    """Engine and trainer compute with the same kernels: the log-probabilities of sampled tokens are equal bit for bit,
+    and a run is repeated to the last digit on one kind of GPU. For full fine-tuning of Llama, Qwen 2 and Qwen 3 in
+    bfloat16 on one GPU of compute capability 9 (H100, H200), at temperature 1, with `training.staleness = 0`. A
+    difference ends the run."""
     checkpoint_every: bounds.Items | Literal["auto", "10min"] = "auto"
     """Steps between checkpoints; or `10min`: one every ten minutes of training, at a step's end, and rarer, with a
     warning, where they take more than 3 % of the time from training. The last step always has one. `auto`: `10min`."""

@@ -41,6 +41,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Compute logits in float32; the engine does not start when vLLM cannot for this model."""
     fp32_residual: bool = False
     """Add up what layers compute in float32 (patch `fp32_residual`); the engine does not start without it."""
+    exact: bool = False
+    """Compute with what the trainer computes with (patch `exact`); the engine does not start without it."""
     trust_remote_code: bool = False
     threads: int | None = None
     version: Version | None = None

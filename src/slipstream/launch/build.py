@@ -84,6 +84,7 @@ def load_model(
         fp32_residual=model.fp32_residual,
         max_model_len=config.inference.max_model_len or None,
         train_tower=model.train_tower,
+        exact=config.run.exact,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use

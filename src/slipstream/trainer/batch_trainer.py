@@ -14,7 +14,7 @@ from enum import Enum
 
 from slipstream import records
 from slipstream.config.planned import PlannedConfig, PlannedRL
-from slipstream.errors import ZeroGradientError
+from slipstream.errors import MismatchError, ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.learner import Learner, Scorer
@@ -157,6 +157,12 @@ class BatchTrainer:
         seed = f"{self.config.run.seed}/{number}" if self._combines_tasks else None
         metrics = self.learner.forward_backward(step, self.objective, by_task=seed)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+        if self.config.run.exact and (difference := metrics.get("mismatch/abs_logprob_diff", 0.0)) != 0.0:
+            raise MismatchError(
+                f"engine and trainer differ by {difference:.3g} in log-probability per token at optimizer step "
+                f"{number}, and run.exact = true allows no difference: report it with the run folder, or remove "
+                "run.exact"
+            )
         rate = learning_rate_at(
             number,
             peak=float(training.learning_rate),

@@ -413,6 +413,11 @@ class TrainingLoop:
         num_probed = min(num_engines(self.config), sum(prompt_of(sequence) == first for sequence in sequences))
         mean = worst_engine_mean(differences, num_probed)
         limits = self.config.weights
+        if self.config.run.exact and mean != 0.0:
+            raise MismatchError(
+                f"engine and trainer differ by {mean:.3g} in log-probability per token at version {self.step}, and "
+                "run.exact = true allows no difference: report it with the run folder, or remove run.exact"
+            )
         if not mean <= limits.probe_stop:
             raise MismatchError(
                 f"engine and trainer differ by {mean:.3f} in log-probability per token at version {self.step}, above "

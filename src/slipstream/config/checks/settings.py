@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from slipstream.config.checks.batches import batch_problems
+from slipstream.config.checks.exact import exact_problems
 from slipstream.config.checks.matching import matching_inapplicable, matching_problems
 from slipstream.config.checks.mixture import mixture_inapplicable, mixture_problems
 from slipstream.config.checks.processes import process_problems
@@ -178,6 +179,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
     yield from process_problems(config)
+    yield from exact_problems(config)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
             "weights.probe_stop",

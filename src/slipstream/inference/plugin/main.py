@@ -66,6 +66,8 @@ def main() -> None:
     os.environ[patch_table.VARIABLE] = settings.patches
     if settings.fp32_residual:
         os.environ[patch_table.FP32_RESIDUAL] = "1"
+    if settings.exact:
+        os.environ.update({patch_table.EXACT: "1", "VLLM_BATCH_INVARIANT": "1"})
     import uvloop
 
     if uvloop.run(serve(settings)):

@@ -53,6 +53,8 @@ CLOSER = {
 }
 """Architectures whose logits are the head's alone, and whose layers add up in norms in vLLM: float32 there is the same
 on both sides."""
+EXACT = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Architectures whose layers `trainer/model/exact_layers.py` knows."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
 """At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
 ten times that of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are those that
@@ -85,8 +87,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     plan_placement(builder)
     _plan_lora(builder)
     _plan_learning_rate(builder)
-    plan_compile(builder)
     _plan_precision(builder)
+    plan_compile(builder)
     check_template(builder)
     if uses_engine(config):
         plan_lengths(builder)
@@ -197,8 +199,30 @@ def _plan_dtype(builder: PlanBuilder) -> None:
         builder.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
 
 
+def _plan_exact(builder: PlanBuilder) -> None:
+    """Refuse `run.exact` where it was not tried, and derive what it needs."""
+    if not builder.original.run.exact:
+        return
+    found = builder.facts.model.architecture
+    if builder.on_cpu:
+        raise ConfigError(
+            "run.exact = true needs a GPU of compute capability 9 (H100, H200), as vLLM's kernels for CPUs are not "
+            "torch's: remove it"
+        )
+    if found not in EXACT:
+        raise ConfigError(
+            f"run.exact = true was tried for {', '.join(sorted(EXACT))}, not for "
+            f"{found or 'a model with code of its own'}: remove it"
+        )
+    reason = "run.exact: kernels that a compiler fuses round elsewhere"
+    builder.derive_auto("training.compile", False, reason)
+    for path in ("model.fp32_head", "model.fp32_residual"):
+        builder.derive_auto(path, True, "run.exact: what it was tried with")
+
+
 def _plan_precision(builder: PlanBuilder) -> None:
     """Derive what trainer and engine both compute in float32."""
+    _plan_exact(builder)
     config, found = builder.original, builder.facts.model.architecture
     if config.algorithm.kind == "sft":
         head = against = "no engine has to agree with the trainer"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ConfigError
+from slipstream.exact import flash3
 from slipstream.trainer.attention import flash4
 from slipstream.trainer.attention.row_layout import (
     SegmentLayout,
@@ -134,6 +135,9 @@ def ragged_attention(
     """
     layout = layout_of(layout_id).ragged
     keys, values = (gather_slots(each, layout.keys) for each in (key, value))
+    if flash3.enabled() and not window:
+        ends = layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key
+        return flash3.forward(query, keys, values, *ends, scale)
     if newer := flash4.find(query, key, window):
         return flash4.forward(newer, query, keys, values, layout, scale)
     output, lse, *_ = _flash_forward(

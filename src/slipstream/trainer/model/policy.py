@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError, TrainingError, one_line
+from slipstream.exact.products import pin_products
 from slipstream.trainer.attention import packed
+from slipstream.trainer.model.exact_layers import make_exact
 from slipstream.trainer.model.float16_check import check_float16
 from slipstream.trainer.model.image_features import (
     ImageFeatures,
@@ -88,6 +90,7 @@ class PolicyModel:
         fp32_residual: bool = False,
         max_model_len: int | None = None,
         train_tower: bool = False,
+        exact: bool = False,
     ) -> PolicyModel:
         """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
         cannot be trained.
@@ -98,8 +101,10 @@ class PolicyModel:
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
         packing check to the caller. `fp32_head`, `fp32_residual`: see `use_fp32_head`, `use_fp32_residual`.
         `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`). `train_tower`:
-        vision towers are trained too.
+        vision towers are trained too. `exact`: as the engine computes (`exact_layers.py`).
         """
+        if exact:
+            pin_products()
         hide_progress_bars()
         folder = resolve_folder(path)
         check_architecture(folder, trust_remote_code, packing=packing)
@@ -117,6 +122,8 @@ class PolicyModel:
         if reads_images(network.config):
             uses_its_own_attention(network)
             model.images = ImageFeatures(network, folder, trained=train_tower, trust_remote_code=trust_remote_code)
+        if exact:
+            make_exact(network)
         configure_layers(network, model.layers)
         if fp32_residual:
             model.use_fp32_residual(checked=checked)

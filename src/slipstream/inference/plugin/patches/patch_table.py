@@ -32,6 +32,8 @@ VARIABLE = "SLIPSTREAM_PATCHES"
 """Environment variable of an engine's processes that holds the choice."""
 FP32_RESIDUAL = "SLIPSTREAM_FP32_RESIDUAL"
 """Environment variable that asks for the patch `fp32_residual`."""
+EXACT = "SLIPSTREAM_EXACT"
+"""Environment variable that asks for the patch `exact`."""
 
 
 class Absent(Exception):
@@ -131,6 +133,10 @@ TABLE = (
         *("sampled_logprobs_v2", "sampled_logprobs:second_without_ranks", "fast"),
         modules=("v1.worker.gpu.sample.sampler", "v1.worker.gpu.sample.logprob", "v1.outputs"),
         checked={"e3211f12fd6ad56d": "0.26", "a4eaf8c386fe3131": "0.32"},
+    ),
+    Patch(
+        *("exact", "exact:share_operations", "required", "gpu"),
+        lost="it does not compute as the trainer does: remove run.exact",
     ),
     Patch(
         "checked_tokens", "delivery:check_tokens", "required", lost="a token outside of the vocabulary is found late"

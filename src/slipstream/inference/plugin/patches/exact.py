@@ -1,0 +1,109 @@
+"""Patches vLLM to compute with what the trainer computes with (`run.exact`), beside `VLLM_BATCH_INVARIANT`.
+
+Norms, SwiGLU and rotary embeddings are the operations of `slipstream.exact`; a linear layer is torch's, not a Triton
+product with the bias added afterwards; attention always takes the kernels for many queries, whose blocks of keys are
+those of a prefill; log-probabilities come from the trainer's kernel, on float32 logits at temperature 1.
+
+Changed: `RMSNorm.forward`, `SiluAndMul.forward`, `RotaryEmbedding.forward`, `UnquantizedLinearMethod.apply`,
+`flash_attn_varlen_func` of the FlashAttention backend, `compute_logprobs` and `gather_logprobs` of `Sampler`,
+`compute_topk_scores` of the second sampler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.inference.plugin.patches.patch_table import EXACT, Absent, NotNeeded
+
+_LAYERS = "vllm.model_executor.layers"
+
+
+def share_operations() -> None:
+    """Patch all of it. Raises NotNeeded unless `EXACT` asks for it, Absent where a part is missing."""
+    if not os.environ.get(EXACT):
+        raise NotNeeded("run.exact is off")
+    import torch
+
+    from slipstream.exact import operations
+    from slipstream.exact.flash3 import LEAST_QUERIES
+
+    def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        output, total = operations.norm(x, self.weight, self.variance_epsilon, residual)
+        return output if residual is None else (output, total)
+
+    def gate(self: Any, x: Tensor) -> Tensor:
+        return operations.gate(*x.chunk(2, -1))
+
+    def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, *_: Any) -> Any:
+        angles = self.cos_sin_cache.index_select(0, positions.flatten()).chunk(2, -1)
+        turned = (None if each is None else _turned(each, self.head_size, angles) for each in (query, key))
+        return tuple(turned)
+
+    def product(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+    def _turned(x: Tensor, size: int, angles: Any) -> Tensor:
+        return operations.rotate(x.view(x.shape[0], -1, size), *angles).view(x.shape)
+
+    _replace(f"{_LAYERS}.layernorm", "RMSNorm", "forward", lambda _: norm)
+    _replace(f"{_LAYERS}.activation", "SiluAndMul", "forward", lambda _: gate)
+    _replace(f"{_LAYERS}.rotary_embedding.base", "RotaryEmbedding", "forward", lambda _: rotate)
+    _replace(f"{_LAYERS}.linear", "UnquantizedLinearMethod", "apply", lambda _: product)
+    _replace("vllm.v1.attention.backends.flash_attn", "", "flash_attn_varlen_func", _with_rows(LEAST_QUERIES))
+    _log_probabilities()
+
+
+def _with_rows(least: int) -> Callable[[Any], Any]:
+    def wrap(plain: Any) -> Any:
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            kwargs["max_seqlen_q"] = max(least, kwargs["max_seqlen_q"])
+            return plain(*args, **kwargs)
+
+        return attend
+
+    return wrap
+
+
+def _log_probabilities() -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.sampler import Sampler
+
+    from slipstream.algo import logprobs_triton
+
+    sampler: Any = Sampler
+    compute, plain_gather = sampler.compute_logprobs, sampler.gather_logprobs
+
+    def gather(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        if num_logprobs:
+            return plain_gather(compute(logits), num_logprobs, token_ids)
+        found = logprobs_triton.forward(logits, token_ids, 1.0)[0]
+        return LogprobsTensors(token_ids.unsqueeze(-1).int(), found[:, None], token_ids.new_zeros(len(token_ids)))
+
+    sampler.compute_logprobs = staticmethod(lambda logits: logits)  # pyright: ignore[reportUnknownLambdaType]
+    sampler.gather_logprobs = staticmethod(gather)
+
+    def wrap(plain: Any) -> Any:
+        def scores(logits: Tensor, num_logprobs: int, ids: Tensor, cu_num_logits: Any = None, **kwargs: Any) -> Any:
+            if num_logprobs or kwargs.get("max_per_req_token_ids") or kwargs.get("logits_mode"):
+                return plain(logits, num_logprobs, ids, cu_num_logits, **kwargs)
+            found = logprobs_triton.forward(logits, ids, 1.0)[0]
+            return LogprobsTensors(ids.unsqueeze(-1), found[:, None], ids.new_zeros(len(ids)), cu_num_logits)
+
+        return scores
+
+    _replace("vllm.v1.worker.gpu.sample.sampler", "", "compute_topk_scores", wrap)
+
+
+def _replace(module: str, owner: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(what is there)` in the place of a function of a module, or of its class `owner`."""
+    try:
+        place: Any = importlib.import_module(module)
+        place = getattr(place, owner) if owner else place
+        setattr(place, name, make(getattr(place, name)))
+    except (ImportError, AttributeError) as error:
+        raise Absent(f"{'.'.join(filter(None, (module, owner, name)))} ({error})") from error

@@ -1,0 +1,85 @@
+"""A network's decoder layers, computed by what the engine computes with too (`run.exact`).
+
+Replaces the `forward` of norms, MLPs, attention modules and rotary embeddings; linear layers stay torch's. The residual
+stream and the logits are in float32 on both sides (`wide_residual.py`, `PolicyModel.use_fp32_head`).
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError
+from slipstream.exact import flash3
+from slipstream.exact.operations import Gate, Norm, Rotate
+from slipstream.exact.products import be_deterministic
+
+
+def make_exact(network: nn.Module) -> None:
+    """Replace them. On a GPU, products and attention become the engine's too, and backward passes deterministic, in the
+    whole process. Raises ConfigError for a network, or a GPU, for which that cannot be."""
+    config: Any = cast("Any", network).config
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise ConfigError(
+            f"run.exact knows SwiGLU only, and {type(network).__name__} has {config.hidden_act}: remove it"
+        )
+    device = next(network.parameters()).device
+    if device.type == "cuda":
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        flash3.enable(heads, config.num_key_value_heads, size)
+        be_deterministic()
+    for module in network.modules():
+        name = type(module).__name__
+        if name.endswith("RotaryEmbedding"):
+            _frequencies_of_the_engine(module, config, device)
+        for ending, forward in (("RMSNorm", _norm), ("MLP", _mlp), ("Attention", _attention)):
+            if name.endswith(ending):
+                module.forward = MethodType(forward, module)
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Any:
+    return Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp(self: Any, x: Tensor) -> Any:
+    return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+def _attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if past_key_values is not None or getattr(self, "sliding_window", None):
+        raise ConfigError(f"run.exact computes whole rows without a window, not {type(self).__name__}'s: remove it")
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key, value = (make(hidden_states).view(heads) for make in (self.q_proj, self.k_proj, self.v_proj))
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    cosine, sine = (angles.squeeze(0) for angles in position_embeddings)
+    query, key = (Rotate.apply(each.squeeze(0), cosine, sine)[None] for each in (query, key))  # pyright: ignore[reportOptionalSubscript]
+    attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    states = (each.transpose(1, 2) for each in (query, key, value))
+    output, weights = attend(self, *states, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+    return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+def _frequencies_of_the_engine(module: Any, config: Any, device: torch.device) -> None:
+    """vLLM raises the base to its powers on the GPU, transformers on the CPU: the last bit can differ, and the angle of
+    a late position with it."""
+    if module.rope_type != "default":
+        raise ConfigError(f"run.exact knows plain rotary embeddings only, not {module.rope_type}: remove it")
+    width = 2 * module.inv_freq.numel()
+    with torch.device(device):
+        frequencies = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width))
+    module.inv_freq.copy_(frequencies)
+    module.original_inv_freq.copy_(frequencies)

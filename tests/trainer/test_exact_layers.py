@@ -1,0 +1,155 @@
+"""`run.exact`: the operations that trainer and engine share, and a network that computes with them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import silu
+
+from slipstream.exact import operations
+from slipstream.trainer.model.exact_layers import make_exact
+from slipstream.trainer.model.policy import PolicyModel
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+EPSILON = 1e-6
+
+
+def rms_norm(x, weight):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def rotated(x, cosine, sine):
+    first, second = x.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    return x * cosine[:, None] + turned * sine[:, None]
+
+
+def angles(rows, width, device):
+    phase = torch.randn(rows, width // 2, device=device, dtype=torch.float64).repeat(1, 2)
+    return phase.cos(), phase.sin()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [64, 576, 1536])
+def test_each_operation_and_its_gradients_are_those_of_float64(device, width):
+    torch.manual_seed(0)
+    x, up, pulled = (torch.randn(37, width, device=device) for _ in range(3))
+    weight = torch.randn(width, device=device)
+    cosine, sine = angles(37, 64, device)
+    heads = x.view(37, -1, 64)
+    cases = {
+        "norm": (lambda a, b: operations.Norm.apply(a, b, EPSILON), rms_norm, (x, weight), pulled),
+        "gate": (operations.Gate.apply, lambda a, b: silu(a) * b, (x, up), pulled),
+        "rotate": (
+            lambda a: operations.Rotate.apply(a, cosine.float(), sine.float()),
+            lambda a: rotated(a, cosine, sine),
+            (heads,),
+            pulled.view(heads.shape),
+        ),
+    }
+    for name, (ours, exact, inputs, gradient) in cases.items():
+        own = [each.clone().requires_grad_() for each in inputs]
+        reference = [each.double().requires_grad_() for each in inputs]
+        output, expected = ours(*own), exact(*reference)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6, msg=name)
+        found = torch.autograd.grad(output, own, gradient)
+        for mine, theirs in zip(found, torch.autograd.grad(expected, reference, gradient.double()), strict=True):
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def check_kernels():
+    """Against the same formulas by torch, for widths that are no powers of 2."""
+    from slipstream.exact import kernels
+
+    torch.manual_seed(0)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):  # the interpreter cuts off where a GPU rounds
+        x, up, pulled = (torch.randn(5, 1100).to(dtype) for _ in range(3))
+        weight, residual = torch.randn(1100).to(dtype), torch.randn(5, 1100)
+        pairs = [(kernels.norm(x, weight, EPSILON, None)[0], operations.norm(x, weight, EPSILON)[0])]
+        pairs += zip(
+            kernels.norm(x, weight, EPSILON, residual), operations.norm(x, weight, EPSILON, residual), strict=True
+        )
+        own, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        gradients = torch.autograd.grad(operations.Norm.apply(own, gain, EPSILON), (own, gain), pulled)
+        pairs += zip(kernels.norm_backward(pulled, x, weight, EPSILON), gradients, strict=True)
+        halves = torch.cat([x, up], -1).chunk(2, -1)
+        pairs += [(kernels.gate(*halves), operations.gate(x, up))]
+        own, other = x.clone().requires_grad_(), up.clone().requires_grad_()
+        gradients = torch.autograd.grad(operations.Gate.apply(own, other), (own, other), pulled)
+        pairs += zip(kernels.gate_backward(pulled, x, up), gradients, strict=True)
+        cosine, sine = (each.to(dtype) for each in angles(5, 20, "cpu"))
+        heads = torch.randn(5, 9, 20).to(dtype)
+        for backward in (False, True):
+            turned = [each.rotate(heads, cosine, sine, backward=backward) for each in (kernels, operations)]
+            pairs.append(tuple(turned))
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-5, rtol=bound)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is run as it is where there is a CUDA device")
+def test_the_kernels_in_tritons_interpreter():
+    subprocess.run([sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=400)
+
+
+@ON_GPU
+@pytest.mark.parametrize("width", [128, 896, 1536, 4096])
+def test_a_row_does_not_depend_on_the_others(width):
+    torch.manual_seed(0)
+    x, residual, up = (torch.randn(500, width, device="cuda").bfloat16() for _ in range(3))
+    weight = torch.randn(width, device="cuda").bfloat16()
+    cosine, sine = (each.bfloat16() for each in angles(500, 128, "cuda"))
+    whole = (
+        *operations.norm(x, weight, EPSILON, residual.float()),
+        operations.gate(x, up),
+        operations.rotate(x.view(500, -1, 128), cosine, sine),
+    )
+    for rows in (slice(0, 1), slice(7, 8), slice(100, 333)):
+        part = (
+            *operations.norm(x[rows], weight, EPSILON, residual.float()[rows]),
+            operations.gate(x[rows], up[rows]),
+            operations.rotate(x[rows].view(-1, width // 128, 128), cosine[rows], sine[rows]),
+        )
+        for one, all_rows in zip(part, whole, strict=True):
+            assert torch.equal(one, all_rows[rows])
+    halves = torch.cat([x, up], -1)
+    assert torch.equal(operations.gate(*halves.chunk(2, -1)), whole[2]), "halves of the engine's one matrix"
+    total = x.float() + residual.float()
+    assert torch.equal(operations.norm(total, weight, EPSILON)[0], whole[0]), "the trainer adds before"
+
+
+def small_model(folder, kind):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **shape, **heads)
+    network = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_network_computes_what_it_computed_before(tmp_path, kind):
+    plain = PolicyModel.load(small_model(tmp_path, kind))
+    own = PolicyModel(copy.deepcopy(plain.network), tmp_path)
+    make_exact(own.network)
+    row = plain._small_row()
+    before, after = plain.logits(row), own.logits(row)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    gradient = torch.randn_like(before)
+    before.backward(gradient)
+    after.backward(gradient)
+    theirs = dict(plain.network.named_parameters())
+    for name, mine in own.network.named_parameters():
+        torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+if __name__ == "__main__":
+    check_kernels()
