@@ -13,6 +13,7 @@ import transformers
 from torch.nn.functional import silu
 
 from slipstream.exact import operations
+from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.exact_layers import make_exact
 from slipstream.trainer.model.policy import PolicyModel
 
@@ -45,10 +46,10 @@ def test_each_operation_and_its_gradients_are_those_of_float64(device, width):
     cosine, sine = angles(37, 64, device)
     heads = x.view(37, -1, 64)
     cases = {
-        "norm": (lambda a, b: operations.Norm.apply(a, b, EPSILON), rms_norm, (x, weight), pulled),
-        "gate": (operations.Gate.apply, lambda a, b: silu(a) * b, (x, up), pulled),
+        "norm": (lambda a, b: operations.differentiable_norm(a, b, EPSILON), rms_norm, (x, weight), pulled),
+        "gate": (operations.differentiable_gate, lambda a, b: silu(a) * b, (x, up), pulled),
         "rotate": (
-            lambda a: operations.Rotate.apply(a, cosine.float(), sine.float()),
+            lambda a: operations.differentiable_rotate(a, cosine.float(), sine.float()),
             lambda a: rotated(a, cosine, sine),
             (heads,),
             pulled.view(heads.shape),
@@ -77,12 +78,12 @@ def check_kernels():
             kernels.norm(x, weight, EPSILON, residual), operations.norm(x, weight, EPSILON, residual), strict=True
         )
         own, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        gradients = torch.autograd.grad(operations.Norm.apply(own, gain, EPSILON), (own, gain), pulled)
+        gradients = torch.autograd.grad(operations.differentiable_norm(own, gain, EPSILON), (own, gain), pulled)
         pairs += zip(kernels.norm_backward(pulled, x, weight, EPSILON), gradients, strict=True)
         halves = torch.cat([x, up], -1).chunk(2, -1)
         pairs += [(kernels.gate(*halves), operations.gate(x, up))]
         own, other = x.clone().requires_grad_(), up.clone().requires_grad_()
-        gradients = torch.autograd.grad(operations.Gate.apply(own, other), (own, other), pulled)
+        gradients = torch.autograd.grad(operations.differentiable_gate(own, other), (own, other), pulled)
         pairs += zip(kernels.gate_backward(pulled, x, up), gradients, strict=True)
         cosine, sine = (each.to(dtype) for each in angles(5, 20, "cpu"))
         heads = torch.randn(5, 9, 20).to(dtype)
@@ -149,6 +150,22 @@ def test_a_network_computes_what_it_computed_before(tmp_path, kind):
     theirs = dict(plain.network.named_parameters())
     for name, mine in own.network.named_parameters():
         torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_compiled_network_computes_the_same(tmp_path):
+    plain = PolicyModel.load(small_model(tmp_path, "Qwen3"))
+    make_exact(plain.network)
+    compiled = PolicyModel(copy.deepcopy(plain.network), tmp_path)
+    assert compile_layers(compiled) == ""
+    row = plain._small_row()
+    before, after = plain.logits(row), compiled.logits(row)
+    assert torch.equal(before, after), "a compiler fuses nothing that is rounded"
+    gradient = torch.randn_like(before)
+    before.backward(gradient)
+    after.backward(gradient)
+    theirs = dict(plain.network.named_parameters())
+    for name, mine in compiled.network.named_parameters():
+        torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 if __name__ == "__main__":

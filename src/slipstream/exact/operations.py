@@ -47,65 +47,112 @@ def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool 
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x_THD.dtype)
 
 
-class Norm(torch.autograd.Function):
-    """`norm` without residual: `apply(x, weight, epsilon)`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See `norm`."""
-        ctx.save_for_backward(x, weight)
-        ctx.epsilon = epsilon
-        return norm(x, weight, epsilon)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of `x` in its dtype, of the weight in the weight's."""
-        x, weight = ctx.saved_tensors
-        if x.is_cuda:
-            from slipstream.exact import kernels
-
-            of_x, of_weight = kernels.norm_backward(grad, x, weight, ctx.epsilon)
-            return of_x, of_weight.to(weight.dtype), None
-        wide, pulled = x.float(), grad.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.epsilon)
-        normed, inner = wide * scale, pulled * weight.float()
-        of_x = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-        return of_x.to(x.dtype), (pulled * normed).flatten(0, -2).sum(0).to(weight.dtype), None
+@torch.library.custom_op(
+    "slipstream::norm", mutates_args=(), schema="(Tensor x, Tensor weight, float epsilon) -> Tensor"
+)
+def differentiable_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`norm` without residual, with gradients, and opaque to a compiler, as are the following."""
+    return norm(x, weight, epsilon)[0]
 
 
-class Gate(torch.autograd.Function):
-    """`gate`: `apply(gate, up)`."""
+@torch.library.custom_op(
+    "slipstream::norm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+)
+def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The gradients of `x` and of the weight, in their dtypes."""
+    if x.is_cuda:
+        from slipstream.exact import kernels
 
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, up: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See `gate`."""
-        ctx.save_for_backward(left, up)
-        return gate(left, up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of both."""
-        left, up = ctx.saved_tensors
-        if left.is_cuda:
-            from slipstream.exact import kernels
-
-            return kernels.gate_backward(grad, left, up)
-        wide, pulled = left.float(), grad.float()
-        share = torch.sigmoid(wide)
-        of_gate = pulled * up.float() * share * (1.0 + wide * (1.0 - share))
-        return of_gate.to(left.dtype), (pulled * wide * share).to(up.dtype)
+        of_x, of_weight = kernels.norm_backward(grad, x, weight, epsilon)
+        return of_x, of_weight.to(weight.dtype)
+    wide, pulled = x.float(), grad.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    normed, inner = wide * scale, pulled * weight.float()
+    of_x = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+    return of_x.to(x.dtype), (pulled * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-class Rotate(torch.autograd.Function):
-    """`rotate`: `apply(x_THD, cosine_TE, sine_TE)`."""
+@torch.library.custom_op("slipstream::gate", mutates_args=(), schema="(Tensor left, Tensor up) -> Tensor")
+def differentiable_gate(left: Tensor, up: Tensor) -> Tensor:
+    """`gate` with gradients."""
+    return gate(left, up)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See `rotate`."""
-        ctx.save_for_backward(cosine, sine)
-        return rotate(x, cosine, sine)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The inverse of a rotation is its transpose."""
-        return rotate(grad, *ctx.saved_tensors, backward=True), None, None
+@torch.library.custom_op(
+    "slipstream::gate_backward", mutates_args=(), schema="(Tensor grad, Tensor left, Tensor up) -> (Tensor, Tensor)"
+)
+def gate_backward(grad: Tensor, left: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of both."""
+    if left.is_cuda:
+        from slipstream.exact import kernels
+
+        return kernels.gate_backward(grad, left, up)
+    wide, pulled = left.float(), grad.float()
+    share = torch.sigmoid(wide)
+    of_gate = pulled * up.float() * share * (1.0 + wide * (1.0 - share))
+    return of_gate.to(left.dtype), (pulled * wide * share).to(up.dtype)
+
+
+@torch.library.custom_op(
+    "slipstream::rotate",
+    mutates_args=(),
+    schema="(Tensor x, Tensor cosine, Tensor sine, bool backward=False) -> Tensor",
+)
+def differentiable_rotate(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool = False) -> Tensor:
+    """`rotate` with gradients; the inverse of a rotation is its transpose."""
+    return rotate(x, cosine, sine, backward=backward)
+
+
+@differentiable_norm.register_fake
+def _(x: Tensor, weight: Tensor, _: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=weight.dtype)
+
+
+@norm_backward.register_fake
+def _(_: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+@differentiable_gate.register_fake
+def _(left: Tensor, _: Tensor) -> Tensor:
+    return left.new_empty(left.shape)
+
+
+@gate_backward.register_fake
+def _(_: Tensor, left: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return left.new_empty(left.shape), up.new_empty(up.shape)
+
+
+@differentiable_rotate.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.epsilon = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _keep_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cosine, sine, ctx.is_backward = inputs
+    ctx.save_for_backward(cosine, sine)
+
+
+_operations: Any = torch.ops.slipstream
+differentiable_norm.register_autograd(
+    lambda ctx, grad: (*_operations.norm_backward(grad, *ctx.saved_tensors, ctx.epsilon), None),
+    setup_context=_keep_norm,
+)
+differentiable_gate.register_autograd(
+    lambda ctx, grad: _operations.gate_backward(grad, *ctx.saved_tensors), setup_context=_keep_gate
+)
+differentiable_rotate.register_autograd(
+    lambda ctx, grad: (_operations.rotate(grad, *ctx.saved_tensors, not ctx.is_backward), None, None, None),
+    setup_context=_keep_rotate,
+)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
 from slipstream.exact import flash3
-from slipstream.exact.operations import Gate, Norm, Rotate
+from slipstream.exact.operations import differentiable_gate, differentiable_norm, differentiable_rotate
 from slipstream.exact.products import be_deterministic
 
 
@@ -42,11 +42,11 @@ def make_exact(network: nn.Module) -> None:
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Any:
-    return Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+    return differentiable_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _mlp(self: Any, x: Tensor) -> Any:
-    return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(differentiable_gate(self.gate_proj(x), self.up_proj(x)))
 
 
 def _attention(
@@ -66,7 +66,7 @@ def _attention(
     if hasattr(self, "q_norm"):
         query, key = self.q_norm(query), self.k_norm(key)
     cosine, sine = (angles.squeeze(0) for angles in position_embeddings)
-    query, key = (Rotate.apply(each.squeeze(0), cosine, sine)[None] for each in (query, key))  # pyright: ignore[reportOptionalSubscript]
+    query, key = (differentiable_rotate(each.squeeze(0), cosine, sine)[None] for each in (query, key))
     attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     states = (each.transpose(1, 2) for each in (query, key, value))
     output, weights = attend(self, *states, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
