@@ -108,7 +108,7 @@ CONFIG = [
     ("plan grpo.toml --inference.options.logprobs_mode x", 2, "is set by Slipstream .*: remove it"),
     ("plan grpo.toml --evaluation.patience 3", 2, "patience = 3 has no effect .*: set evaluation.every"),
     ("plan grpo.toml --evaluation.stop_at 50 --evaluation.every 1", 2, "stop_at = 50 must be at most 1"),
-    ("plan grpo.toml --weights.probe_stop 0.01", 2, "is not above weights.probe_warn = 0.05"),
+    ("plan grpo.toml --weights.probe_stop 0.01", 2, "is not above weights.probe_warn = 0.01"),
     ("plan grpo.toml --model.chat_template_kwargs.enable_thinking false", 2, "does not use this variable: it uses"),
     ("plan grpo.toml --model.chat_template_kwargs.messages 1", 2, "is set by Slipstream or the tokenizer.*: remove it"),
     ("plan grpo.toml --data.path rows.jsonl", 2, "applies to sft, not to grpo, whose tasks come from the environment"),

@@ -193,7 +193,7 @@ def test_one_wrong_line_is_one_sentence(run_file, line, expected):
             "leaves no room for a prompt",
         ),
         (
-            MINIMAL + "[weights]\nprobe_stop = 0.05\n",
+            MINIMAL + "[weights]\nprobe_warn = 0.1\nprobe_stop = 0.05\n",
             "weights.probe_stop = 0.05 is not above weights.probe_warn",
         ),
         (MINIMAL + "[run]\nfolder = 3\n", "run.folder = 3 is a whole number: use a path"),

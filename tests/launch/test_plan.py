@@ -211,6 +211,15 @@ def test_exact_refuses_what_nothing_has_shown_to_be_exact(values, sentence):
     assert any(re.search(sentence, text) for text in found), found
 
 
+@pytest.mark.parametrize(("dtype", "warn"), [("float32", 0.01), ("float16", 0.02), ("bfloat16", 0.05)])
+def test_the_limits_of_the_probe_depend_on_the_type(dtype, warn):
+    made = plan({"model.dtype": dtype}).config.weights
+    assert (made.probe_warn, made.probe_stop) == (warn, 4 * warn)
+    assert plan({"model.dtype": dtype, "weights.probe_warn": 0.3}).config.weights.probe_stop == 1.2
+    text = refusal({"model.dtype": dtype, "weights.probe_stop": warn})
+    assert text.startswith(f"weights.probe_stop = {warn:g} is not above weights.probe_warn = {warn:g}, so no warning")
+
+
 def test_no_engine_has_to_agree_with_sft():
     made = plan({"model.dtype": "bfloat16"}, SFT, num_gpus=1, gpu_memory_bytes=80 * GIB, max_sequence_tokens=90)
     assert (made.config.model.fp32_head, made.config.model.fp32_residual) == (False, False)
@@ -231,6 +240,8 @@ def test_every_auto_gets_its_value_and_reason():
         "model.fp32_head": False,
         "model.fp32_residual": False,
         "weights.bridge": "disk",
+        "weights.probe_warn": 0.01,
+        "weights.probe_stop": 0.04,
         "training.learning_rate": 1e-3,
         "sampling.max_tokens": 19,  # 1.25 * 12 + 4
         "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
@@ -326,6 +337,8 @@ def test_what_the_user_set_stays():
         "algorithm.overlong_buffer": 0.5,
         "model.fp32_head": False,
         "model.fp32_residual": True,
+        "weights.probe_warn": 0.06,
+        "weights.probe_stop": 0.3,
     }
     made = plan(values)
     assert made.derived == ()

@@ -319,7 +319,7 @@ def test_a_small_probe_difference_warns(scripted):
     console = Console(file=io.StringIO())
     report = scripted.run(
         *WITHOUT_EVALUATION,
-        change=lambda engine: setattr(engine, "logprob_offset", 0.1),
+        change=lambda engine: setattr(engine, "logprob_offset", 0.03),
         view=make_view("plain", console),
     )
     assert report.status == "finished"
@@ -327,14 +327,15 @@ def test_a_small_probe_difference_warns(scripted):
     assert [event["step"] for event in warnings] == [0, 1, 2, 3]
     lines = console.file.getvalue().splitlines()
     assert [f"warning: {event['message']}" in lines for event in warnings] == [True] * 4
-    assert scripted.metrics[-1]["probe/abs_logprob_diff"] == pytest.approx(0.1, abs=1e-4)
+    assert all("above weights.probe_warn = 0.01; it is as large everywhere" in event["message"] for event in warnings)
+    assert scripted.metrics[-1]["probe/abs_logprob_diff"] == pytest.approx(0.03, abs=1e-4)
 
 
 @pytest.mark.parametrize("offset", [0.3, math.nan])
 def test_a_large_probe_difference_stops(scripted, offset):
     report = scripted.run(*WITHOUT_EVALUATION, change=lambda engine: setattr(engine, "logprob_offset", offset))
     assert (report.error, report.exit_code, report.step) == ("MismatchError", 7, 0)
-    assert "weights.probe_stop = 0.2" in report.message
+    assert "weights.probe_stop = 0.04" in report.message
 
 
 def test_behaviour_logprobs_that_are_missing(scripted):

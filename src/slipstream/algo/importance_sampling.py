@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal
 
@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 _NEAREST, _FARTHEST = 1e-4, 20.0
+_BINS: dict[str, tuple[float, ...]] = {
+    "position": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    "probability": (0.01, 0.1, 0.5, 0.9),
+}
+"""Lower bounds of the bins of `difference_sums`, but the first, which begins at 0."""
 _BOUNDS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 """Boundaries of the ranges of `ratio_shares`; as many below 1 as above."""
 Weighting = Literal["truncated", "sequence_truncated", "masked", "sequence_masked"]
@@ -119,3 +124,28 @@ def ratio_shares(histogram: Tensor) -> dict[str, float]:
     inner = [f"{low:g}_to_{high:g}" for low, high in itertools.pairwise(_BOUNDS)]
     names = [f"below_{_BOUNDS[0]:g}", *inner, f"above_{_BOUNDS[-1]:g}"]
     return dict(zip(names, (counts / cumulated[-1].clamp(min=1)).tolist(), strict=True))
+
+
+def difference_sums(difference_N: Tensor, position_N: Tensor, behaviour_logprobs_N: Tensor) -> dict[str, Tensor]:
+    """Where engine and trainer differ: float64 `[2, bins]`, sum of the absolute differences of the tokens of each bin,
+    and their number, by the token's position and by the probability that it was drawn with. Those of micro-batches add
+    up to that of the step."""
+    size_N = difference_N.detach().abs().double()
+    rows_2N = torch.stack([size_N, torch.ones_like(size_N)])
+    found: dict[str, Tensor] = {}
+    for name, value_N in (("position", position_N), ("probability", behaviour_logprobs_N.detach().exp())):
+        bounds = torch.tensor(_BINS[name], dtype=torch.float64, device=size_N.device)
+        bins_N = torch.bucketize(value_N.double(), bounds, right=True)
+        found[f"difference_by_{name}"] = rows_2N.new_zeros(2, len(bounds) + 1).index_add_(1, bins_N, rows_2N)
+    return found
+
+
+def difference_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Mean absolute difference of the tokens in each bin that has any, from `difference_sums`: `at_position_64` is that
+    from position 64 on up to the next bound, `at_probability_0.1` that of tokens drawn with at least this one."""
+    means: dict[str, float] = {}
+    for name, bounds in _BINS.items():
+        if (both := sums.get(f"difference_by_{name}")) is not None:
+            rows = zip((0, *bounds), *both.tolist(), strict=True)
+            means |= {f"at_{name}_{low:g}": total / count for low, total, count in rows if count}
+    return means

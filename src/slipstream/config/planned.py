@@ -111,6 +111,8 @@ class PlannedWeights(WeightsConfig):
 
     bridge: Literal["disk", "broadcast", "restart", "lora", "single_copy"] = "disk"
     apply_timeout_s: float = 0.0
+    probe_warn: float = 0.0
+    probe_stop: float = 0.0
 
 
 class PlannedEvaluation(EvaluationConfig):

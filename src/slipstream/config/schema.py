@@ -353,10 +353,12 @@ class WeightsConfig(Section):
     """Prompts that engine and trainer both score after every apply."""
     probe_tokens: bounds.Tokens = 64
     """Longest completion of the probe. How far apart they are in longer ones is seen in the rollouts."""
-    probe_warn: PositiveFloat = 0.05
-    """Mean absolute log-probability difference per token that is reported as a warning."""
-    probe_stop: PositiveFloat = 0.2
-    """... and that ends the run."""
+    probe_warn: PositiveFloat | Literal["auto"] = "auto"
+    """Mean absolute log-probability difference per token that is reported as a warning, with what it looks like.
+    `auto`, by `model.dtype`: 0.01 in float32, 0.02 in float16, 0.05 in bfloat16, more than rounding was seen to make
+    (BENCHMARKS.md)."""
+    probe_stop: PositiveFloat | Literal["auto"] = "auto"
+    """... and that ends the run. `auto`: four times `probe_warn`."""
 
 
 class RunSection(Section):

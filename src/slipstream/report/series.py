@@ -85,6 +85,11 @@ def _ratio_lines(group: str) -> tuple[Line, ...]:
     return (first, *inner, last)
 
 
+def _mismatch_lines(name: str, bounds: Sequence[str]) -> tuple[Line, ...]:
+    """The bins of `algo.importance_sampling.difference_means`."""
+    return tuple(Line(f"mismatch/at_{name}_{low}", f"from {low}") for low in bounds)
+
+
 GROUPS = (
     Group("Learning", "Does the policy get better at the task?", (
         Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation, as far as rewards went.",
@@ -130,6 +135,10 @@ GROUPS = (
               (Line("probe/abs_logprob_diff", "mean"), Line("probe/max_logprob_diff", "largest")), log=True),
         Panel("Behaviour mismatch", "Log-probability of the trained tokens: engine against trainer.",
               (Line("mismatch/abs_logprob_diff", "mean"),), log=True),
+        Panel("Mismatch by probability", "The same, of tokens that were drawn with at least this probability.",
+              _mismatch_lines("probability", ("0", "0.01", "0.1", "0.5", "0.9")), log=True),
+        Panel("Mismatch by position", "The same, of tokens from this position of their sequence on.",
+              _mismatch_lines("position", ("0", *(str(2**bit) for bit in range(6, 16)))), log=True),
         Panel("KL of the engine from the trainer", "Estimated on the trained tokens: numerics, and staleness.",
               (Line("mismatch/kl", "KL"),), log=True),
         Panel("Staleness", "How many versions old the trained tokens are.",

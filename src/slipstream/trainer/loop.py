@@ -38,7 +38,13 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.evaluations import Evaluates, Evaluations
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective
-from slipstream.trainer.metrics import held_out_loss, logprob_differences, prompt_of, worst_engine_mean
+from slipstream.trainer.metrics import (
+    explain_difference,
+    held_out_loss,
+    logprob_differences,
+    prompt_of,
+    worst_engine_mean,
+)
 from slipstream.trainer.signal_watch import SignalWatch
 
 _ROWS_AT_ONCE = 16
@@ -138,6 +144,10 @@ class TrainingLoop:
     """Changes the weights of a mixture's parts; set by `resume`."""
     rolls_out_at: Callable[[int], bool] = lambda step: False
     """Whether, under SFT, a step is trained on what the engine generates by the weights before it."""
+    _probed: float | None = None
+    """The last probe's mean difference."""
+    _explained: str = ""
+    """What a large one looked like; empty after a small one."""
     trained_before_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
@@ -418,14 +428,20 @@ class TrainingLoop:
                 f"engine and trainer differ by {mean:.3g} in log-probability per token at version {self.step}, and "
                 "run.exact = true allows no difference: report it with the run folder, or remove run.exact"
             )
+        if mean <= limits.probe_warn:
+            self._explained = ""
+        elif not self._explained:
+            forward = partial(self.learner.forward, micro_batch_tokens=row)
+            self._explained = explain_difference(forward, sequences, self.sampling, self._probed)
         if not mean <= limits.probe_stop:
             raise MismatchError(
                 f"engine and trainer differ by {mean:.3f} in log-probability per token at version {self.step}, above "
-                f"weights.probe_stop = {limits.probe_stop}: they do not compute the same policy"
+                f"weights.probe_stop = {limits.probe_stop:g}; {self._explained}"
             )
         if mean > limits.probe_warn:
-            text = f"engine and trainer differ by {mean:.3f} per token at version {self.step} (weights.probe_warn)"
-            self.log.warning(text, step=self.step)
+            text = f"engine and trainer differ by {mean:.3f} per token at version {self.step}, above weights.probe_warn"
+            self.log.warning(f"{text} = {limits.probe_warn:g}; {self._explained}", step=self.step)
+        self._probed = mean
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:

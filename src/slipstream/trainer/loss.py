@@ -16,6 +16,8 @@ from slipstream import records
 from slipstream.algo.custom import user_function
 from slipstream.algo.importance_sampling import (
     Weighting,
+    difference_means,
+    difference_sums,
     importance_weights,
     log_ratio_histogram,
     ratio_quantiles,
@@ -132,6 +134,8 @@ class PolicyObjective:
             sums |= _teacher_sums(micro.teacher_logprobs_N, old_N)
         if micro.behaviour_logprobs_N is not None:
             sums |= _behaviour_sums(micro.behaviour_logprobs_N, logprobs_N.detach(), old_N)
+            places_N = micro.position_ids_T[micro.predict_index_N] + 1
+            sums |= difference_sums(old_N - micro.behaviour_logprobs_N, places_N, micro.behaviour_logprobs_N)
         if (weighting := config.importance_sampling) != "none":
             importance_N, bounded_N = self._importance(micro, old_N, weighting)
             per_token_N = per_token_N * importance_N
@@ -209,7 +213,7 @@ class PolicyObjective:
         """Means over the computed tokens, whatever the loss is normalized by; `loss` itself as it was minimized."""
         tokens = divisors["computed"]
         vectors = {key: sums[key] for key in ("ratio_histogram", "mismatch_histogram") if key in sums}
-        numbers = {key: value.item() for key, value in sums.items() if key not in vectors}
+        numbers = {key: value.item() for key, value in sums.items() if not value.dim()}
         metrics = {
             "loss": numbers["loss"],
             "num_tokens": divisors["tokens"],
@@ -235,7 +239,7 @@ class PolicyObjective:
             low, high = ratio_quantiles(histogram, (0.01, 0.99))
             metrics |= {f"{prefix}ratio_p01": low, f"{prefix}ratio_p99": high}
             metrics |= {f"{prefix}ratio_{name}": part for name, part in ratio_shares(histogram).items()}
-        return metrics
+        return metrics | {f"mismatch/{name}": value for name, value in difference_means(sums).items()}
 
 
 def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:

@@ -7,12 +7,17 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import msgspec
 from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError
 from slipstream.trainer.learner import Scores
 
+_TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
+_FITS, _GROWS, _JUMPS = 0.1, 3.0, 3.0
+"""Of a difference: the part that other parameters may leave; the last quarter's multiple of the first, and a version's
+of the one before, from which on it is told."""
 _HIGHEST_EXPONENT = 700.0
 """Beyond it the exponential is no float64."""
 
@@ -96,8 +101,65 @@ def logprob_differences(sequence: records.Sequence, logprobs_N: Tensor) -> list[
     trainer's. Raises TrainingError when the engine returned none."""
     if sequence.logprobs is None:
         raise TrainingError("the engine's probe came without log-probabilities: it must return those of sampled tokens")
-    theirs = [value for value, trained in zip(sequence.logprobs, sequence.mask, strict=True) if trained]
-    return [abs(a - b) for a, b in zip(theirs, logprobs_N.tolist(), strict=True)]
+    return [abs(a - b) for a, b in zip(_trained(sequence), logprobs_N.tolist(), strict=True)]
+
+
+def explain_difference(
+    forward: Callable[[list[records.Sequence], records.SamplingParams], Scores],
+    sequences: list[records.Sequence],
+    sampling: records.SamplingParams,
+    before: float | None,
+) -> str:
+    """What a large difference between engine and trainer looks like, as the end of a sentence: other sampling
+    parameters, positions that are embedded differently, other weights, or rounding. `forward` computes the trainer's
+    log-probabilities under given parameters; it is called a dozen times. `before`: the mean of the last probe."""
+
+    def differences(under: records.SamplingParams) -> list[list[float]]:
+        ours = forward(sequences, under).logprobs
+        return [logprob_differences(sequence, own) for sequence, own in zip(sequences, ours, strict=True)]
+
+    found = differences(sampling)
+    mean = _mean(found)
+    if math.isnan(mean):
+        return "some log-probabilities are no numbers: look at the engine's log"
+    for name, under in _other_parameters(sampling):
+        if (left := _mean(differences(under))) < _FITS * mean:
+            return f"{name} leaves {left:.2g}: the engine draws with other parameters than [sampling] says"
+    if math.isinf(mean):
+        return "the engine draws tokens that [sampling] leaves out"
+    sizes = [max(1, len(values) // 4) for values in found]
+    early = _mean([values[:size] for values, size in zip(found, sizes, strict=True)])
+    late = _mean([values[-size:] for values, size in zip(found, sizes, strict=True)])
+    if late > _GROWS * early:
+        return (
+            f"it grows with the position, from {early:.2g} in the first quarter of the tokens to {late:.2g} in the "
+            "last: the two embed positions differently (rope parameters, inference.max_model_len)"
+        )
+    if before is not None and mean < _JUMPS * before:
+        return (
+            f"it was {before:.3g} at the version before and grows: rounding counts more as the policy becomes sharper "
+            '(model.fp32_head, model.fp32_residual, model.dtype = "float16")'
+        )
+    since = "" if before is None else f" and was {before:.3g} at the version before"
+    return f"it is as large everywhere{since}: other weights, or another computation (`slipstream verify`)"
+
+
+def _mean(values: list[list[float]]) -> float:
+    return statistics.fmean(each for part in values for each in part)
+
+
+def _other_parameters(sampling: records.SamplingParams) -> Iterator[tuple[str, records.SamplingParams]]:
+    whole = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+    if whole != sampling:
+        yield "the whole vocabulary, without top_p, top_k and min_p,", whole
+    for temperature in _TEMPERATURES:
+        if temperature != sampling.temperature:
+            yield f"temperature {temperature:g}", msgspec.structs.replace(whole, temperature=temperature)
+
+
+def _trained(sequence: records.Sequence) -> list[float]:
+    """The engine's log-probabilities of the trainable tokens."""
+    return [value for value, trained in zip(sequence.logprobs or [], sequence.mask, strict=True) if trained]
 
 
 def prompt_of(sequence: records.Sequence) -> list[int]:

@@ -2,6 +2,14 @@
 
 from slipstream.config.checks.batches import warmup_problems
 from slipstream.config.checks.mixture import mixture_problems
-from slipstream.config.checks.settings import contradictions, foreign_key, inapplicable, reason_against
+from slipstream.config.checks.settings import contradictions, foreign_key, inapplicable, probe_limits, reason_against
 
-__all__ = ["contradictions", "foreign_key", "inapplicable", "mixture_problems", "reason_against", "warmup_problems"]
+__all__ = [
+    "contradictions",
+    "foreign_key",
+    "inapplicable",
+    "mixture_problems",
+    "probe_limits",
+    "reason_against",
+    "warmup_problems",
+]

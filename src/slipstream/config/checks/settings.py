@@ -180,13 +180,17 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _delta(config)
     yield from process_problems(config)
     yield from exact_problems(config)
-    if config.weights.probe_stop <= config.weights.probe_warn:
-        yield (
-            "weights.probe_stop",
-            f"weights.probe_stop = {config.weights.probe_stop:g} is not above weights.probe_warn = "
-            f"{config.weights.probe_warn:g}, so no warning "
-            "could come first: raise probe_stop or lower probe_warn",
-        )
+    warn, stop = config.weights.probe_warn, config.weights.probe_stop
+    if warn != "auto" and stop != "auto" and stop <= warn:
+        yield "weights.probe_stop", probe_limits(warn, stop)
+
+
+def probe_limits(warn: float, stop: float) -> str:
+    """Why these cannot be `weights.probe_warn` and `weights.probe_stop`."""
+    return (
+        f"weights.probe_stop = {stop:g} is not above weights.probe_warn = {warn:g}, so no warning could come first: "
+        "raise probe_stop or lower probe_warn"
+    )
 
 
 def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
-from slipstream.config.checks import inapplicable, reason_against, warmup_problems
+from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
 from slipstream.config.recipes import choices
 from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
@@ -55,6 +55,8 @@ CLOSER = {
 on both sides."""
 EXACT = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures whose layers `trainer/model/exact_layers.py` knows."""
+PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
+"""Mean differences of log-probabilities: pretrained models had up to 0.001, 0.003 and 0.04 (BENCHMARKS.md)."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
 """At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
 ten times that of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are those that
@@ -221,8 +223,10 @@ def _plan_exact(builder: PlanBuilder) -> None:
 
 
 def _plan_precision(builder: PlanBuilder) -> None:
-    """Derive what trainer and engine both compute in float32."""
+    """Derive what trainer and engine both compute in float32, and how far apart they may be."""
     _plan_exact(builder)
+    if uses_engine(builder.original):
+        _plan_probe(builder)
     config, found = builder.original, builder.facts.model.architecture
     if config.algorithm.kind == "sft":
         head = against = "no engine has to agree with the trainer"
@@ -240,6 +244,17 @@ def _plan_precision(builder: PlanBuilder) -> None:
     closer = "brings the log-probabilities of trainer and engine closer, at little cost"
     builder.derive_auto("model.fp32_head", not head, head or closer)
     builder.derive_auto("model.fp32_residual", not against, against or closer)
+
+
+def _plan_probe(builder: PlanBuilder) -> None:
+    """Derive the limits of the probe."""
+    dtype = builder["model.dtype"]
+    noise = f"rounding in {dtype} makes less, and more is a sign of another computation"
+    builder.derive_auto("weights.probe_warn", PROBE_WARN[dtype], noise)
+    warn = builder["weights.probe_warn"]
+    builder.derive_auto("weights.probe_stop", STOP_FACTOR * warn, "four times weights.probe_warn")
+    if (stop := builder["weights.probe_stop"]) <= warn:
+        raise ConfigError(probe_limits(warn, stop))
 
 
 def _plan_lora(builder: PlanBuilder) -> None:

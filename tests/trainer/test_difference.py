@@ -1,0 +1,138 @@
+"""What a large difference between engine and trainer looks like: causes have signatures, which the message tells."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+
+from slipstream import records
+from slipstream.algo.importance_sampling import difference_means, difference_sums
+from slipstream.records import SamplingParams
+from slipstream.trainer.learner import score
+from slipstream.trainer.metrics import explain_difference, logprob_differences
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
+
+PLAIN = SamplingParams(max_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return new_model(
+        tmp_path_factory.mktemp("model") / "model", hidden_size=64, num_layers=3, seed=3, context_length=256
+    )
+
+
+def sharp(path):
+    """A model whose outputs are as sharp as a trained one's."""
+    model = PolicyModel.load(path)
+    with torch.no_grad():
+        for name, weight in model.network.named_parameters():
+            if "norm" not in name:
+                weight.mul_(2.5)
+    return model
+
+
+def drawn(model, under):
+    """Sequences as the engine would return them, which draws by `model` and `under`."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for _ in range(4):
+        ids = torch.randint(4, 90, (200,), generator=generator).tolist()
+        sequences.append(records.Sequence(ids, [False] * 20 + [True] * 180))
+    found = score(model, sequences, under, micro_batch_tokens=1024).logprobs
+    return [
+        msgspec.structs.replace(each, logprobs=[0.0] * 20 + own.tolist())
+        for each, own in zip(sequences, found, strict=True)
+    ]
+
+
+def explained(model, sequences, sampling=PLAIN, before=None):
+    return explain_difference(partial(score, model, micro_batch_tokens=1024), sequences, sampling, before)
+
+
+def test_a_wrong_temperature_is_named(folder):
+    model = sharp(folder)
+    cooler = msgspec.structs.replace(PLAIN, temperature=0.7)
+    assert explained(model, drawn(model, PLAIN), cooler).startswith(
+        "temperature 1 leaves 0: the engine draws with other"
+    )
+    assert explained(model, drawn(model, cooler)).startswith("temperature 0.7 leaves 0: the engine")
+
+
+def test_filters_that_the_engine_leaves_out_are_named(folder):
+    model = sharp(folder)
+    filtered = msgspec.structs.replace(PLAIN, top_p=0.9)
+    text = explained(model, drawn(model, PLAIN), filtered)
+    assert text.startswith(
+        "the whole vocabulary, without top_p, top_k and min_p, leaves 0: the engine draws with other"
+    )
+
+
+def test_positions_that_are_embedded_differently_are_named(folder, tmp_path):
+    model = sharp(folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 1.002}
+    (other / "config.json").write_text(json.dumps(config))
+    text = explained(model, drawn(sharp(other), PLAIN))
+    assert text.startswith("it grows with the position, from "), text
+    assert text.endswith("the two embed positions differently (rope parameters, inference.max_model_len)")
+
+
+def test_other_weights_are_named(folder):
+    model, engine = sharp(folder), sharp(folder)
+    with torch.no_grad():
+        weight = engine.network.model.layers[1].mlp.down_proj.weight
+        weight.copy_(weight.roll(1, 0))
+    sequences = drawn(engine, PLAIN)
+    assert explained(model, sequences).startswith("it is as large everywhere: other weights, or another computation")
+    assert "and was 0.01 at the version before: other weights" in explained(model, sequences, before=0.01)
+
+
+def test_rounding_that_grows_is_named(folder):
+    model, engine = sharp(folder), sharp(folder)
+    engine.network.bfloat16()
+    sequences = drawn(engine, PLAIN)
+    ours = score(model, sequences, PLAIN, micro_batch_tokens=1024).logprobs
+    parts = [logprob_differences(each, own) for each, own in zip(sequences, ours, strict=True)]
+    mean = sum(map(sum, parts)) / sum(map(len, parts))
+    assert explained(model, sequences, before=0.7 * mean).startswith(
+        f"it was {0.7 * mean:.3g} at the version before and"
+    )
+
+
+def test_what_is_no_number_is_said(folder):
+    model = sharp(folder)
+    sequences = drawn(model, PLAIN)
+    sequences[2].logprobs[60] = math.nan
+    assert explained(model, sequences) == "some log-probabilities are no numbers: look at the engine's log"
+
+
+def test_the_means_by_place_are_those_of_the_tokens_there():
+    positions = torch.tensor([1, 63, 64, 127, 128, 40_000])
+    logprobs = torch.tensor([0.5, 0.05, 0.95, 0.005, 0.2, 0.2]).log()
+    differences = torch.tensor([1.0, -3.0, 5.0, 7.0, -9.0, 11.0])
+    halves = [
+        difference_sums(differences[part], positions[part], logprobs[part]) for part in (slice(0, 4), slice(4, 6))
+    ]
+    found = difference_means({name: halves[0][name] + halves[1][name] for name in halves[0]})
+    assert found == {
+        "at_position_0": 2.0,
+        "at_position_64": 6.0,
+        "at_position_128": 9.0,
+        "at_position_32768": 11.0,
+        "at_probability_0": 7.0,
+        "at_probability_0.01": 3.0,
+        "at_probability_0.1": 10.0,
+        "at_probability_0.5": 1.0,
+        "at_probability_0.9": 5.0,
+    }
