@@ -256,8 +256,8 @@ class BroadcastPublisher:
         backend: Literal["gloo", "nccl"] = "gloo",
         joined: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group, and
-        so does a version that could not be sent."""
+        """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group,
+        and so does a version that could not be sent."""
         self._joined = joined
         self._num_replaced = 0
         self._num_broken = 0
