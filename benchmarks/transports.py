@@ -1,12 +1,14 @@
 """Batches a second through each transport, and what a bare Redis does with values of that size.
 
     python benchmarks/transports.py [--rollouts 64] [--tokens 512] [--batches 100] [--rounds 5] [--server PATH]
+                                    [--only "put alone"]
 
 A batch is put, taken and acknowledged: in turn in one process, and from one process to another with three places; and
 only put, with places for all. The latter two also with bytes of the same size, which need not be made of Python objects
-and into them. Beside it, for Redis: `redis-benchmark -c 1 -P 1` with XADD and a value of the same size if that program
-(7.0) is on PATH, and the same command over a plain socket from Python. Starts a `redis-server` of its own, without
-persistence.
+and into them. Rollouts keep the bytes that the ledger made of them when their group finished, as in a run, and the time
+of that has a line of its own; "objects" are rollouts without. Beside it, for Redis: `redis-benchmark -c 1 -P 1` with
+XADD and a value of the same size if that program (7.0) is on PATH, with the others' part of it in the same round, and
+the same command over a plain socket from Python. Starts a `redis-server` of its own, without persistence.
 
 Prints a Markdown table, medians (ranges) over rounds, and its rows as JSON lines on standard error.
 """
@@ -26,15 +28,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode
+from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode, encode_rollouts
 from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
 
-CAPACITY, TIMEOUT_S = 3, 60.0
-TOPIC = "batches"
+CAPACITY, TIMEOUT_S, GROUP = 3, 60.0, 8
+TOPIC, BARE = "batches", "redis-benchmark, XADD, -c 1 -P 1"
 
 
 def make_batch(num_rollouts: int, num_tokens: int) -> Batch:
-    """A batch as a run makes it, with random tokens, of which a fifth are the prompt's."""
+    """A batch of random tokens, of which a fifth are the prompt's. Its rollouts keep no bytes."""
     chance, start = random.Random(0), num_tokens // 5
     rollouts = []
     for number in range(num_rollouts):
@@ -45,10 +47,30 @@ def make_batch(num_rollouts: int, num_tokens: int) -> Batch:
         name = f"1.{number}"
         rollouts.append(
             Rollout(
-                name, f"task-{number // 8}", name, [sequence], 1.0, "done", completion="word " * (num_tokens - start)
+                name,
+                f"task-{number // GROUP}",
+                name,
+                [sequence],
+                1.0,
+                "done",
+                completion="word " * (num_tokens - start),
             )
         )
     return Batch(1, Version(0, 1, "0" * 32), rollouts)
+
+
+def finish_groups(rollouts, *, keep):
+    """Encodes rollouts as the ledger does when their groups finish."""
+    for start in range(0, len(rollouts), GROUP):
+        encode_rollouts(rollouts[start : start + GROUP], keep=keep)
+
+
+def encoding(batch, num_batches):
+    """Batches a second whose groups are encoded for the ledger, as they are in every run."""
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        finish_groups(batch.rollouts, keep=False)
+    return num_batches / (time.perf_counter() - start)
 
 
 def in_turn(streams, batch, num_batches):
@@ -76,6 +98,8 @@ def put_alone(streams, record, num_batches):
 
 def produce(streams, record, num_batches):
     """The other process."""
+    if isinstance(record, Batch):
+        finish_groups(record.rollouts, keep=True)
     transport = open_transport(streams, TOPIC, type(record), capacity=CAPACITY)
     for _ in range(num_batches):
         transport.put(record, TIMEOUT_S)
@@ -138,6 +162,16 @@ def start_server(program, folder):
     sys.exit(f"{program} did not start")
 
 
+def spread(values, form):
+    """Median and range."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def part_of(others, rates):
+    """What part each rate is of another in the same round."""
+    return spread([rate / other for rate, other in zip(rates, others, strict=True)], ".2f") if others else ""
+
+
 def main():
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,12 +179,14 @@ def main():
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help='what has this in its name, such as "put alone"; and the bare ones')
     beside = Path(sys.executable).parent / "redis-server"
     parser.add_argument("--server", default=shutil.which("redis-server") or str(beside))
     options = parser.parse_args()
     number = options.batches
     batch = make_batch(options.rollouts, options.tokens)
-    value = encode(batch)
+    objects, value = make_batch(options.rollouts, options.tokens), encode(batch)
+    finish_groups(batch.rollouts, keep=True)
     num_bytes = len(value)
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -164,22 +200,26 @@ def main():
                     "redis": RedisStreams(url, "bench", turn),
                 }
                 measures = {f"{name}, in turn": (in_turn, place, batch, number) for name, place in streams.items()}
+                measures["encoded for the ledger"] = (encoding, objects, number)
                 measures["XADD over a plain socket"] = (bare_socket, port, num_bytes, number)
                 if shutil.which("redis-benchmark"):
-                    measures["redis-benchmark, XADD, -c 1 -P 1"] = (redis_benchmark, port, num_bytes, number)
-                for name in ("files", "redis"):
+                    measures[BARE] = (redis_benchmark, port, num_bytes, number)
+                for name in ("redis", "files"):
                     measures[f"{name}, put alone"] = (put_alone, streams[name], batch, number)
+                    measures[f"{name}, put alone, objects"] = (put_alone, streams[name], objects, number)
                     measures[f"{name}, put alone, bytes"] = (put_alone, streams[name], value, number)
                     measures[f"{name}, from process to process"] = (between, streams[name], batch, number)
                     measures[f"{name}, from process to process, bytes"] = (between, streams[name], value, number)
                 for name, (measure, *arguments) in measures.items():
+                    if options.only not in name and measure not in (bare_socket, redis_benchmark):
+                        continue
                     found.setdefault(name, []).append(measure(*arguments))
         finally:
             process.terminate()
             process.wait()
-    print(f"{num_bytes:,} bytes a batch\n\n| what | batches/s |\n|---|---|")
+    print(f"{num_bytes:,} bytes a batch\n\n| what | batches/s | part of redis-benchmark |\n|---|---|---|")
     for name, rates in found.items():
-        print(f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) |")
+        print(f"| {name} | {spread(rates, ',.0f')} | {part_of(found.get(BARE), rates) if 'redis' in name else ''} |")
         print(json.dumps({"what": name, "batches_a_second": rates, "num_bytes": num_bytes}), file=sys.stderr)
 
 

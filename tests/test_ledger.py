@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.records import Rollout, Sequence, VersionSpan
+from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode, encode_kept
 from slipstream.runlog.ledger import FILE, Ledger, balance
 
 SHAPE = {"prompts_per_batch": 2}
@@ -212,3 +212,16 @@ def test_a_file_that_is_no_ledger_and_a_full_disk_are_one_sentence(tmp_path):
 
 def test_a_run_without_a_ledger_has_no_balance(tmp_path):
     assert balance(tmp_path) is None
+
+
+@pytest.mark.parametrize("keep_bytes", [False, True])
+def test_rollouts_are_encoded_once_where_their_batch_needs_bytes(tmp_path, keep_bytes):
+    made, group = ledger(tmp_path, keep_bytes=keep_bytes), rollouts("a", "0.0")
+    made.begin("a")
+    made.finish("a", group)
+    made.close(0)
+    batch = Batch(0, Version(0, 0), group)
+    assert encode_kept(batch) == encode(batch)
+    before, group[0].reward = encode(batch), 0.25
+    assert (encode_kept(batch) == before) is keep_bytes, "what is kept is used"
+    assert ledger(tmp_path, 1).kept("a", 0)[1] == rollouts("a", "0.0")

@@ -1,9 +1,11 @@
 """What crosses a process boundary is refused when another schema wrote it."""
 
+import copy
+
 import msgspec
 import pytest
 
-from slipstream.records import Batch, Rollout, Sequence, Version, decode, encode
+from slipstream.records import Batch, Rollout, Sequence, Version, decode, encode, encode_kept, encode_rollouts
 
 BATCH = Batch(1, Version(0, 1), [Rollout("r", "t", "g", [Sequence([1], [True])], 1.0, "done")])
 
@@ -27,3 +29,16 @@ def test_another_schema_is_refused(change):
     change(batch)
     with pytest.raises(msgspec.ValidationError):
         decode(msgspec.msgpack.encode(batch), Batch)
+
+
+def test_bytes_that_rollouts_keep_are_those_of_encode():
+    rollouts = [Rollout(f"é{n}", "t", "g", [Sequence([n] * n, [True] * n)], n / 3, "done") for n in range(20)]
+    batch = Batch(1, Version(0, 1), [*BATCH.rollouts, *rollouts], draws=[3])
+    bare = encode(batch)
+    assert encode_rollouts(rollouts) == encode_rollouts(rollouts, keep=True) == msgspec.msgpack.encode(rollouts)
+    assert encode(batch) == encode_kept(batch) == bare, "with rollouts that keep theirs, and one that does not"
+    changed = [msgspec.structs.replace(batch.rollouts[-1], reward=7.0), copy.deepcopy(batch.rollouts[-1])]
+    changed[1].reward = 7.0
+    assert decode(encode_kept(Batch(1, Version(0, 1), changed)), Batch).rollouts == changed, "a copy keeps none"
+    batch.draws = [4]
+    assert decode(encode_kept(batch), Batch) == batch

@@ -12,6 +12,7 @@ continues in a new sequence: tokens are never re-made from text.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -231,7 +232,7 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
         return found
 
 
-class Rollout(msgspec.Struct, forbid_unknown_fields=True):
+class Rollout(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """One attempt at one task with its reward: one completion, or one episode of several turns. It has exactly one
     outcome."""
 
@@ -439,10 +440,32 @@ class EngineHealth(msgspec.Struct, frozen=True):
 
 
 RecordT = TypeVar("RecordT")
+_KEPT = "encoded"
+"""Attribute of a rollout that is no field: its bytes."""
 
 
 def encode(record: msgspec.Struct) -> bytes:
     """MessagePack bytes of a record."""
+    return msgspec.msgpack.encode(record)
+
+
+def encode_rollouts(rollouts: Collection[Rollout], *, keep: bool = False) -> bytes:
+    """MessagePack bytes of a list of rollouts. With `keep` each keeps its own for `encode_kept`, and must not be
+    changed until then; a copy does not have them."""
+    encoded = [msgspec.msgpack.encode(rollout) for rollout in rollouts]
+    if keep:
+        for rollout, data in zip(rollouts, encoded, strict=True):
+            vars(rollout)[_KEPT] = data
+    return msgspec.msgpack.encode([msgspec.Raw(data) for data in encoded])
+
+
+def encode_kept(record: Any) -> bytes:
+    """The same bytes as by `encode`. Rollouts of a batch that keep their bytes are not encoded again."""
+    if isinstance(record, Batch):
+        rollouts: list[Any] = [
+            msgspec.Raw(data) if (data := vars(rollout).get(_KEPT)) else rollout for rollout in record.rollouts
+        ]
+        record = msgspec.structs.replace(record, rollouts=rollouts)
     return msgspec.msgpack.encode(record)
 
 

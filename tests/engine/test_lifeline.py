@@ -1,10 +1,16 @@
 """Children that end with their parent: by their standard input, taking their files along, or by the parent's pid."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
+
+from slipstream.runlog import temporary as temporary_folders
+from slipstream.runlog.temporary import make_temporary, note_shared, remove_temporary
 
 CHILD = """
 import sys, time
@@ -48,3 +54,74 @@ def test_a_child_that_follows_its_parent():
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until, "it outlives its parent"
         time.sleep(0.05)
+
+
+SHARING = """
+import multiprocessing, os, sys, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from slipstream.inference.plugin import lifeline
+resource_tracker.register = lambda *_: None
+lifeline.name_shared_memory()
+
+def make(noted):
+    memory = SharedMemory(create=True, size=1 << 20)
+    lock = multiprocessing.get_context("spawn").Lock()
+    open(f"/dev/shm/{noted}", "w").close()
+    lifeline.remove_at_end(f"/dev/shm/{noted}")
+    store = os.path.join(os.environ["TMPDIR"], f"vllm_dist_{noted}")
+    for path in (store, f"/dev/shm/vllm_dist_{noted}-tp:0"):
+        open(path, "w").close()
+    print(memory.name, "sem." + lock._semlock.name[1:], noted, f"vllm_dist_{noted}-tp:0", flush=True)
+    time.sleep(60)
+
+multiprocessing.get_context("fork").Process(target=make, args=(sys.argv[1] + "-child",)).start()
+if len(sys.argv) > 2:
+    lifeline.follow_stdin()
+make(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", ["its owner kills it", "its owner is killed", "the next one is made"])
+def test_what_killed_processes_have_in_shared_memory_goes_with_their_folder(tmp_path, how):
+    folder = make_temporary("engine", tmp_path)
+    name, shared = f"slipstream-test-{folder.name[-8:]}", Path("/dev/shm")
+    foreign = [shared / f"psm_{name}", shared / f"{name}-foreign", shared / f"{name}-again"]
+    command = [sys.executable, "-c", SHARING, name, *(["follow"] if how == "its owner is killed" else [])]
+    environment = {"PYTHONPATH": ":".join(sys.path), "TMPDIR": str(folder)}
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True, env=environment
+    )
+    try:
+        for path in foreign:
+            path.touch()
+        made = [shared / each for _ in range(2) for each in child.stdout.readline().split()]
+        assert len(made) == 8
+        note_shared(folder, str(foreign[2]))
+        (held := foreign[2].with_suffix(".held")).hardlink_to(foreign[2])  # its number is not given again
+        foreign[2].unlink()
+        foreign[2].touch()
+        foreign.append(held)
+        assert all(path.exists() for path in made)
+        if how == "its owner is killed":
+            child.stdin.close()
+        else:
+            os.killpg(child.pid, signal.SIGKILL)
+        assert child.wait(20) == -signal.SIGKILL
+        assert all(path.exists() for path in made) is (how != "its owner is killed")
+        if how == "its owner kills it":
+            remove_temporary(folder)
+        elif how == "the next one is made":
+            os.close(temporary_folders._handles.pop(folder))
+            remove_temporary(make_temporary("engine", tmp_path))
+        assert [path for path in made if path.exists()] == []
+        assert all(path.exists() for path in foreign)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(20)
+        for stream in (child.stdin, child.stdout):
+            stream.close()
+        remove_temporary(folder)
+        for path in foreign:
+            path.unlink(missing_ok=True)

@@ -222,6 +222,49 @@ async def test_without_files_a_dead_engine_waits_for_the_next_version():
         await several.ask("b")
 
 
+@pytest.mark.parametrize("notices", ["a request", "the update"])
+@pytest.mark.parametrize("number", [1, 2])
+async def test_without_files_engines_that_all_die_in_an_update_wait_for_its_repetition(number, notices):
+    several = Several(number)
+    await several.replicas.apply(ticket(1, "broadcast"), 5)
+    for engine in several.engines:
+        engine.is_in_memory_only = True
+    several.hold()
+    asked = several.ask("before", timeout_s=30.0) if notices == "a request" else None
+    await turn()
+    update = asyncio.ensure_future(several.replicas.apply(ticket(2, "broadcast"), 5))
+    await turn()
+    for engine in several.engines:
+        engine.kill()
+    if asked is not None:
+        await asyncio.sleep(0.05)  # it looks again, and has them started
+        assert not asked.done()
+        for engine in several.engines:
+            assert engine.is_alive
+            engine.apply_error = EngineError("no file holds its weights")  # those of the process that died
+    several.let_go()
+    with pytest.raises(EngineError, match="no file holds its weights"):
+        await update
+    for engine in several.engines:
+        engine.apply_error = None
+    during = several.ask("during", timeout_s=30.0)
+    assert not several.replicas.is_up, "the run sees that one died, and repeats"
+    assert await several.replicas.joined() == number
+    assert all(engine.is_blank for engine in several.engines)
+    await turn()
+    assert not during.done()
+    assert not several.replicas.is_up, "they have no weights yet"
+    await several.replicas.apply(ticket(2, "broadcast"), 5)
+    assert several.replicas.is_up
+    for answer in filter(None, (asked, during)):
+        assert [span.version for span in (await answer).versions] == ["0.2"]
+    # Where no update is under way, nobody has them.
+    for engine in several.engines:
+        engine.kill()
+    with pytest.raises(EngineError, match="no file holds its weights"):
+        await several.ask("later")
+
+
 async def test_metrics_are_of_each_engine_and_since_the_last_call():
     several = Several()
     await asyncio.gather(*(several.ask(str(n), str(n)) for n in range(4)))

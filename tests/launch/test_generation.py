@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.errors import EngineError
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.weight_sync import RunHooks
+from slipstream.orchestrator.control.commands import EngineState
 from slipstream.orchestrator.control.handle import LocalCaller
 from slipstream.orchestrator.thread import EventLoopThread
 
@@ -70,3 +72,27 @@ def test_where_nobody_asked_for_it_it_never_sleeps(thread):
     engine = Engine()
     step(hooks_of(thread, engine, "grpo", sleeps=False))
     assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("bridge", "orchestrators", "replicas", "is_up", "expected"),
+    [
+        ("broadcast", 1, 2, False, True),
+        ("broadcast", 2, 1, False, True),
+        ("broadcast", 2, 1, True, False),
+        ("broadcast", 1, 1, False, False),
+        ("disk", 2, 2, False, False),
+    ],
+)
+def test_an_update_is_repeated_where_one_engine_of_several_died(bridge, orchestrators, replicas, is_up, expected):
+    events = []
+    log = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
+    config = SimpleNamespace(
+        weights=SimpleNamespace(bridge=bridge),
+        inference=SimpleNamespace(replicas=replicas),
+        run=SimpleNamespace(orchestrators=orchestrators),
+    )
+    caller = SimpleNamespace(engine_state=lambda settles: EngineState(is_up, True))
+    hooks = RunHooks(SimpleNamespace(config=config, log=log), caller, None)
+    assert hooks.repeats_update(EngineError("it died")) is expected
+    assert events == ([("update_repeated", {"reason": "it died"})] if expected else [])

@@ -237,7 +237,6 @@ class SupervisedEngine:
         async with self._reviving:
             if not self._process.is_alive():
                 await self._start_again(self._process.describe())
-                self._in_memory_by = ""
 
     async def _start_again(self, why: str) -> None:
         if self.num_restarts >= self._max_restarts:

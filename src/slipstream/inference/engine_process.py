@@ -1,8 +1,8 @@
 """`EngineProcess`: the child process of one engine, its start, its end and its log.
 
 Guarantees: `start` returns only when the engine is ready (and its version verified, where one was given), or raises
-with the child's last error; `stop` leaves no process of the engine's group behind; the child ends when this process
-does, however that happens.
+with the child's last error; `stop` leaves no process of the engine's group and no shared memory behind; the child ends
+when this process does, however that happens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.inference.preimport import MODULE, EngineAhead, engine_environme
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 from slipstream.runlog import stacks
-from slipstream.runlog.temporary import remove_temporary
+from slipstream.runlog.temporary import remove_shared, remove_temporary
 from slipstream.weights.model_files import links_to_one_model
 
 _POLL_S = 0.1
@@ -189,6 +189,7 @@ class EngineProcess:
         """As `stop`, from any thread and without an event loop."""
         if self.process is not None:
             self._launcher.end(self.process, timeout_s)
+            remove_shared(self._folder)
 
     def remove_files(self) -> None:
         """Remove the socket's folder; the process can not be started again afterwards."""

@@ -5,7 +5,8 @@ serves them, while it has free places. Guarantees: from the start of an update u
 version no request begins, so that no completion mixes in an older one; an engine whose update failed answers nothing; a
 dead engine's requests are sent to another once it is certain that no answer will come; a dead engine starts again in
 the background on its last verified version, and after too many deaths every call raises. Where no file holds its
-weights (`broadcast`) it stays out of service until the next version, which then comes whole.
+weights (`broadcast`) it stays out of service until the next version, which then comes whole. During an update that is
+so for the last one too: the trainer has the weights, and requests wait until it has repeated the update.
 
 `aside` lends one engine to somebody, on the version that it has: it gets no other requests and no updates. When it is
 given back it takes the versions that it missed, proves the newest, and serves again.
@@ -52,6 +53,8 @@ class _Replica:
     engine: Member
     is_serving: bool = True
     """Whether requests are routed to it; True also for a dead engine until its death is noticed."""
+    is_blank: bool = False
+    """Whether it was started without the weights that it had, and waits for a version."""
     is_aside: bool = False
     """Whether it is lent: no request is routed to it, and it takes no version."""
     missed: list[Ticket] = field(default_factory=list[Ticket])
@@ -132,8 +135,8 @@ class EngineReplicas:
 
     @property
     def is_up(self) -> bool:
-        """See `RunEngine`."""
-        return all(replica.engine.is_up for replica in self._replicas)
+        """See `RunEngine`; False too while one waits for a version after its death."""
+        return all(replica.engine.is_up and not replica.is_blank for replica in self._replicas)
 
     @property
     def is_in_memory_only(self) -> bool:
@@ -206,8 +209,10 @@ class EngineReplicas:
                 replica.is_serving = False
                 self._on_event("replica_lost", replica=replica.number, num_requests=replica.in_flight)
                 others = (other for other in self._replicas if other is not replica)
+                is_updating = not self._settled.is_set()  # then the trainer has them
                 self._start_restart(
-                    replica, others_have_weights=any(other.is_serving and other.engine.is_up for other in others)
+                    replica,
+                    others_have_weights=is_updating or any(each.is_serving and each.engine.is_up for each in others),
                 )
 
     def _start_restart(self, replica: _Replica, *, others_have_weights: bool) -> None:
@@ -218,6 +223,7 @@ class EngineReplicas:
         start without."""
         try:
             if replica.engine.is_in_memory_only and others_have_weights:
+                replica.is_blank = True
                 await replica.engine.replace()
             else:
                 await replica.engine.revive()
@@ -284,6 +290,7 @@ class EngineReplicas:
                 for replica, is_proved in zip(taking, proved, strict=True):
                     replica.is_serving = is_proved
                     if is_proved:
+                        replica.is_blank = False
                         replica.missed.clear()
                 self._homes.clear()
                 if has_ended or ticket.bridge != "broadcast":  # a broken collective is repeated: requests wait

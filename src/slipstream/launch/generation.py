@@ -245,6 +245,7 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
         orchestrator=context.orchestrator,
         saved_step=saved_step,
         later=asyncio.get_running_loop().call_later,
+        keep_bytes=config.run.streams != "memory",
     )
 
 

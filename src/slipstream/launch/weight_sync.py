@@ -12,7 +12,7 @@ from slipstream.config.traits import (
     apply_timeout_s,
     engine_workers,
     keeps_copy,
-    num_replicas,
+    num_engines,
     publishes_adapter,
     update_phase,
 )
@@ -94,10 +94,10 @@ class RunHooks(TrainerHooks):
         self._sleep_wake.wake()
 
     def repeats_update(self, error: SlipstreamError) -> bool:
-        """Whether a version whose update failed with `error` is published once more: where one engine of several died
-        in a broadcast, which those that are left cannot finish. The whole version then goes over a new process
-        group."""
-        if self._config.weights.bridge != "broadcast" or num_replicas(self._config) == 1:
+        """Whether a version whose update failed with `error` is published once more: where one engine of several, of
+        one or several orchestrators, died in a broadcast, which those that are left cannot finish. The whole version
+        then goes over a new process group."""
+        if self._config.weights.bridge != "broadcast" or num_engines(self._config) == 1:
             return False
         has_died = not self._caller.engine_state(settles=True).is_up
         if has_died:

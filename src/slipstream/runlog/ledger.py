@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.records import Rollout
+from slipstream.records import Rollout, encode_rollouts
 from slipstream.runlog.files import cannot_write
 
 FILE = "ledger.sqlite"
@@ -90,13 +90,15 @@ class Ledger:
         saved_step: Callable[[], int] = lambda: 0,
         orchestrator: int = 0,
         later: Callable[[float, Callable[[], None]], object] | None = None,
+        keep_bytes: bool = False,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
         on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
-        `later` calls a function in so many seconds, in the thread that writes; without it all is written at once."""
+        `later` calls a function in so many seconds, in the thread that writes; without it all is written at once.
+        `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch."""
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
-        self._later = later
+        self._later, self._keep_bytes = later, keep_bytes
         self._unwritten: list[tuple[str, tuple[object, ...]]] = []
         """Statements with their values, for the next transaction."""
         self._path = path = _path_of(folder, orchestrator)
@@ -144,13 +146,14 @@ class Ledger:
         """All rollouts of a group have ended."""
         steps = [_step_of(s.version) for rollout in rollouts for q in rollout.sequences for s in q.versions]
         tokens = sum(rollout.num_sampled for rollout in rollouts)
+        data = encode_rollouts(rollouts, keep=self._keep_bytes)
         oldest, newest = min(steps, default=self._first), max(steps, default=self._first)
         self._write_soon(
             (
                 "UPDATE groups SET state = 'ready', oldest = ?, newest = ?, tokens = ? WHERE id = ? AND lineage = ?",
                 (oldest, newest, tokens, group, self._lineage),
             ),
-            ("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, msgspec.msgpack.encode(rollouts))),
+            ("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, data)),
         )
 
     def drop(self, group: str, reason: str) -> None:

@@ -2,6 +2,10 @@
 
 Each temporary folder holds a lock that the operating system releases when the process ends. Child processes do not
 inherit it. Each start removes the folders of dead processes.
+
+A folder stands for shared memory too, which stays when all processes that have it are killed. It is removed with the
+folder: what is named after it (`named_after`), what processes noted in it (`note_shared`), and what vLLM's CPU workers
+name after the file in it by which they meet.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
+PREFIX = "slipstream-"
+"""Of a temporary folder's name."""
+_SHARED = Path("/dev/shm")
+_NOTES = "shared"
 _OWNER = "owner.lock"
 _PRIVATE = 0o700
 _handles: dict[Path, int] = {}
@@ -24,7 +32,7 @@ def make_temporary(kind: str, where: Path | None = None) -> Path:
     """Creates a folder `slipstream-<kind>-...` for this user only, in the temporary folder or in `where`."""
     parent = Path(tempfile.gettempdir()) if where is None else where
     remove_left(parent)
-    folder = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent))
     new = folder / f".{_OWNER}"
     handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -34,7 +42,8 @@ def make_temporary(kind: str, where: Path | None = None) -> Path:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes the folder and its contents."""
+    """Removes the folder, its contents and its shared memory."""
+    remove_shared(folder)
     shutil.rmtree(folder, ignore_errors=True)
     handle = _handles.pop(folder, None)
     if handle is not None:
@@ -54,15 +63,42 @@ def temporary(kind: str, where: Path | None = None) -> Generator[Path]:
 def remove_left(parent: Path | None = None) -> None:
     """Removes this user's folders whose processes are dead; skips what cannot be checked or removed."""
     parent = parent or Path(tempfile.gettempdir())
-    for path in parent.glob(f"slipstream-*/{_OWNER}"):
+    for path in parent.glob(f"{PREFIX}*/{_OWNER}"):
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(handle).st_uid == os.geteuid():
+                    remove_shared(path.parent)
                     shutil.rmtree(path.parent, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+def named_after(folder: Path) -> tuple[str, str]:
+    """How names of shared memory begin, and those of semaphores, that are removed with a temporary folder."""
+    return f"psm_{folder.name}_", f"{folder.name}-"
+
+
+def note_shared(folder: Path, path: str) -> None:
+    """Note a file in shared memory that has another name, to be removed with a temporary folder."""
+    with contextlib.suppress(OSError), (folder / _NOTES).open("a") as notes:
+        notes.write(f"{os.stat(path).st_ino} {path}\n")
+
+
+def remove_shared(folder: Path) -> None:
+    """Removes the shared memory of a temporary folder, of processes that have ended or are about to."""
+    memory, semaphore = named_after(folder)
+    begin = (memory, f"sem.{semaphore}", *(f"{file.name}-" for file in folder.glob("vllm_dist_*")))
+    with contextlib.suppress(OSError):
+        for path in [path for path in _SHARED.iterdir() if path.name.startswith(begin)]:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for line in (folder / _NOTES).read_text().splitlines():
+            number, _, name = line.partition(" ")
+            with contextlib.suppress(OSError, ValueError):
+                if os.stat(name).st_ino == int(number):  # no later file of that name
+                    os.unlink(name)
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:

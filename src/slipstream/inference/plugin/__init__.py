@@ -13,7 +13,8 @@ ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 
 
 def register() -> None:
-    """Apply the patches, end this process with its parent, and answer for its stacks; called by vLLM."""
+    """Apply the patches, end this process with its parent, name its shared memory, and answer for its stacks; called by
+    vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         return
     from slipstream.inference.plugin import lifeline, start_marks
@@ -21,6 +22,7 @@ def register() -> None:
     from slipstream.runlog import stacks
 
     stacks.register()
+    lifeline.name_shared_memory()
     patch_table.apply_all()
     start_marks.follow_executor()
     lifeline.follow_parent()

@@ -1,15 +1,22 @@
-"""Ends a child process with its parent: by polling the parent's pid, or when standard input closes."""
+"""Ends a child process with its parent: by polling the parent's pid, or when standard input closes. What it would
+leave in shared memory belongs to its temporary folder, whose owner removes it where the child itself was killed."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import queue
+import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from slipstream.runlog.temporary import PREFIX, named_after, note_shared, remove_shared
 
 _POLL_S = 0.5
 _PIPE_BYTES = 1 << 16
@@ -62,11 +69,34 @@ def follow_stdin() -> Callable[[], bytes]:
 def remove_at_end(path: str) -> None:
     """Have `path` removed when this process ends, also by `follow_stdin`."""
     _to_remove.add(path)
+    if folder := _own_folder():
+        note_shared(folder, path)
+
+
+def name_shared_memory() -> None:
+    """Have what `multiprocessing` makes in shared memory, here and in children, named after this process's temporary
+    folder, where it has one of its own."""
+    if not (folder := _own_folder()):
+        return
+    memory, semaphore = named_after(folder)
+    if hasattr(shared_memory, "_make_filename"):
+        setattr(shared_memory, "_make_filename", lambda: f"/{memory}{secrets.token_hex(8)}")  # noqa: B010
+    config = getattr(multiprocessing.current_process(), "_config", {})
+    if "semprefix" in config:  # it adds a dash itself
+        config["semprefix"] = f"/{semaphore.removesuffix('-')}"
+
+
+def _own_folder() -> Path | None:
+    """The temporary folder that whoever started this process made for it."""
+    folder = Path(os.environ.get("TMPDIR", ""))
+    return folder if folder.name.startswith(PREFIX) else None
 
 
 def remove_files() -> None:
-    """Remove them now."""
+    """Remove them now, and all shared memory of this process's folder."""
     for path in _to_remove:
         with contextlib.suppress(OSError):
             os.unlink(path)
     _to_remove.clear()
+    if folder := _own_folder():
+        remove_shared(folder)

@@ -63,6 +63,7 @@ def main() -> None:
     order = lifeline.follow_stdin()
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
+    lifeline.name_shared_memory()
     os.environ[patch_table.VARIABLE] = settings.patches
     if settings.fp32_residual:
         os.environ[patch_table.FP32_RESIDUAL] = "1"
