@@ -185,7 +185,7 @@ def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch,
     expected = attend()
     flash3.enable(heads, key_heads, size)
     for ours, theirs in zip(attend(), expected, strict=True):
-        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.01
+        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.02
 
 
 if __name__ == "__main__":
