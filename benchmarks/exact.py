@@ -109,6 +109,8 @@ def killed(options: argparse.Namespace, file: Path, run: Path) -> None:
     process = start(options, file, run)
     while process.poll() is None and len(list(read_metrics(run)) if run.exists() else ()) <= options.steps // 2:
         time.sleep(0.05)
+    if process.poll() is not None:
+        raise SystemExit(f"the run ended before it could be killed: {process.communicate()[0][-3000:]}")
     process.kill()
     process.wait()
     finish(start(options, file, run, "--resume"))

@@ -46,10 +46,13 @@ def test_under_sft_the_longest_conversation_decides_the_rotary_factors():
         ({"rope_scaling": None}, 0),
     ],
 )
-def test_the_original_context_is_read(rotary, original, tmp_path):
+def test_the_original_context_and_the_rotary_kind_are_read(rotary, original, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | rotary))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")  # or they are counted in the network
-    assert read_model(str(tmp_path)).original_context == original
+    found = read_model(str(tmp_path))
+    assert found.original_context == original
+    kinds = ("su", "longrope", "yarn")
+    assert found.rotary == next((kind for kind in kinds if f'"{kind}"' in json.dumps(rotary)), "default")
 
 
 EXPERTS = {

@@ -164,7 +164,7 @@ def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
     assert plan({"model.dtype": "float16"}).config.model.dtype == "float16"
 
 
-H100 = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, "architecture": "Qwen3ForCausalLM"}
+H100 = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, "architecture": "Qwen3ForCausalLM", "head_dim": 64}
 
 
 def test_exact_decides_what_it_needs():
@@ -181,6 +181,8 @@ def test_exact_is_refused_where_it_was_not_tried():
     assert refusal({"run.exact": True}, **H100 | {"architecture": ""}).endswith(
         "a model with code of its own: remove it"
     )
+    assert "not of 96, for which the engine's kernel" in refusal({"run.exact": True}, **H100 | {"head_dim": 96})
+    assert "and this model has llama3: remove it" in refusal({"run.exact": True}, **H100 | {"rotary": "llama3"})
 
 
 @pytest.mark.parametrize(
@@ -188,19 +190,21 @@ def test_exact_is_refused_where_it_was_not_tried():
     [
         (
             {"model.dtype": "float16"},
-            "model.dtype = float16 is not among what run.exact = true computes exactly: use bfloat16",
+            'model.dtype = "float16" is not among what run.exact = true computes exactly: use "bfloat16"',
         ),
-        ({"model.fp32_head": False}, "model.fp32_head = False is not among"),
+        ({"model.fp32_head": False}, "model.fp32_head = false is not among .* use true"),
+        ({"algorithm.old_policy": "engine"}, 'true compares them: use "trainer"'),
         ({"sampling.temperature": 0.7}, "sampling.temperature = 0.7 is not among what .* use 1.0"),
         ({"sampling.top_p": 0.9}, "sampling.top_p = 0.9"),
         ({"training.staleness": 1}, "training.staleness = 1"),
         ({"training.ranks": 2}, "training.ranks = 2"),
-        ({"training.compile": True}, "training.compile = True .* use false"),
+        ({"training.compile": True}, "training.compile = true .* use false"),
         (
             {"inference.options": {"attention_backend": "TRITON_ATTN"}},
             "inference.options.attention_backend changes what",
         ),
-        ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, "without teacher and critic only"),
+        ({"inference.options": {"speculative-config": {}}}, "inference.options.speculative-config changes what"),
+        ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, 'critic only, not under algorithm.kind = "ppo"'),
         ({"lora": LoraConfig()}, "a LoRA adapter's products differ in the engine"),
     ],
 )

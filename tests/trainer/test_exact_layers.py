@@ -12,7 +12,10 @@ import torch
 import transformers
 from torch.nn.functional import silu
 
-from slipstream.exact import operations
+from slipstream.errors import ConfigError
+from slipstream.exact import flash3, operations
+from slipstream.trainer.attention import flash4
+from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.exact_layers import make_exact
 from slipstream.trainer.model.policy import PolicyModel
@@ -125,10 +128,10 @@ def test_a_row_does_not_depend_on_the_others(width):
     assert torch.equal(operations.norm(total, weight, EPSILON)[0], whole[0]), "the trainer adds before"
 
 
-def small_model(folder, kind):
+def small_model(folder, kind, **settings):
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **shape, **heads)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **shape, **heads, **settings)
     network = getattr(transformers, f"{kind}ForCausalLM")(config)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -166,6 +169,40 @@ def test_a_compiled_network_computes_the_same(tmp_path):
     theirs = dict(plain.network.named_parameters())
     for name, mine in compiled.network.named_parameters():
         torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_scaled_rotary_embeddings_are_refused(tmp_path):
+    rotary = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    network = PolicyModel.load(small_model(tmp_path, "Llama", rope_parameters=rotary)).network
+    with pytest.raises(ConfigError, match="plain rotary embeddings only, not linear"):
+        make_exact(network)
+
+
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9")
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (4, 4, 64), (12, 2, 128)])
+def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch, heads, key_heads, size):
+    monkeypatch.setattr(flash3, "_state", {})
+    monkeypatch.setattr(flash4, "ENABLED", False)
+    torch.manual_seed(0)
+    layout = segment_layout([200, 1, 70, 300, 17], "cuda", [None, 0, 0, None, 3])
+    inputs = [
+        torch.randn(sum(layout.lengths), each, size, device="cuda").bfloat16() for each in [heads, *[key_heads] * 2]
+    ]
+    pulled = torch.randn_like(inputs[0])
+
+    def attend():
+        given = [each.clone().requires_grad_() for each in inputs]
+        output, _ = torch.ops.slipstream.ragged_attention(*given, layout.layout_id, size**-0.5, 0)
+        return output.detach(), *torch.autograd.grad(output, given, pulled)
+
+    expected = attend()
+    flash3.enable(heads, key_heads, size)
+    for ours, theirs in zip(attend(), expected, strict=True):
+        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.02
 
 
 if __name__ == "__main__":

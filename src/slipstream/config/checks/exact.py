@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream.config.schema import RunConfig
+from slipstream.config.parse.messages import show
+from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import uses_critic
 
 _NEEDED = {
@@ -26,19 +27,30 @@ _NEEDED = {
     "run.orchestrators": (1,),
 }
 """Keys, and the values that they may have."""
-_OPTIONS = ("attention_backend", "compilation_config", "hf_overrides", "quantization", "kv_cache_dtype")
+_OPTIONS = (
+    *("attention_backend", "attention_config", "compilation_config", "disable_cascade_attn", "hf_overrides"),
+    *("kv_cache_dtype", "model_impl", "quantization", "speculative_config"),
+)
 
 
 def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """See `checks.contradictions`."""
     if not config.run.exact:
         return
-    kind = config.algorithm.kind
-    if kind == "sft" or kind == "distill" or config.teacher is not None or uses_critic(config):
+    algorithm = config.algorithm
+    if algorithm.kind in ("sft", "distill") or config.teacher is not None or uses_critic(config):
+        has_teacher = config.teacher is not None and algorithm.kind != "distill"
+        found = "with [teacher]" if has_teacher else f'under algorithm.kind = "{algorithm.kind}"'
         yield (
             "run.exact",
             "run.exact = true makes the log-probabilities of reinforcement learning exact, and was tried without "
-            f'teacher and critic only, not under algorithm.kind = "{kind}": remove it',
+            f"teacher and critic only, not {found}: remove it",
+        )
+    if isinstance(algorithm, RLConfig) and algorithm.old_policy == "engine":
+        yield (
+            "algorithm.old_policy",
+            "algorithm.old_policy = \"engine\" takes the engine's log-probabilities for the trainer's, and run.exact = "
+            'true compares them: use "trainer"',
         )
     if config.lora is not None:
         yield (
@@ -49,8 +61,11 @@ def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         section, name = path.split(".")
         value = getattr(getattr(config, section), name)
         if value not in allowed:
-            right = str(allowed[-1]).lower() if isinstance(allowed[-1], bool) else allowed[-1]
-            yield path, f"{path} = {value} is not among what run.exact = true computes exactly: use {right}"
-    for name in _OPTIONS:
-        if name in config.inference.options:
-            yield "inference.options", f"inference.options.{name} changes what run.exact = true depends on: remove it"
+            yield (
+                path,
+                f"{path} = {show(value)} is not among what run.exact = true computes exactly: use {show(allowed[-1])}",
+            )
+    for name in config.inference.options:
+        if name.replace("-", "_") in _OPTIONS:
+            path = f"inference.options.{name}"
+            yield path, f"{path} changes what run.exact = true depends on: remove it"

@@ -57,6 +57,9 @@ EXACT = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures whose layers `trainer/model/exact_layers.py` knows."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
 """Mean differences of log-probabilities: pretrained models had up to 0.001, 0.003 and 0.04 (BENCHMARKS.md)."""
+EXACT_HEADS = (64, 128)
+"""Sizes of heads for which FlashAttention 3 takes the same blocks of keys with a paged KV cache, the engine's, and
+without, the trainer's. For 65 to 96 and 129 to 192 it takes others, and for the rest nothing was tried."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
 """At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
 ten times that of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are those that
@@ -215,6 +218,16 @@ def _plan_exact(builder: PlanBuilder) -> None:
         raise ConfigError(
             f"run.exact = true was tried for {', '.join(sorted(EXACT))}, not for "
             f"{found or 'a model with code of its own'}: remove it"
+        )
+    model = builder.facts.model
+    if model.head_dim not in EXACT_HEADS:
+        raise ConfigError(
+            f"run.exact = true was tried with attention heads of 64 and 128 numbers, not of {model.head_dim}, for "
+            "which the engine's kernel can round elsewhere than the trainer's: remove it"
+        )
+    if model.rotary != "default":
+        raise ConfigError(
+            f"run.exact = true knows plain rotary embeddings only, and this model has {model.rotary}: remove it"
         )
     reason = "run.exact: kernels that a compiler fuses round elsewhere"
     builder.derive_auto("training.compile", False, reason)

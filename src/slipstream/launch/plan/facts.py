@@ -32,6 +32,8 @@ class ModelFacts:
     """Of the parameters, those of an image tower, which is not trained."""
     original_context: int = 0
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
+    rotary: str = "default"
+    """How the frequencies of its rotary embedding are scaled, as its configuration names it (`llama3`, `yarn`)."""
     scores: Literal["", "plain", "capped"] = ""
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     architecture: str = ""

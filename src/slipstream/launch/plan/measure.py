@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -275,6 +275,7 @@ def _model_facts(
         dtype=str(dtype).removeprefix("torch."),
         num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
         original_context=_original_context(shape),
+        rotary=_rotary(shape),
         architecture="" if values.get("auto_map") else next(iter(values.get("architectures") or ()), ""),
     )
     if num_parameters is not None:
@@ -285,11 +286,23 @@ def _model_facts(
     return dataclasses.replace(facts, num_parameters=sum(each.numel() for each in network.parameters()))
 
 
-def _original_context(shape: Mapping[str, Any]) -> int:
-    """See `ModelFacts`; `rope_scaling` is what older config files call it, and `su` the kind."""
+def _rotary_parts(shape: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The parameters of rotary embeddings, or of each layer type's, with their kind; `rope_scaling` is what older
+    config files call them."""
     given = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     for part in (given, *given.values()):
-        if isinstance(part, Mapping) and part.get("rope_type", part.get("type")) in ("longrope", "su"):
+        if isinstance(part, Mapping) and (kind := part.get("rope_type", part.get("type"))):
+            yield str(kind), part
+
+
+def _rotary(shape: Mapping[str, Any]) -> str:
+    return next((kind for kind, _ in _rotary_parts(shape) if kind != "default"), "default")
+
+
+def _original_context(shape: Mapping[str, Any]) -> int:
+    """See `ModelFacts`; `su` is what older config files call the kind."""
+    for kind, part in _rotary_parts(shape):
+        if kind in ("longrope", "su"):
             return int(_first({**shape, **part}, ("original_max_position_embeddings", "max_position_embeddings")) or 0)
     return 0
 

@@ -5,8 +5,8 @@ product with the bias added afterwards; attention always takes the kernels for m
 those of a prefill; log-probabilities come from the trainer's kernel, on float32 logits at temperature 1.
 
 Changed: `RMSNorm.forward`, `SiluAndMul.forward`, `RotaryEmbedding.forward`, `UnquantizedLinearMethod.apply`,
-`flash_attn_varlen_func` of the FlashAttention backend, `compute_logprobs` and `gather_logprobs` of `Sampler`,
-`compute_topk_scores` of the second sampler.
+`flash_attn_varlen_func` of the FlashAttention backend, `__init__`, `compute_logprobs` and `gather_logprobs` of
+`Sampler`, `compute_topk_scores` of the second sampler.
 """
 
 from __future__ import annotations
@@ -71,32 +71,45 @@ def _with_rows(least: int) -> Callable[[Any], Any]:
 
 def _log_probabilities() -> None:
     from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.sample.sampler import Sampler
 
     from slipstream.algo import logprobs_triton
 
-    sampler: Any = Sampler
-    compute, plain_gather = sampler.compute_logprobs, sampler.gather_logprobs
+    def of(logits: Tensor, ids: Tensor) -> Tensor:
+        # Rows without the padding that vLLM adds to a vocabulary: what is known of their distance decides in which
+        # order the kernel adds up.
+        return logprobs_triton.forward(logits.contiguous(), ids, 1.0)[0][:, None]
 
-    def gather(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        if num_logprobs:
-            return plain_gather(compute(logits), num_logprobs, token_ids)
-        found = logprobs_triton.forward(logits, token_ids, 1.0)[0]
-        return LogprobsTensors(token_ids.unsqueeze(-1).int(), found[:, None], token_ids.new_zeros(len(token_ids)))
+    def returns_logits(plain: Any) -> Any:
+        def start(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            if self.logprobs_mode == "processed_logprobs":
+                self.topk_topp_sampler.logprobs_mode = "processed_logits"
 
-    sampler.compute_logprobs = staticmethod(lambda logits: logits)  # pyright: ignore[reportUnknownLambdaType]
-    sampler.gather_logprobs = staticmethod(gather)
+        return start
 
-    def wrap(plain: Any) -> Any:
+    def gather(plain: Any) -> Any:
+        def gathered(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+            if num_logprobs:
+                return plain(logits.float().log_softmax(-1), num_logprobs, token_ids)
+            ranks = token_ids.new_zeros(len(token_ids))
+            return LogprobsTensors(token_ids.unsqueeze(-1).int(), of(logits, token_ids), ranks)
+
+        return staticmethod(gathered)
+
+    def second(plain: Any) -> Any:
         def scores(logits: Tensor, num_logprobs: int, ids: Tensor, cu_num_logits: Any = None, **kwargs: Any) -> Any:
             if num_logprobs or kwargs.get("max_per_req_token_ids") or kwargs.get("logits_mode"):
                 return plain(logits, num_logprobs, ids, cu_num_logits, **kwargs)
-            found = logprobs_triton.forward(logits, ids, 1.0)[0]
-            return LogprobsTensors(ids.unsqueeze(-1), found[:, None], ids.new_zeros(len(ids)), cu_num_logits)
+            return LogprobsTensors(ids.unsqueeze(-1), of(logits, ids), ids.new_zeros(len(ids)), cu_num_logits)
 
         return scores
 
-    _replace("vllm.v1.worker.gpu.sample.sampler", "", "compute_topk_scores", wrap)
+    # The first sampler hands on logits wherever it hands on log-probabilities, until they are gathered.
+    first = "vllm.v1.sample.sampler"
+    _replace(first, "Sampler", "__init__", returns_logits)
+    _replace(first, "Sampler", "compute_logprobs", lambda _: staticmethod(lambda logits: logits))  # pyright: ignore[reportUnknownLambdaType]
+    _replace(first, "Sampler", "gather_logprobs", gather)
+    _replace("vllm.v1.worker.gpu.sample.sampler", "", "compute_topk_scores", second)
 
 
 def _replace(module: str, owner: str, name: str, make: Callable[[Any], Any]) -> None:

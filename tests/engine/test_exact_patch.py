@@ -1,0 +1,63 @@
+"""The patch of `run.exact`: it finds what it changes in the installed vLLM, and both samplers hand on the trainer's
+log-probabilities of the logits themselves."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample import sampler as second
+
+from slipstream.algo import logprobs_triton
+from slipstream.inference.plugin.patches import exact
+from slipstream.inference.plugin.patches.patch_table import EXACT, Absent, NotNeeded
+
+from .test_sampled_logprobs import metadata
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """vLLM with the patch, until the test ends. The kernel of log-probabilities gives the logits that it gets."""
+
+    def given(logits, ids, temperature):
+        assert (logits.is_contiguous(), temperature) == (True, 1.0)
+        return (logits.gather(-1, ids.long()[:, None])[:, 0],)
+
+    monkeypatch.setenv(EXACT, "1")
+    monkeypatch.setattr(exact, "setattr", monkeypatch.setattr, raising=False)
+    monkeypatch.setattr(logprobs_triton, "forward", given)
+    # vLLM for CPUs lacks it.
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", lambda **given: given, raising=False)
+    exact.share_operations()
+
+
+def test_attention_takes_the_kernels_for_many_queries(patched):
+    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=1, causal=True) == {"max_seqlen_q": 128, "causal": True}
+    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=500) == {"max_seqlen_q": 500}
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_the_first_sampler_normalizes_once(patched, mode):
+    logits = torch.randn(5, 211) * 3 + 7
+    found = Sampler(mode)(logits.clone(), metadata(5, seeds=True))
+    drawn = found.sampled_token_ids.long()
+    assert torch.equal(found.logprobs_tensors.logprobs, logits.gather(-1, drawn))
+
+
+def test_the_second_sampler_takes_the_kernel_too(patched):
+    logits, ids = torch.randn(5, 256)[:, :211], torch.arange(5)  # vLLM pads vocabularies to multiples of 64
+    assert torch.equal(second.compute_topk_scores(logits, 0, ids).logprobs[:, 0], logits[range(5), range(5)])
+
+
+def test_a_vllm_that_lacks_a_part_is_told(monkeypatch):
+    monkeypatch.delenv(EXACT, raising=False)
+    with pytest.raises(NotNeeded):
+        exact.share_operations()
+    with pytest.raises(Absent, match=r"Sampler\.other"):
+        exact._replace("vllm.v1.sample.sampler", "Sampler", "other", lambda plain: plain)
