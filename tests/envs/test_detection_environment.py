@@ -16,6 +16,8 @@ GOOD = {"images": ["a.png"], "objects": [{"desc": "cat", "bbox_2d": [10, 20, 300
 def environment(tmp_path):
     """Of rows, with an image of 64 x 48 pixels beside them."""
     Image.new("RGB", (64, 48), "white").save(tmp_path / "a.png")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "a.png").read_bytes()[:-30])
+    (tmp_path / "words.png").write_text("no picture")
 
     def make(*rows, **settings):
         path = tmp_path / "rows.jsonl"
@@ -109,6 +111,21 @@ def test_the_reward_is_f1_without_repair(environment, said, reward):
         ({"height": "48"}, "height is '48'"),
         ({"prompt": 3}, "prompt is 3: give a text"),
         ({"boxes": []}, "has the key 'boxes', which nothing reads"),
+        ({"images": ["torn.png"]}, "cannot be decoded"),
+        ({"images": ["words.png"]}, "in no known format of images"),
+        ({"images": ["https://a.org/b.png"]}, "lies on a network"),
+        ({"prompt": "<image> or <image>?"}, "images holds 1 images, and the messages have 2 places"),
+        ({"objects": [None]}, "object 1 is None"),
+        ({"objects": [{"desc": "", "bbox_2d": [1, 2, 3, 4]}]}, "give a text that is not empty"),
+        ({"objects": [{"desc": 7, "bbox_2d": [1, 2, 3, 4]}]}, "desc is 7"),
+        ({"objects": [{"desc": "cat, dog", "bbox_2d": [1, 2, 3, 4]}]}, "reword it"),
+        ({"objects": [{"desc": "<|im_end|>", "bbox_2d": [1, 2, 3, 4]}]}, "contains '<|'"),
+        ({"objects": [{"desc": "cat", "bbox_2d": "1234"}]}, "give 4 values"),
+        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, True]}]}, "no bin"),
+        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, None]}]}, "no bin"),
+        ({"objects": [{"desc": "cat", "bbox_2d": ["<|coord_1|>", 2, 3, "<|coord_1000|>"]}]}, "no bin"),
+        ({"objects": [{"desc": "cat", "bbox_2d": [1, 9, 3, 4]}]}, "wrong order"),
+        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4], "poly": [1, 2, 3, 4, 5, 6]}]}, "exactly one of"),
     ],
 )
 def test_a_broken_row_is_one_sentence_with_its_file_and_number(environment, change, sentence):

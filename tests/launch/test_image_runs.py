@@ -1,12 +1,16 @@
 """Runs whose data have images, as they are prepared: what the plan says of them, and what is refused."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 from PIL import Image
 
 from slipstream.config.parse.load import load_config
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch import make_plan
+from slipstream.launch.plan.summary import trainer_bytes
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import identity_of
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
@@ -73,8 +77,37 @@ def test_images_can_be_bounded(run):
 
 
 def test_a_trained_tower_takes_memory(run):
-    assert run().facts.model.num_frozen > 0
-    assert run("--model.train_tower", "true").facts.model.num_frozen == 0
+    frozen, trained = run(), run("--model.train_tower", "true")
+    assert frozen.facts.model.num_frozen == frozen.facts.model.num_tower > 0
+    assert trained.facts.model.num_frozen == 0
+    first, second = (next(n for n in each.plan.notes if n.name.endswith("vision tower")) for each in (frozen, trained))
+    assert first.how.startswith("frozen: weights 0.00 GiB, features of images 0.00 GiB, activations 0.00 GiB for 112 ")
+    assert second.how.startswith("trained: weights 0.00 GiB, masters, moments and gradients 0.00 GiB, features of ")
+    assert frozen.facts.tower == dataclasses.replace(trained.facts.tower, is_trained=False)
+    assert (trained.facts.tower.total_tokens, trained.facts.tower.image_tokens) == (28, 24)
+    sizes = [trainer_bytes(each.plan.config, each.facts) for each in (frozen, trained)]
+    assert sizes[1] - sizes[0] > 16 * trained.facts.model.num_tower, "masters, moments, gradients and activations"
+
+
+def test_a_tower_that_takes_more_than_there_is_for_a_row_is_told(run):
+    prepared = run("--model.train_tower", "true")
+    large = dataclasses.replace(prepared.facts.tower, total_tokens=10**6, image_tokens=16_000, row_tokens=16_000)
+    facts = dataclasses.replace(prepared.facts, tower=large, memory_bytes=4 << 30)
+    (warning,) = (each for each in make_plan(prepared.loaded.config, facts).warnings if "tower" in each)
+    assert re.match(
+        r"the vision tower takes \d\.\d\d GiB for 64,000 patches of images at once, more than an eighth of the memory "
+        r"\(0\.50 GiB\): lower model\.max_pixels, or model\.train_tower = false",
+        warning,
+    )
+    with pytest.raises(ConfigError, match=r"the run needs about .*: lower model\.max_pixels"):
+        make_plan(prepared.loaded.config, dataclasses.replace(facts, memory_bytes=1 << 29))
+
+
+def test_without_images_there_is_no_tower_to_tell_of(run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    prepared = run()
+    assert prepared.facts.tower is None
+    assert not [note for note in prepared.plan.notes if "tower" in note.name]
 
 
 def test_another_picture_is_another_training_set_and_another_place_is_not(run, tmp_path, model):

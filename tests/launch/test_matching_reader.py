@@ -122,6 +122,14 @@ def test_what_failed_is_dropped_and_counted(detector):
     assert batch.rollouts[0].task_id == "1"
 
 
+def test_fewer_rollouts_than_tasks_end_the_run(detector):
+    reader, _ = reader_of(detector, found(detector), pattern=("B",))
+    made = reader.roll_out
+    reader.roll_out = lambda *given, **named: made(*given, **named)[:1]
+    with pytest.raises(TrainingError, match="1 rollouts of 2 tasks came at step 0"):
+        reader.take(0)
+
+
 @pytest.mark.parametrize("limit", [{}, {"max_invalid": 0.5}])
 def test_a_run_of_invalid_rollouts_ends_with_examples(detector, limit):
     ids = detector.tokenizer.plain_tokens("nothing of the kind")

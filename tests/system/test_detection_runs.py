@@ -3,10 +3,12 @@
 import json
 import os
 import runpy
+import time
 from pathlib import Path
 
 import pytest
 
+from slipstream.errors import EngineError
 from slipstream.runlog import read_events, read_exit, read_metrics
 from tests.engine.architectures import ARCHITECTURES
 
@@ -82,6 +84,25 @@ def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
     assert code == 0, err
     more = [row for row in read_metrics(folder) if "stage2/channel_a" in row][6:]
     assert [row["stage2/channel_b"] for row in more] == [0, 0, 1]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(command, draws, sees, tmp_path):
+    folder = tmp_path / "killed"
+    pattern = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
+    none = ("--run.max_restarts", "0", "--inference.max_restarts", "0")
+    run = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *pattern, *none, steps=10_000))
+    run.until(lambda: (folder / "metrics.jsonl").is_file() and len(read_metrics(folder)) > 2)
+    (engine,) = run.engines()
+    engine.kill()
+    killed = time.monotonic()
+    code, _, err = run.wait(120)
+    assert time.monotonic() - killed < 90
+    assert code == EngineError.exit_code, err
+    assert read_exit(folder).status == "failed"
+    assert "Traceback" not in err
+    assert run.left_behind() == []
 
 
 def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tmp_path):

@@ -1,14 +1,20 @@
-"""A model that reads images, trained on text with real vLLM: every update proves decoder and tower."""
+"""A model that reads images, in runs with real vLLM, trained on text and, tower included, on images: every update
+proves decoder and tower."""
 
 import os
+import runpy
 
 import pytest
 from safetensors.torch import load_file
 
 from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.model_files import read_model_folder
 from tests.engine.architectures import ARCHITECTURES
 
 from .test_real_runs import COIN
+from .test_vision_examples import EXAMPLES
 
 pytestmark = pytest.mark.engine
 
@@ -47,3 +53,42 @@ def test_grpo(how, command, run_file, images, tmp_path):
     assert (weights / "processor_config.json").is_file()
     for name, tensor in before.items():
         assert tensor.equal(after[name]) == ("visual" in name), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("bridge", "delta"),
+    [
+        ("restart", False),
+        ("disk", False),
+        ("disk", True),
+        ("broadcast", False),
+        ("broadcast", True),
+        ("single_copy", False),
+    ],
+)
+def test_a_trained_tower_reaches_the_engine(bridge, delta, command, images, tmp_path):
+    """The engine's last fingerprints are those of the checkpoint's files, whose tower has moved."""
+    model = new_vision_model(tmp_path / "new", hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
+    runpy.run_path(str(EXAMPLES / "rectangles.py"))["write"](tmp_path / "rows", 40)
+    folder = tmp_path / "run"
+    where = ("--model.path", model, "--data.path", tmp_path / "rows/rows.jsonl", "--run.folder", folder)
+    size = ("--training.steps", "2", "--training.prompts_per_batch", "8", "--training.warmup_steps", "0")
+    # In bfloat16 such a step changes few elements, so that a delta is worth sending.
+    small = ("--model.dtype", "bfloat16", "--training.learning_rate", "2e-5", "--training.schedule", "constant")
+    often = ("--evaluation.num_tasks", "8", "--evaluation.every", "1")
+    how = ("--weights.bridge", bridge, *(("--weights.delta", "true") if delta else ()))
+    code, _, err = command("sft", EXAMPLES / "sft.toml", *where, *size, *small, *often, *how).wait(400)
+    assert code == 0, err
+    assert read_exit(folder).status == "finished"
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 1, 2]
+    applied = [event for event in read_events(folder) if event["kind"] == "apply"]
+    assert len({event["digest"] for event in applied}) == 3
+    assert (applied[-1]["num_bytes"] < applied[0]["num_bytes"]) == delta
+    weights = folder / "checkpoints/step-000002/weights"
+    assert applied[-1]["digest"] == digest(describe(read_model_folder(weights)))
+    before, after = (load_file(path / "model.safetensors") for path in (model, weights))
+    for name, tensor in before.items():
+        if tensor.ndim > 1:
+            assert not after[name].equal(tensor.bfloat16()), name

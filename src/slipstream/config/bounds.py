@@ -11,6 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 GIB = 1 << 30
 """Bytes of one unit of a setting named `..._gib`."""
+KEPT_FEATURES = 1 << 30
+"""Bytes of images' features that the trainer keeps between steps; a 4B model has 20 MB for an image of 1,000 tokens."""
+TOWER_PATCHES = 16_384
+"""Patches that a vision tower computes at once, but at least one image."""
 
 
 class Section(BaseModel):

@@ -40,7 +40,7 @@ from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
-from slipstream.launch.preflight.images import check_images
+from slipstream.launch.preflight.images import check_images, image_tokens
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.turns import check_turns
@@ -142,9 +142,8 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
     facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
     context, is_sft = facts_of_model.context_length, config.algorithm.kind == "sft"
-    generates = not is_sft or rolls_out(config)
-    asked_tasks = {"train": train_tasks, "eval": eval_tasks} if generates else {"eval": eval_tasks}
-    fitting = _fitting(asked_tasks, tokenizer, config, facts_of_model, environment, dropped)
+    rolled_out = {"train": train_tasks} if not is_sft or rolls_out(config) else {}
+    fitting = _fitting(rolled_out | {"eval": eval_tasks}, tokenizer, config, facts_of_model, environment, dropped)
     train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
@@ -181,6 +180,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         num_requested_tasks=requested,
         thinks=tokenizer.has_thinking_switch,
         tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
+        images=image_tokens(tokenizer, trained_on),
     )
     plan = make_plan(config, facts)
     for _, sentence in mixture_problems(plan.config):  # what is derived may be less than a part asks for

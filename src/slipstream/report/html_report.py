@@ -12,6 +12,7 @@ from slipstream.report.headline import headline, identity
 from slipstream.report.markup import Child, Html, details, h, join
 from slipstream.report.plot import NUM_COLORS
 from slipstream.report.rollouts import rollouts
+from slipstream.report.scenes import scenes
 from slipstream.report.sections import (
     before_and_after,
     comparison,
@@ -65,6 +66,7 @@ def _single(record: RunRecord) -> Html:
     sections: list[tuple[str, Html | None]] = [
         learning,
         ("Held-out figures", validation(record)),
+        ("Boxes", scenes(record)),
         ("Rollouts", rollouts(record)),
         *others,
         ("Who waited for whom", timeline(record)),
@@ -120,6 +122,7 @@ def _rest(record: RunRecord) -> Html:
         h("p", state(record.summary)),
         _alarm(record),
         details("Held-out figures", figures) if (figures := validation(record)) else None,
+        details("Boxes", drawn) if (drawn := scenes(record)) else None,
         details("Rollouts", rollouts(record)),
         details("Who waited for whom", timeline(record)),
         details("Start-up", begun) if (begun := startup(record)) else None,

@@ -39,6 +39,7 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
         **({"turn_rewards": rollout.turn_rewards} if rollout.turn_rewards else {}),
         **({"num_turns": rollout.num_turns} if rollout.num_turns > 1 else {}),
         **({"turns": [_turn_of(message) for message in rollout.turns]} if rollout.turns else {}),
+        **({"images": images} if (images := _images_of(rollout)) else {}),
         "version": version,
         "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
     }
@@ -47,6 +48,22 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
 def _turn_of(message: Message) -> dict[str, Any]:
     calls = {"tool_calls": list(message.tool_calls)} if message.tool_calls else {}
     return {"role": message.role, "content": message.content, **calls}
+
+
+def _images_of(rollout: Rollout) -> list[dict[str, Any]]:
+    """The images that a rollout saw, in their order. The bytes of a `data:` URI are left out: every sample would have
+    them again."""
+    found = {media.sha256: media for sequence in rollout.sequences for media in sequence.media}
+    return [
+        {
+            **({} if media.uri.startswith("data:") else {"uri": media.uri}),
+            "sha256": media.sha256,
+            "width": media.width,
+            "height": media.height,
+        }
+        for media in found.values()
+        if media.kind == "image"
+    ]
 
 
 def sample_id(rollout_id: str, step: int) -> str:

@@ -36,6 +36,12 @@ class NoSignal(Enum):
         "no completion ended before the limit, and truncated ones are not trained on,",
         "raise sampling.max_tokens, or set algorithm.train_on_truncated = true",
     )
+    NOTHING_KEPT = (
+        "no rollout could be trained on",
+        "look at dropped/too_long and the other counts of dropped/ in metrics.jsonl: lower sampling.max_tokens, or use "
+        "a model with a longer context",
+    )
+    """Rollout matching alone has batches like this."""
     ALL_CLIPPED = (
         "importance sampling and clipping left no token a gradient",
         "look at mismatch/kl and mismatch/abs_logprob_diff, and raise algorithm.importance_cap or make fewer updates",
@@ -82,7 +88,7 @@ class BatchTrainer:
             return self._train_rl(batch, algorithm)
         steps = self.step_batches(batch)
         if not steps:
-            return BatchResult({}, no_signal=NoSignal.ALL_TRUNCATED)
+            return BatchResult({}, no_signal=NoSignal.NOTHING_KEPT)
         metrics, num_skipped = self.optimizer_steps(list(enumerate(steps)), batch.step)
         if num_skipped:
             metrics["train/skipped_updates"] = float(num_skipped)

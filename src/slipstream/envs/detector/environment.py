@@ -11,7 +11,6 @@ without repair. Every row is checked before a run starts, and named with its fil
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any, cast
 from slipstream.data.images.parts import COLUMNS, with_images
 from slipstream.data.readers import Row, held_out_split, read_rows
 from slipstream.detection.answer import answer_text
-from slipstream.detection.coordinates import LITERALS, NUM_BINS, AnswerTokens
 from slipstream.detection.figures import counts_of
 from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import in_reading_order, true_objects
-from slipstream.detection.parser import parse
+from slipstream.detection.text_tokens import parsed_text
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
 from slipstream.envs.detector import NAME
 from slipstream.envs.split import split_of
@@ -82,7 +80,7 @@ class Detection(Environment):
 
     def score(self, task: Task, completion: str) -> Score:
         """F1 of the objects in the answer, with its counts; 0 for a broken one."""
-        answer = parse(_TOKENS.encode(completion), _TOKENS)
+        answer = parsed_text(completion)
         truths = true_objects(task.info["objects"], task.id)
         matching = match([each.value for each in answer.objects], truths, MatchSettings())
         counts = counts_of(answer, matching)
@@ -162,22 +160,3 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if "path" not in given:
         raise ConfigError(f"environment.settings.path is missing: {NAME} needs the path of a file or folder of rows")
     return dict(cast("dict[str, Any]", given))
-
-
-_LITERAL = re.compile("|".join(map(re.escape, sorted(LITERALS, key=len, reverse=True))).encode())
-_BYTES = 256
-
-
-def _encode(text: str) -> list[int]:
-    """A token for each byte, and one for each coordinate."""
-    found: list[int] = []
-    data, end = text.encode(errors="replace"), 0
-    for each in _LITERAL.finditer(data):
-        found += [*data[end : each.start()], _BYTES + LITERALS.index(each[0].decode())]
-        end = each.end()
-    return [*found, *data[end:]]
-
-
-_PIECES = [bytes([byte]) for byte in range(_BYTES)] + [text.encode() for text in LITERALS] + [b"<|im_end|>"]
-_TOKENS = AnswerTokens(_encode, _PIECES.__getitem__, tuple(range(_BYTES, _BYTES + NUM_BINS)), _BYTES + NUM_BINS)
-"""For texts without a tokenizer."""

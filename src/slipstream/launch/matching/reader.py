@@ -59,6 +59,8 @@ class MatchingReader:
         begun = time.monotonic()
         rollouts = self.roll_out(step, items, seed=seed, temperature=self._config.temperature)
         generated_s = time.monotonic() - begun
+        if len(rollouts) != len(items):
+            raise TrainingError(f"{len(rollouts)} rollouts of {len(items)} tasks came at step {step}: report this")
         self.on_rollouts(step, rollouts)
         usable = [place for place, rollout in enumerate(rollouts) if rollout.outcome in TRAINABLE_OUTCOMES]
         begun = time.monotonic()

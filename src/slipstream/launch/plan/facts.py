@@ -28,8 +28,10 @@ class ModelFacts:
     """Whether the output head is the embedding."""
     num_experts: int = 0
     """In a layer; 0 for a dense model."""
+    num_tower: int = 0
+    """Of the parameters, those of an image tower."""
     num_frozen: int = 0
-    """Of the parameters, those of an image tower, which is not trained."""
+    """The same where it is not trained."""
     original_context: int = 0
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
     rotary: str = "default"
@@ -48,8 +50,35 @@ class ModelFacts:
 
     @property
     def num_decoding(self) -> int:
-        """Parameters of the decoder, without an image tower."""
+        """Parameters that can be trained: without an image tower that is not."""
         return self.num_parameters - self.num_frozen
+
+
+@dataclass(frozen=True)
+class TowerFacts:
+    """The vision tower of a run whose training data have images, and these images."""
+
+    model_type: str
+    is_trained: bool
+    num_parameters: int
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_elements: int
+    """Numbers of a patch, before it is embedded."""
+    merged: int
+    """Patches that become a token."""
+    token_outputs: int
+    """Numbers that it gives for a token, those for the decoder's first layers included."""
+    num_added: int
+    """Layers whose outputs it gives beside its own (DeepStack)."""
+    total_tokens: int
+    """Of all images, each counted once."""
+    image_tokens: int
+    """Of the largest one."""
+    row_tokens: int
+    """Most in a conversation or prompt, all its images together."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +186,8 @@ class Facts:
     """None where no vLLM is installed."""
     tools: ToolFacts | None = None
     """None if the environment has no tools."""
+    tower: TowerFacts | None = None
+    """None without images in the training data."""
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
     disk: DiskFacts | None = None

@@ -16,7 +16,7 @@ from slipstream.config import RunConfig
 from slipstream.config.sft import TrainOn
 from slipstream.config.traits import rolls_out
 from slipstream.errors import ConfigError, first_line
-from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts
+from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
 from slipstream.launch.plan.machine import measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.memory.last_run import last_run_memory
 from slipstream.launch.plan.vllm_version import read_engine
@@ -73,12 +73,13 @@ def gather_facts(
     num_requested_tasks: int | None = None,
     thinks: bool = False,
     tools: ToolFacts | None = None,
+    images: Sequence[Sequence[tuple[str, int]]] = (),
 ) -> Facts:
     """Measure the machine, the model at `config.model.path` and the tasks.
 
     `lengths` and `eval_lengths` are the tokens of SFT's conversations and of the held-out ones. `thinks`: see
-    `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is filled in.
-    Raises ConfigError when the model cannot be read.
+    `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is filled in. `images`: see
+    `measure_tower`. Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
     trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
@@ -101,6 +102,7 @@ def gather_facts(
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
         tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),
+        tower=measure_tower(config, model, images),
         teacher=read_teacher(config),
         disk=measure_disk(config.run.folder),
         shortages=shortages,
@@ -195,15 +197,49 @@ def _num_bytes(turns: Sequence[Message]) -> int:
 
 
 def read_trained_model(path: str, *, trust_remote_code: bool = False, with_tower: bool = False) -> ModelFacts:
-    """The same as `read_model`, and how much of it is an image tower that is not trained; none of it `with_tower`."""
+    """The same as `read_model`, and how much of it is an image tower; without `with_tower` it is not trained."""
     facts = read_model(path, trust_remote_code=trust_remote_code)
-    if with_tower or _config_values(path, trust_remote_code).get("vision_config") is None:
+    if _config_values(path, trust_remote_code).get("vision_config") is None:
         return facts
     from slipstream.trainer.model.vision_towers import blank_network, frozen_parameters
 
     network = blank_network(path, trust_remote_code=trust_remote_code)
-    num_frozen = sum(parameter.numel() for parameter in frozen_parameters(network))
-    return dataclasses.replace(facts, num_frozen=num_frozen)
+    num_tower = sum(parameter.numel() for parameter in frozen_parameters(network))
+    return dataclasses.replace(facts, num_tower=num_tower, num_frozen=0 if with_tower else num_tower)
+
+
+def measure_tower(
+    config: RunConfig, model: ModelFacts, images: Sequence[Sequence[tuple[str, int]]]
+) -> TowerFacts | None:
+    """The vision tower, for `images`: of each conversation or prompt the digest of every image and its tokens. None
+    without any, and for models that read none."""
+    tokens = {digest: size for row in images for digest, size in row}
+    values = _config_values(config.model.path, config.model.trust_remote_code).get("vision_config")
+    if not tokens or values is None:
+        return None
+    from transformers import AutoConfig
+
+    whole: Any = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    vision = whole.vision_config
+    is_first = whole.model_type == "qwen2_vl"
+    hidden = vision.embed_dim if is_first else vision.hidden_size
+    num_added = len(getattr(vision, "deepstack_visual_indexes", ()))
+    return TowerFacts(
+        model_type=whole.model_type,
+        is_trained=config.model.train_tower,
+        num_parameters=model.num_tower,
+        depth=vision.depth,
+        hidden_size=hidden,
+        intermediate_size=int(hidden * vision.mlp_ratio) if is_first else vision.intermediate_size,
+        num_heads=vision.num_heads,
+        patch_elements=3 * vision.temporal_patch_size * vision.patch_size**2,
+        merged=vision.spatial_merge_size**2,
+        token_outputs=(vision.hidden_size if is_first else vision.out_hidden_size) * (1 + num_added),
+        num_added=num_added,
+        total_tokens=sum(tokens.values()),
+        image_tokens=max(tokens.values()),
+        row_tokens=max(sum(size for _, size in row) for row in images),
+    )
 
 
 def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:

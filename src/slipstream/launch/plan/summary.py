@@ -21,12 +21,15 @@ from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.memory.gpu_shares import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.plan.memory.sizes import (
+    BYTES_OF,
     GIB,
     gib,
+    optimizer_bytes,
     paged_bytes,
     weights_bytes,
 )
 from slipstream.launch.plan.memory.teacher import planned_teacher
+from slipstream.launch.plan.memory.tower import feature_bytes, patches_at_once, tower_bytes
 from slipstream.launch.plan.memory.trainer import RowMemory, model_state, row_memory
 
 LEAST_UNREACHED = 0.01
@@ -147,6 +150,7 @@ def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     if (ranks := config.training.ranks) > 1:
         how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
     yield _memory_note("memory of the trainer", trainer, how)
+    yield from _tower_notes(config, facts)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"
         if engine_workers(config) > 1:
@@ -160,6 +164,25 @@ def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
             f"{teacher.max_model_len} tokens, {gib(teacher.reserve)} for logits and contexts; {teacher.where}"
         )
         yield Note("memory of the teacher", round(teacher.total / GIB, 2), "GiB", how)
+
+
+def _tower_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
+    """What a vision tower takes of the trainer's memory, in GiB."""
+    if (tower := facts.tower) is None:
+        return
+    dtype, optimizer = config.model.dtype, config.training.optimizer
+    weights = tower.num_parameters * BYTES_OF[dtype]
+    states = optimizer_bytes(optimizer, tower.num_parameters, None) if tower.is_trained else 0
+    features = feature_bytes(tower, dtype, config.training.prompts_per_batch)
+    working = tower_bytes(tower, dtype)
+    kept = f"trained: weights {gib(weights)}, masters, moments and gradients {gib(states)}"
+    if not tower.is_trained:
+        kept = f"frozen: weights {gib(weights)}"
+    how = (
+        f"{kept}, features of images {gib(features)}, activations {gib(working)} for {patches_at_once(tower):,} "
+        "patches at once (model.max_pixels bounds those of an image), while no row has any; part of the trainer's"
+    )
+    yield Note("memory of the vision tower", round((weights + states + features + working) / GIB, 2), "GiB", how)
 
 
 def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bool) -> None:
@@ -301,6 +324,9 @@ def _settings_to_lower(config: PlannedConfig, facts: Facts, needed: int) -> list
     if isinstance(config.algorithm, RLConfig):
         longest = config.inference.max_model_len
     found: list[str] = []
+    tower = tower_bytes(facts.tower, config.model.dtype) if facts.tower is not None else 0
+    if 2 * tower > needed:
+        return ["model.max_pixels"]
     if 2 * trainer.working > needed:
         found += [f"training.micro_batch_tokens = {row}"] * (row > longest)
         found += [f"training.ranks = {config.training.ranks}"] * (config.training.ranks > 1 and not facts.num_gpus)

@@ -42,6 +42,14 @@ def check_images(
     return [Note("images", len(images), "", f"{min(tokens)} to {max(tokens)} tokens each; {bounds}")]
 
 
+def image_tokens(tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]) -> list[list[tuple[str, int]]]:
+    """Of each conversation or prompt with images their digests and tokens."""
+    found = [[image for message in talk for image in message.media] for talk in conversations]
+    return [
+        [(image.sha256, _num_tokens(tokenizer.images.grid_of(image))) for image in images] for images in found if images
+    ]
+
+
 def _num_tokens(grid: tuple[int, int, int]) -> int:
     frames, rows, columns = grid
     return frames * rows * columns

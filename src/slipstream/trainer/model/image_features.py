@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.config.bounds import KEPT_FEATURES, TOWER_PATCHES
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.errors import TrainingError
 from slipstream.records import Media
 from slipstream.trainer.attention.row_images import RowImage
 
-MOST_BYTES = 1 << 30
-"""Of kept features; a 4B model has 20 MB for an image of 1,000 tokens."""
-_MOST_PATCHES = 16_384
-"""Patches that the tower reads at once, but at least one image."""
+MOST_BYTES = KEPT_FEATURES
+_MOST_PATCHES = TOWER_PATCHES
 
 
 @dataclass

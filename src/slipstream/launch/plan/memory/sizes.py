@@ -84,7 +84,8 @@ def _vocabulary_parameters(model: ModelFacts) -> int:
 
 
 def _layer_parameters(model: ModelFacts) -> int:
-    return max(0, model.num_decoding - _vocabulary_parameters(model)) // model.num_layers
+    tower = max(model.num_tower, model.num_frozen)
+    return max(0, model.num_parameters - tower - _vocabulary_parameters(model)) // model.num_layers
 
 
 def activation_bytes_per_token(

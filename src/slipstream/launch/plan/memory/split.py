@@ -6,6 +6,7 @@ The sizes are computed in `sizes.py` and `trainer.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig, with_values
@@ -32,6 +33,7 @@ from slipstream.launch.plan.memory.sizes import (
     round_up,
     weights_bytes,
 )
+from slipstream.launch.plan.memory.tower import patches_at_once
 from slipstream.launch.plan.memory.trainer import ACTIVATION_MARGIN, RowMemory, row_memory, training_state
 from slipstream.launch.plan.placement import teacher_bytes
 from slipstream.launch.recovery.shortages import fewer_sequences, fewer_tokens, must_compute_again
@@ -262,6 +264,7 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
         budget = _activation_budget(builder, builder.config())
         source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"
     rows = _plan_checkpointing(builder, longest, budget, source)
+    builder.warnings += _tower_warnings(builder.facts, rows, budget, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if builder.on_cpu else MAX_MICRO_BATCH_TOKENS
     fitting = rows.fitting(budget, most)
     if fitting >= longest:
@@ -273,6 +276,16 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
             builder.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
     value, why = fewer_tokens(builder.facts.shortages, value, longest)
     builder.derive_auto("training.micro_batch_tokens", value, why or reason)
+
+
+def _tower_warnings(facts: Facts, rows: RowMemory, budget: float, source: str) -> Iterator[str]:
+    """A vision tower that takes more memory while it computes than there is for a row."""
+    if facts.tower is not None and rows.tower > rows.margin * budget:
+        remedy = ", or model.train_tower = false" if facts.tower.is_trained else ""
+        yield (
+            f"the vision tower takes {gib(rows.tower)} for {patches_at_once(facts.tower):,} patches of images at once, "
+            f"more than {source} ({gib(rows.margin * budget)}): lower model.max_pixels{remedy}"
+        )
 
 
 def _plan_reshard(builder: PlanBuilder, longest: int) -> None:
@@ -317,13 +330,14 @@ def _plan_checkpointing(builder: PlanBuilder, longest: int, budget: float, sourc
         return row_memory(config, builder.facts, checkpointing=checkpointing)
 
     whole, selective = rows(False), rows("selective")
-    fits = whole.needed(tokens) <= budget
+    room = whole.margin * budget
+    fits = whole.each * tokens <= room
     reason = f"{tokens} tokens at {whole.each / 1024:.3g} KiB {'fit' if fits else 'do not fit'} into {source} "
-    reason += f"({gib(whole.margin * budget)})"
+    reason += f"({gib(room)})"
     choice: Any = not fits
     if training.offload_activations:
         choice, reason = True, "training.offload_activations moves the inputs of layers that are computed again"
-    elif not fits and not builder["training.compile"] and selective.needed(tokens) <= budget:
+    elif not fits and not builder["training.compile"] and selective.each * tokens <= room:
         choice = "selective"
         reason += f", at {selective.each / 1024:.3g} they do"
     if choice is not True and (why := must_compute_again(builder.facts.shortages, _least_row(builder))):

@@ -14,6 +14,7 @@ from slipstream.launch.plan.memory.sizes import (
     training_state_bytes,
     weights_bytes,
 )
+from slipstream.launch.plan.memory.tower import feature_bytes, tower_bytes
 
 ACTIVATION_MARGIN = 0.6
 """Fraction of the memory left for activations that is planned with: the estimate has no workspaces or fragmentation."""
@@ -28,6 +29,9 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     state = model_state(config, dtype, facts, with_reference=_has_reference(config))
     state += model_state(config, dtype, facts) if uses_critic(config) else 0
     state -= _shared_bytes(config, dtype, facts.model)
+    if facts.tower is not None:
+        features = feature_bytes(facts.tower, dtype, config.training.prompts_per_batch)
+        state += features * (2 if uses_critic(config) else 1)
     if (ranks := config.training.ranks) == 1:
         return copy + state
     num_kept = None
@@ -78,13 +82,15 @@ class RowMemory:
     """Of what the trainer keeps between steps."""
     margin: float = 1.0
     """Fraction of the memory left for activations that is planned with."""
+    tower: int = 0
+    """Of a vision tower while it computes, which is before a row or after all of them."""
 
     def num_bytes(self, tokens: int) -> int:
-        """Of a row of `tokens` tokens."""
-        return self.each * tokens
+        """Of a row of `tokens` tokens, or of the tower, if that is more."""
+        return max(self.each * tokens, self.tower)
 
     def needed(self, tokens: int) -> float:
-        """Memory that must be left for such a row."""
+        """Memory that must be left for it."""
         return self.num_bytes(tokens) / self.margin
 
     def fitting(self, budget: float, most: int) -> int:
@@ -114,4 +120,5 @@ def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMem
         longest=_longest(config, facts),
         fp32_residual=config.model.fp32_residual is True,
     )
-    return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0)
+    tower = tower_bytes(facts.tower, dtype) if facts.tower is not None else 0
+    return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0, tower)

@@ -1,0 +1,160 @@
+"""What the plan counts of a vision tower is what torch's allocator sees: activations by patches, features, states."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from slipstream.config import RunConfig
+from slipstream.data.images.processor import ImageProcessor
+from slipstream.launch.plan.measure import measure_tower, read_trained_model
+from slipstream.launch.plan.memory.sizes import BYTES_OF, optimizer_bytes
+from slipstream.launch.plan.memory.tower import block_elements, feature_bytes, patches_at_once, tower_bytes
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch
+from tests.launch.test_memory import most_bytes
+from tests.trainer.test_image_rows import FAMILIES, picture, save, sequence, sequences
+from tests.trainer.test_vision_towers import MODELS
+
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """By family and depth of the tower. Its vectors are wide, so that little else counts."""
+    made = {}
+
+    def folder_of(family, depth=2):
+        if (family, depth) not in made:
+            kind, own, tower, tokens = MODELS[family]
+            wide = {"embed_dim": 128} if family == "qwen2-vl" else {"hidden_size": 128, "intermediate_size": 320}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(MODELS, family, (kind, own, tower | wide | {"depth": depth}, tokens))
+                made[family, depth] = save(tmp_path_factory.mktemp("models") / family, family)
+        return made[family, depth]
+
+    return folder_of
+
+
+def facts_of(folder, batch, dtype="float32", *, trained=True):
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": dtype, "train_tower": trained},
+            "data": {"path": "none"},
+            "algorithm": {"kind": "sft"},
+            "training": {"steps": 1},
+        }
+    )
+    images = [[(media.sha256, media.num_tokens) for media in sequence.media] for sequence in batch if sequence.media]
+    return measure_tower(config, read_trained_model(str(folder), with_tower=trained), images)
+
+
+def images_of(batch):
+    return list({media.sha256: media for sequence in batch for media in sequence.media}.values())
+
+
+def many(folder):
+    """So many patches that parameters are few beside what is made of them."""
+    processor = ImageProcessor(folder)
+    return [sequence(processor, [picture(64, 64, seed), 3], 1) for seed in range(10)]
+
+
+def kept(work):
+    """What is allocated more after `work`, whose result is kept, than before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = work()
+    assert result is not None
+    return sum(event.self_cpu_memory_usage for event in profiler.events())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_keeps_what_is_planned(family, dtype, folders):
+    """The difference that two more blocks make for a patch."""
+    sizes, planned = {}, {}
+    for depth in (2, 4):
+        folder = folders(family, depth)
+        batch = sequences(folder)
+        tower, images = facts_of(folder, batch, dtype), images_of(batch)
+        model = PolicyModel.load(folder, dtype, train_tower=True)
+        model.images._read(images)  # tables are made
+        sizes[depth] = kept(lambda model=model, images=images: model.images._read(images))
+        planned[depth] = tower_bytes(tower, dtype)
+        assert tower.depth == depth
+    num_patches = patches_at_once(tower)
+    assert planned[4] - planned[2] == 2 * num_patches * BYTES_OF[dtype] * block_elements(tower, dtype)
+    assert 0.97 * (planned[4] - planned[2]) <= sizes[4] - sizes[2] <= 1.03 * (planned[4] - planned[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_tower_takes_at_most_what_is_planned(family, dtype, folders):
+    folder = folders(family, 4)
+    batch = many(folder)
+    tower, images = facts_of(folder, batch, dtype), images_of(batch)
+    model = PolicyModel.load(folder, dtype, train_tower=True)
+
+    def both_passes():
+        found = model.images._read(images)
+        torch.autograd.grad([part.sum() for each in found for part in each.parts], list(tower_parameters(model)))
+
+    both_passes()
+    gradients = sum(parameter.nbytes for parameter in tower_parameters(model))
+    assert gradients < 0.1 * tower_bytes(tower, dtype)
+    assert 0.7 * tower_bytes(tower, dtype) <= most_bytes(both_passes) <= tower_bytes(tower, dtype) + gradients
+
+
+def tower_parameters(model):
+    return (parameter for name, parameter in model.network.named_parameters() if "visual" in name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_takes_a_block_at_a_time(family, dtype, folders):
+    folder = folders(family, 4)
+    batch = many(folder)
+    tower = facts_of(folder, batch, dtype, trained=False)
+    model, images = PolicyModel.load(folder, dtype), images_of(batch)
+    with torch.no_grad():
+        model.images._read(images)
+        taken = most_bytes(lambda: model.images._read(images))
+    assert 0.35 * tower_bytes(tower, dtype) <= taken <= tower_bytes(tower, dtype)
+    assert tower_bytes(tower, dtype) < 0.5 * tower_bytes(dataclasses.replace(tower, is_trained=True), dtype)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_and_states_are_those_that_are_there(family, trained, folders):
+    folder = folders(family)
+    batch = sequences(folder)
+    tower = facts_of(folder, batch, trained=trained)
+    model = PolicyModel.load(folder, train_tower=trained)
+    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)
+    sizes = []
+    model.images.backward = lambda: sizes.append(
+        sum(part.nbytes * (1 + (part.grad is not None)) for each in model.images._kept.values() for part in each.parts)
+    )
+    learner.forward_backward(StepBatch(batch), SFTObjective())
+    assert sizes == [feature_bytes(tower, "float32", len(batch))]
+    masters = learner.optimizer.masters()
+    known = read_trained_model(str(folder), with_tower=trained)
+    assert known.num_decoding == sum(master.numel() for master in masters.values())
+    of_tower = sum(master.numel() for name, master in masters.items() if "visual" in name)
+    assert tower.num_parameters == known.num_tower == sum(parameter.numel() for parameter in tower_parameters(model))
+    assert of_tower == (tower.num_parameters if trained else 0)
+    assert optimizer_bytes("adamw", of_tower, None) == 16 * of_tower
+
+
+def test_large_images_and_many(folders):
+    tower = facts_of(folders("qwen2-vl"), sequences(folders("qwen2-vl")))
+    many = dataclasses.replace(tower, total_tokens=10**6, image_tokens=1000, row_tokens=2000)
+    assert patches_at_once(many) == 16_384
+    assert patches_at_once(dataclasses.replace(many, image_tokens=16_000)) == 64_000
+    each = tower.token_outputs * 4
+    assert feature_bytes(many, "float32", 8) == 2 * each * 16_000, "of a step"
+    frozen = dataclasses.replace(many, is_trained=False, total_tokens=10**9)
+    assert feature_bytes(frozen, "float32", 8) == 1 << 30
