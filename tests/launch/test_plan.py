@@ -164,7 +164,13 @@ def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
     assert plan({"model.dtype": "float16"}).config.model.dtype == "float16"
 
 
-H100 = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, "architecture": "Qwen3ForCausalLM", "head_dim": 64}
+H100 = {
+    "num_gpus": 1,
+    "gpu_memory_bytes": 80 * GIB,
+    "architecture": "Qwen3ForCausalLM",
+    "head_dim": 64,
+    "vocab_size": 128,
+}
 
 
 def test_exact_decides_what_it_needs():
@@ -182,6 +188,7 @@ def test_exact_is_refused_where_it_was_not_tried():
         "a model with code of its own: remove it"
     )
     assert "not of 96, for which the engine's kernel" in refusal({"run.exact": True}, **H100 | {"head_dim": 96})
+    assert "and this model has 130: remove it" in refusal({"run.exact": True}, **H100 | {"vocab_size": 130})
     assert "and this model has llama3: remove it" in refusal({"run.exact": True}, **H100 | {"rotary": "llama3"})
 
 
@@ -198,6 +205,7 @@ def test_exact_is_refused_where_it_was_not_tried():
         ({"sampling.top_p": 0.9}, "sampling.top_p = 0.9"),
         ({"training.staleness": 1}, "training.staleness = 1"),
         ({"training.ranks": 2}, "training.ranks = 2"),
+        ({"training.optimizer": "adamw_8bit"}, "training.optimizer = .* is not among"),
         ({"training.compile": True}, "training.compile = true .* use false"),
         (
             {"inference.options": {"attention_backend": "TRITON_ATTN"}},

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "crashes.py"
 @pytest.mark.engine
 @pytest.mark.full
 @pytest.mark.real_start
+@pytest.mark.timeout(1300)
 def test_ten_kills_at_random_moments():
     """Five processes: supervisor, trainer, orchestrator, engine and Redis, killed twice each."""
     command = [sys.executable, str(SCRIPT), "--runs", "2", "--faults", "5", "--seed", "1"]

@@ -21,6 +21,7 @@ _NEEDED = {
     "training.order": ("auto", "data"),
     "training.packing": (True,),
     "training.compile": ("auto", False),
+    "training.optimizer": ("adamw_bf16", "muon", "adamw"),
     "training.ranks": (1,),
     "inference.tensor_parallel_size": (1,),
     "inference.enforce_eager": ("auto", False),

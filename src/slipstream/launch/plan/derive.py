@@ -55,6 +55,8 @@ CLOSER = {
 on both sides."""
 EXACT = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures whose layers `trainer/model/exact_layers.py` knows."""
+ENGINE_VOCABULARY = 64
+"""vLLM pads vocabularies to a multiple of it."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
 """Mean differences of log-probabilities: pretrained models had up to 0.001, 0.003 and 0.04 (BENCHMARKS.md)."""
 EXACT_HEADS = (64, 128)
@@ -224,6 +226,11 @@ def _plan_exact(builder: PlanBuilder) -> None:
         raise ConfigError(
             f"run.exact = true was tried with attention heads of 64 and 128 numbers, not of {model.head_dim}, for "
             "which the engine's kernel can round elsewhere than the trainer's: remove it"
+        )
+    if model.vocab_size % ENGINE_VOCABULARY:
+        raise ConfigError(
+            f"run.exact = true was tried with vocabularies of a multiple of {ENGINE_VOCABULARY} tokens, which the engine "
+            f"does not pad, and this model has {model.vocab_size}: remove it"
         )
     if model.rotary != "default":
         raise ConfigError(
