@@ -229,8 +229,8 @@ def _plan_exact(builder: PlanBuilder) -> None:
         )
     if model.vocab_size % ENGINE_VOCABULARY:
         raise ConfigError(
-            f"run.exact = true was tried with vocabularies of a multiple of {ENGINE_VOCABULARY} tokens, which the engine "
-            f"does not pad, and this model has {model.vocab_size}: remove it"
+            f"run.exact = true was tried with vocabularies of a multiple of {ENGINE_VOCABULARY} tokens, which the "
+            f"engine does not pad, and this model has {model.vocab_size}: remove it"
         )
     if model.rotary != "default":
         raise ConfigError(
