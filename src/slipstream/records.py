@@ -196,6 +196,32 @@ class DetectionTarget(msgspec.Struct, frozen=True):
     """Whether it begins with a rollout (channel B)."""
 
 
+class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
+    """Of a mixture of experts, those that the engine's routers chose for the first tokens of a sequence."""
+
+    data: bytes
+    """Ids, little-endian: token by token, in each layer by layer. A layer without experts has zeros."""
+    num_layers: int
+    per_token: int
+    """Experts of one token in one layer."""
+    width: Literal[1, 2] = 1
+    """Bytes of an id."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's ids."""
+        return self.num_layers * self.per_token * self.width
+
+    def __len__(self) -> int:
+        return len(self.data) // max(1, self.token_bytes)
+
+    def followed_by(self, later: ExpertChoices | None) -> ExpertChoices:
+        """These, and for the tokens after them those of a `later` turn, which has the same tokens before them."""
+        if later is None or later.token_bytes != self.token_bytes or len(later) <= len(self):
+            return self
+        return msgspec.structs.replace(self, data=self.data + later.data[len(self.data) :])
+
+
 class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     """One contiguous run of tokens. All lists have one entry per token."""
 
@@ -213,6 +239,8 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     elsewhere."""
     detection: DetectionTarget | None = None
     """Under rollout matching; `mask` is then true where a token has a weight or is a box's coordinate."""
+    experts: ExpertChoices | None = None
+    """Under `model.replay_experts`; of the first tokens, mostly all but the last."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -420,6 +448,8 @@ class Completion(msgspec.Struct):
     """What the tool parser raised on it, whose calls are then those that can be seen without it."""
     prompt_ids: list[int] | None = None
     """The prompt's tokens as the engine used them, if the request had images."""
+    experts: ExpertChoices | None = None
+    """Of the prompt's tokens and the sampled ones but the last, if the engine was asked for them."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
