@@ -236,6 +236,8 @@ def record_turn(
     start = len(prompt_ids)
     sequence.token_ids = [*prompt_ids, *completion.token_ids]
     sequence.media = list(media)
+    # What earlier turns were sampled with stays, also where the engine has computed their tokens again since.
+    sequence.experts = sequence.experts.followed_by(completion.experts) if sequence.experts else completion.experts
     sequence.mask += [False] * len(given) + [True] * len(completion.token_ids)
     if logprobs is None or sequence.logprobs is None:
         sequence.logprobs = None
