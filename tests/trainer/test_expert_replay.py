@@ -12,6 +12,8 @@ from slipstream.errors import ConfigError, TrainingError
 from slipstream.records import ExpertChoices, Sequence
 from slipstream.trainer.experts.row_choices import MISSING, RowChoices
 from slipstream.trainer.learner import score
+from slipstream.trainer.model import layers
+from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import StepBatch, micro_batches
 
@@ -217,3 +219,17 @@ def test_wrong_choices_are_one_sentence(folder):
 def test_a_model_without_experts(model_folder):
     with pytest.raises(ConfigError, match=r"has no experts that can be replayed: set model\.replay_experts"):
         PolicyModel.load(model_folder, replay_experts=True)
+
+
+def test_compiled_layers_replay_too(folder, monkeypatch):
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    group = sequences_of_a_group()
+    plain, compiled = (PolicyModel.load(folder, replay_experts=True) for _ in range(2))
+    assert compile_layers(compiled) == ""
+    others = [sequence([3, 4]), sequence([8, 4, 1], random_ids(7, seed=4))]
+    for batch in (group, others, group):
+        expected = torch.cat(score(plain, batch, micro_batch_tokens=256).logprobs)
+        found = torch.cat(score(compiled, batch, micro_batch_tokens=256).logprobs)
+        torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()

@@ -38,7 +38,7 @@ def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Rea
     versions = [VersionSpan(start, version) for start, version in spans]
     cause: AbortCause = "aborted" if reason == "abort" else ""
     answer = Completion(request.id, token_ids, logprobs, reason, versions, text, cause=cause, prompt_logprobs=scores)
-    if getattr(out, "routed_experts", None) is not None:
+    if reason != "abort" and getattr(out, "routed_experts", None) is not None:
         answer.experts = expert_choices(out.routed_experts, len(output.prompt_token_ids) + len(token_ids))
     if request.images:
         answer.prompt_ids = list(output.prompt_token_ids)
