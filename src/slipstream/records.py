@@ -197,6 +197,24 @@ class DetectionTarget(msgspec.Struct, frozen=True):
     """Whether it begins with a rollout (channel B)."""
 
 
+class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
+    """Of a mixture of experts, those that the engine's routers chose for the first tokens of a sequence. `data`: ids of
+    `width` bytes, little-endian, token by token, `per_token` of each layer; a layer without experts has zeros."""
+
+    data: bytes
+    num_layers: int
+    per_token: int
+    width: Literal[1, 2] = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's ids."""
+        return self.num_layers * self.per_token * self.width
+
+    def __len__(self) -> int:
+        return len(self.data) // max(1, self.token_bytes)
+
+
 class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     """One contiguous run of tokens. All lists have one entry per token."""
 
@@ -214,6 +232,8 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     elsewhere."""
     detection: DetectionTarget | None = None
     """Under rollout matching; `mask` is then true where a token has a weight or is a box's coordinate."""
+    experts: ExpertChoices | None = None
+    """Under `model.replay_experts`; of the first tokens, mostly all but the last."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -421,6 +441,8 @@ class Completion(msgspec.Struct):
     """What the tool parser raised on it, whose calls are then those that can be seen without it."""
     prompt_ids: list[int] | None = None
     """The prompt's tokens as the engine used them, if the request had images."""
+    experts: ExpertChoices | None = None
+    """Of the prompt's tokens and the sampled ones but the last, if the engine was asked for them."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
@@ -440,8 +462,7 @@ class EngineHealth(msgspec.Struct, frozen=True):
 
 
 RecordT = TypeVar("RecordT")
-_KEPT = "encoded"
-"""Attribute of a rollout that is no field: its bytes."""
+_KEPT = "encoded"  # attribute of a rollout that is no field: its bytes
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -462,10 +483,10 @@ def encode_rollouts(rollouts: Collection[Rollout], *, keep: bool = False) -> byt
 def encode_kept(record: Any) -> bytes:
     """The same bytes as by `encode`. Rollouts of a batch that keep their bytes are not encoded again."""
     if isinstance(record, Batch):
-        rollouts: list[Any] = [
-            msgspec.Raw(data) if (data := vars(rollout).get(_KEPT)) else rollout for rollout in record.rollouts
+        kept: list[Any] = [
+            msgspec.Raw(vars(each)[_KEPT]) if vars(each).get(_KEPT) else each for each in record.rollouts
         ]
-        record = msgspec.structs.replace(record, rollouts=rollouts)
+        record = msgspec.structs.replace(record, rollouts=kept)
     return msgspec.msgpack.encode(record)
 
 

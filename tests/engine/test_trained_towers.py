@@ -28,13 +28,14 @@ from slipstream.weights import Bridge, check_report, create_bridge
 from slipstream.weights.bridges.single_copy import check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 
+from ..fork_server import take_for_usual
 from .architectures import ARCHITECTURES
 from .conftest import LiveEngine, create, stop
 from .test_contract import BRIDGES
 from .test_image_agreement import picture, save
 from .workers import TOWER_VARIABLE
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.real_start]  # the path of its engines is not that of a fork server
 DTYPE = "bfloat16"
 """In which small steps change few elements, so that deltas are worth sending."""
 LEARNING_RATE = 2e-5
@@ -177,6 +178,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
     if missing := architecture.missing():
         pytest.skip(missing)
     folder = tmp_path_factory.mktemp("trained")
+    take_for_usual(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*architecture.path(), os.environ.get("PYTHONPATH", "")]))
         patch.setenv(TOWER_VARIABLE, str(folder / "tower.safetensors"))

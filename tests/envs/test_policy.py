@@ -7,7 +7,7 @@ from slipstream.envs.base import Episode
 from slipstream.envs.policy import Prompts, RecordingPolicy, num_thinking, record_turn
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.errors import EngineError, IntegrityError
-from slipstream.records import Completion, Message, Task, VersionSpan
+from slipstream.records import Completion, ExpertChoices, Message, Task, VersionSpan
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 END = 0
@@ -61,6 +61,26 @@ async def test_turns_that_extend_each_other_are_one_sequence():
     assert policy.num_turns == 2
     assert policy.conversation == [user("a"), assistant("bc"), user("d"), assistant("e")]
     assert not policy.truncated
+
+
+async def test_experts_of_earlier_turns_stay_as_they_were_sampled():
+    """Engines compute an earlier turn's tokens again, perhaps with newer weights."""
+    turns = iter([b"\x01\x02\x03", b"\x09\x09\x09\x09\x05\x06\x07", None, b"\x08" * 9])
+
+    async def generate(prompt_ids, *_):
+        given = next(turns)
+        experts = None if given is None else ExpertChoices(given, 1, 1)
+        return Completion("r", [ord("b"), END], [-0.5] * 2, "stop", experts=experts)
+
+    policy = RecordingPolicy(generate, Letters())
+    await policy.chat([user("a")])
+    await policy.chat([user("a"), assistant("b"), user("d")])
+    (sequence,) = policy.sequences
+    assert sequence.experts == ExpertChoices(b"\x01\x02\x03\x09\x05\x06\x07", 1, 1)
+    await policy.chat([user("a"), assistant("b"), user("d"), assistant("b"), user("e")])
+    assert (len(sequence.experts), len(sequence)) == (7, 12), "the last turn's are missing"
+    await policy.chat([user("x")])
+    assert policy.sequences[1].experts == ExpertChoices(b"\x08" * 9, 1, 1), "another conversation has its own"
 
 
 async def test_a_prompt_that_changes_the_past_begins_a_new_sequence():

@@ -60,8 +60,10 @@ def test_what_is_installed_is_read_without_importing_it(tmp_path, monkeypatch):
     assert {*found.checked, *found.unchecked} == {
         p.name for p in patch_table.TABLE if p.kind == "fast" and p.on != "gpu"
     }
+    assert found.returns_experts
+    assert read_engine(on_cpu=False).returns_experts
     monkeypatch.setattr(patch_table, "vllm_folder", lambda: tmp_path)
     empty = read_engine(on_cpu=False)
-    assert (empty.version, empty.checked) == ("", ())
+    assert (empty.version, empty.checked, empty.returns_experts) == ("", (), False)
     monkeypatch.setattr(patch_table, "vllm_folder", lambda: None)
     assert read_engine(on_cpu=True) is None

@@ -35,7 +35,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.engines import engine_gpus
 from slipstream.launch.plan import derive
-from slipstream.launch.plan.facts import AdapterFacts
+from slipstream.launch.plan.facts import AdapterFacts, EngineFacts
 from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
 from slipstream.launch.plan.memory.sizes import (
     GIB,
@@ -155,6 +155,40 @@ def test_engine_and_trainer_come_closer_where_that_costs_little(values, changes,
     assert reasons(made).get("model.fp32_residual", "").startswith("brings the log-probabilities") is residual
 
 
+MIXTURE = {"architecture": "Qwen3MoeForCausalLM", "num_experts": 8, "num_gpus": 0}
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "reason"),
+    [
+        ({}, {}, "where engine and trainer choose other experts"),
+        ({"model.dtype": "float16"}, {}, "where engine and trainer choose other experts"),
+        ({"model.dtype": "float32"}, {}, "all is in float32"),
+        ({}, {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB}, "not tried on a GPU"),
+        ({"sampling.stop": ("x",)}, {}, "completions that end with a string of sampling.stop"),
+        ({}, {"architecture": "MixtralForCausalLM"}, "not tried for MixtralForCausalLM"),
+        ({}, {"architecture": "", "num_experts": 0}, "the model has no experts"),
+        ({"training.ranks": 2}, {}, "not tried over training.ranks"),
+        ({"inference.tensor_parallel_size": 2}, {}, "from a single worker only"),
+        ({}, {"engine": EngineFacts("0.25.0", returns_experts=False)}, "vLLM 0.25.0 does not return them"),
+    ],
+)
+def test_experts_are_replayed_where_that_was_tried(values, changes, reason):
+    made = plan({"model.dtype": "bfloat16"} | values, **MIXTURE | changes)
+    assert reason in reasons(made)["model.replay_experts"]
+    assert made.config.model.replay_experts is reason.startswith("where")
+
+
+def test_replay_that_is_asked_for_and_cannot_be():
+    asked = {"model.replay_experts": True}
+    assert refusal(asked | {"training.ranks": 2}, **MIXTURE) == (
+        "model.replay_experts = true is not possible (not tried over training.ranks): set it to false"
+    )
+    assert "(the model has no experts)" in refusal(asked)
+    for values in ({"model.dtype": "float32"}, {"sampling.stop": ("x",)}):
+        assert plan(asked | values, **MIXTURE).config.model.replay_experts is True
+
+
 def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
     text = refusal({"model.dtype": "float16"}, architecture="Gemma3ForCausalLM")
     assert text.startswith("Gemma3ForCausalLM computes values that float16 cannot hold, and vLLM refuses it: set")
@@ -251,6 +285,7 @@ def test_every_auto_gets_its_value_and_reason():
         "model.dtype": "float32",
         "model.fp32_head": False,
         "model.fp32_residual": False,
+        "model.replay_experts": False,
         "weights.bridge": "disk",
         "weights.probe_warn": 0.01,
         "weights.probe_stop": 0.04,
@@ -351,6 +386,7 @@ def test_what_the_user_set_stays():
         "model.fp32_residual": True,
         "weights.probe_warn": 0.06,
         "weights.probe_stop": 0.3,
+        "model.replay_experts": False,
     }
     made = plan(values)
     assert made.derived == ()
@@ -694,7 +730,7 @@ class TestSFT:
         assert autos(made, config) == []
         assert made.config.inference == PlannedInference(), "no engine"
         assert {item.name for item in made.derived} == {
-            "model.dtype", "model.fp32_head", "model.fp32_residual",
+            "model.dtype", "model.fp32_head", "model.fp32_residual", "model.replay_experts",
             "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
             "run.async_checkpoints",

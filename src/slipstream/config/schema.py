@@ -48,6 +48,10 @@ class ModelConfig(Section):
     model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better
     (`probe/abs_logprob_diff`). `auto`: as `fp32_head`, and only if the engine compiles its layers
     (`inference.enforce_eager = false`), as the sums would take kernels of their own."""
+    replay_experts: bool | Literal["auto"] = "auto"
+    """In a mixture of experts, send each token in training to the experts that the engine chose for it (R3, arXiv
+    2510.11370); their weights are the trainer's own. `auto`: under RL in 16 bits on a CPU, for Qwen 2 and 3 MoE. On a
+    GPU, where it has not been tried, `true` asks for it, by vLLM's option `enable_return_routed_experts`."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Scale larger images down to so many pixels, in trainer and engine: an image's tokens and the tower's memory grow
     with them. Not set: the bound of the model's own image processor, which can only be lowered."""

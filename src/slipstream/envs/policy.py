@@ -13,10 +13,12 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import ContextFull, Reply, ToolResult
 from slipstream.errors import EngineError, IntegrityError
-from slipstream.records import Completion, Media, Message, ToolCall, TurnSpan, VersionSpan
+from slipstream.records import Completion, ExpertChoices, Media, Message, ToolCall, TurnSpan, VersionSpan
 from slipstream.records import Sequence as TokenSequence
 
 # Most tokens searched at a prompt's end for "<think>" and the white space after it.
@@ -236,6 +238,8 @@ def record_turn(
     start = len(prompt_ids)
     sequence.token_ids = [*prompt_ids, *completion.token_ids]
     sequence.media = list(media)
+    # What earlier turns were sampled with stays, also where the engine has computed their tokens again since.
+    sequence.experts = _joined(sequence.experts, completion.experts) if sequence.experts else completion.experts
     sequence.mask += [False] * len(given) + [True] * len(completion.token_ids)
     if logprobs is None or sequence.logprobs is None:
         sequence.logprobs = None
@@ -253,3 +257,10 @@ def _continues(prompt_ids: list[int], media: Sequence[Media], sequence: TokenSeq
     return prompt_ids[: len(sequence)] == sequence.token_ids and pictures == [
         image.sha256 for image in media[: len(pictures)]
     ]
+
+
+def _joined(choices: ExpertChoices, later: ExpertChoices | None) -> ExpertChoices:
+    """`choices`, and for the tokens after them those of a later turn, which has the same tokens before them."""
+    if later is None or later.token_bytes != choices.token_bytes or len(later) <= len(choices):
+        return choices
+    return msgspec.structs.replace(choices, data=choices.data + later.data[len(choices.data) :])

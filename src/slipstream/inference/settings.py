@@ -43,6 +43,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Add up what layers compute in float32 (patch `fp32_residual`); the engine does not start without it."""
     exact: bool = False
     """Compute with what the trainer computes with (patch `exact`); the engine does not start without it."""
+    replay_experts: bool = False
+    """Return the experts of each token with every completion; the engine does not start where vLLM cannot."""
     trust_remote_code: bool = False
     threads: int | None = None
     version: Version | None = None

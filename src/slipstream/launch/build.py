@@ -85,6 +85,7 @@ def load_model(
         max_model_len=config.inference.max_model_len or None,
         train_tower=model.train_tower,
         exact=config.run.exact,
+        replay_experts=config.model.replay_experts,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use
@@ -163,6 +164,7 @@ def build(
     if needs_reference(config):
         with stage("load the reference"):
             reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()
+        reference.replay = None  # it is another policy, with experts of its own choice
     critic = None
     if uses_critic(config):
         with stage("load the critic"):

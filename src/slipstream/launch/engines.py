@@ -75,6 +75,7 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator
         fp32_head=config.model.fp32_head,
         fp32_residual=config.model.fp32_residual,
         exact=config.run.exact,
+        replay_experts=config.model.replay_experts,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel_size=inference.tensor_parallel_size,
         threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,

@@ -70,6 +70,7 @@ class Probe:
                     logprobs=[0.0] * num_prompt + completion.logprobs,
                     versions=completion.versions,
                     media=list(prompt.media),
+                    experts=completion.experts,
                 )
             )
         return sequences

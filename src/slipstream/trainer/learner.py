@@ -22,6 +22,7 @@ from slipstream.algo.logprobs import token_logprobs
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
+from slipstream.trainer.experts.replay import share_that_differs
 from slipstream.trainer.loss import Objective, sampled_logprobs
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import Optimizer, OptimStats
@@ -145,6 +146,8 @@ def add_gradients(
                 (values.float().sum() * 0.0).backward()
                 continue
             loss, sums = objective.terms(model, micro, divisors)
+            if model.replay is not None:
+                sums |= model.replay.counted()
             (loss if loss_scale == 1.0 else loss * loss_scale).backward()
         for key, value in sums.items():
             # Stays on the device: reading a number here would synchronize the GPU.
@@ -272,7 +275,9 @@ class Learner:
             found = self._combine(by_task)
         if by_task is not None:
             conflicts = dict(zip(("task_conflict_fraction", "task_lowest_cosine"), found, strict=True))
-        metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
+        values = {key: value.cpu() for key, value in sums.values.items()}
+        experts = share_that_differs(values)
+        metrics = objective.summarize(values, divisors) | experts
         counts = {"num_micro_batches": float(sums.num_micro_batches), "num_row_tokens": float(sums.num_row_tokens)}
         self._longest_row = max(self._longest_row, sums.longest_row)
         memory = memory_metrics(self.model.device, self.planned_bytes, self._longest_row)

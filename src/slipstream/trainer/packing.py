@@ -24,6 +24,7 @@ from slipstream.algo.prefixes import common_prefix, prefix_groups
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_images import RowImage, RowImages
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
+from slipstream.trainer.experts.row_choices import RowChoices, RowExperts
 from slipstream.trainer.matching.row_boxes import RowBoxes, row_boxes
 
 T = TypeVar("T")
@@ -138,6 +139,8 @@ class MicroBatch:
     """Frame, row and column positions (mRoPE), if the row has images; `position_ids_T` then count tokens."""
     boxes: RowBoxes | None = None
     """Under rollout matching."""
+    experts: RowExperts | None = None
+    """The engine's, under `model.replay_experts`."""
 
     @property
     def num_sequences(self) -> int:
@@ -305,12 +308,13 @@ def _micro_batch(
     target_ids: list[int] = []
     lengths: list[int] = []
     prefixes: list[int | None] = []
-    images = RowImages()
+    images, choices = RowImages(), RowChoices()
 
     def add(sequence: records.Sequence, start: int, end: int, prefix: int | None) -> None:
         """A segment: tokens `start` to `end` of a sequence."""
         if start < end:
             images.add(sequence, start, end, len(token_ids))
+            choices.add(sequence, start, end)
             token_ids.extend(sequence.token_ids[start:end])
             position_ids.extend(range(start, end))
             lengths.append(end - start)
@@ -354,6 +358,7 @@ def _micro_batch(
         boxes=row_boxes(
             [batch.sequences[i].detection for i in indices], [t.positions for t in targets], predict_index, device
         ),
+        experts=choices.experts(device),
     )
 
 

@@ -58,6 +58,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
         **lora,
         **(_EXACT if settings.exact else {}),
+        **(_routed_experts() if settings.replay_experts else {}),
         **_capture_sizes(settings),
         **_block_size(),
         **_pixels(Path(settings.model)),
@@ -93,6 +94,20 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
     length = rotary.get("original_max_position_embeddings")
     found = {"llama_4_scaling": {"original_max_position_embeddings": length, "beta": rotary["llama_4_scaling_beta"]}}
     return found if part is whole else {"text_config": found}
+
+
+def _routed_experts() -> dict[str, Any]:
+    """vLLM's own option, for its GPU workers; on a CPU a patch does it (`patches/experts.py`). Raises RuntimeError for
+    a vLLM without it."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {}
+    name = "enable_return_routed_experts"
+    if name not in {each.name for each in dataclasses.fields(EngineArgs)}:
+        raise RuntimeError(f"model.replay_experts = true needs vLLM's {name}, which this one lacks: set it to false")
+    return {name: True}
 
 
 def _block_size() -> dict[str, Any]:

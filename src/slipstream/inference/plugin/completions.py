@@ -9,7 +9,7 @@ from slipstream.inference.plugin.patches import scoring
 from slipstream.inference.plugin.patches.undelivered import sampled_logprobs
 from slipstream.inference.plugin.tools.reader import Reading
 from slipstream.inference.plugin.version_labels import Spans
-from slipstream.records import AbortCause, Completion, GenerateRequest, VersionSpan
+from slipstream.records import AbortCause, Completion, ExpertChoices, GenerateRequest, VersionSpan
 
 _log = logging.getLogger("slipstream.engine")
 
@@ -38,11 +38,23 @@ def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Rea
     versions = [VersionSpan(start, version) for start, version in spans]
     cause: AbortCause = "aborted" if reason == "abort" else ""
     answer = Completion(request.id, token_ids, logprobs, reason, versions, text, cause=cause, prompt_logprobs=scores)
+    if reason != "abort" and getattr(out, "routed_experts", None) is not None:
+        answer.experts = expert_choices(out.routed_experts, len(output.prompt_token_ids) + len(token_ids))
     if request.images:
         answer.prompt_ids = list(output.prompt_token_ids)
     if reading is not None:
         answer.tool_calls, answer.content, answer.parser_failure = reading.calls, reading.content, reading.failure
     return answer
+
+
+def expert_choices(rows: Any, num_tokens: int) -> ExpertChoices:
+    """vLLM's array `[tokens, layers, experts per token]` as a record. Raises ValueError unless it has a row for each of
+    the request's tokens but the last."""
+    if rows.ndim != 3 or len(rows) != num_tokens - 1:
+        raise ValueError(f"experts of shape {tuple(rows.shape)} for {num_tokens} tokens")
+    width: Any = min(rows.dtype.itemsize, 2)
+    _, num_layers, per_token = rows.shape
+    return ExpertChoices(rows.astype(f"<u{width}").tobytes(), num_layers, per_token, width)
 
 
 def aborted(request: GenerateRequest, cause: AbortCause, why: str) -> Completion:

@@ -31,7 +31,11 @@ async def serve(settings: EngineSettings) -> bool:
     """Serve on the socket until SIGTERM, or until vLLM dies or hangs; returns False when it died."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     start_marks.mark("verify")
-    await server.start()
+    try:
+        await server.start()
+    except BaseException:
+        server.host.shutdown()  # a vLLM in processes of its own would keep this one from ending
+        raise
     gc.collect()
     gc.freeze()  # what is imported stays: a full collection takes longer than an update may
     gc.enable()
@@ -67,6 +71,8 @@ def main() -> None:
     os.environ[patch_table.VARIABLE] = settings.patches
     if settings.fp32_residual:
         os.environ[patch_table.FP32_RESIDUAL] = "1"
+    if settings.replay_experts:
+        os.environ[patch_table.EXPERTS] = "1"
     if settings.exact:
         os.environ.update({patch_table.EXACT: "1", "VLLM_BATCH_INVARIANT": "1"})
     import uvloop

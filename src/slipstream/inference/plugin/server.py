@@ -101,6 +101,8 @@ class EngineServer:
             raise RuntimeError(
                 f"model.fp32_residual = true cannot be ({self.patches_left_out.get('fp32_residual')}): set it to false"
             )
+        if self.settings.replay_experts and (why := self.patches_left_out.get("expert_choices")):
+            raise RuntimeError(f"model.replay_experts = true cannot be ({why}): set it to false")
         if self.settings.exact and "exact" not in self.patches:
             raise RuntimeError(f"run.exact = true cannot be ({self.patches_left_out.get('exact')}): remove it")
         if self.settings.version is not None:

@@ -53,6 +53,8 @@ CLOSER = {
 }
 """Architectures whose logits are the head's alone, and whose layers add up in norms in vLLM: float32 there is the same
 on both sides."""
+REPLAYED = {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
+"""Architectures whose routers `trainer/experts/replay.py` knows."""
 EXACT = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures whose layers `trainer/model/exact_layers.py` knows."""
 ENGINE_VOCABULARY = 64
@@ -264,6 +266,35 @@ def _plan_precision(builder: PlanBuilder) -> None:
     closer = "brings the log-probabilities of trainer and engine closer, at little cost"
     builder.derive_auto("model.fp32_head", not head, head or closer)
     builder.derive_auto("model.fp32_residual", not against, against or closer)
+    _plan_experts(builder)
+
+
+def _plan_experts(builder: PlanBuilder) -> None:
+    """Derive `model.replay_experts`. Raises ConfigError where it is asked for and cannot be."""
+    config, model, engine = builder.original, builder.facts.model, builder.facts.engine
+    against = unasked = ""
+    if config.algorithm.kind == "sft" or config.matching is not None:
+        against = "training is not on the tokens of an engine as they were generated"
+    elif model.architecture not in REPLAYED and not model.num_experts:
+        against = "the model has no experts"
+    elif model.architecture not in REPLAYED:
+        against = f"not tried for {model.architecture or 'a model with code of its own'}"
+    elif config.training.ranks > 1:
+        against = "not tried over training.ranks"
+    elif builder.on_cpu and config.inference.tensor_parallel_size > 1:
+        against = "on a CPU vLLM returns them from a single worker only (inference.tensor_parallel_size)"
+    elif engine is not None and not engine.returns_experts:
+        against = f"vLLM {engine.version or 'of an unknown version'} does not return them"
+    elif builder["model.dtype"] == "float32":
+        unasked = "all is in float32, where engine and trainer choose the same experts"
+    elif not builder.on_cpu:
+        unasked = "not tried on a GPU"
+    elif config.sampling.stop:
+        unasked = "completions that end with a string of sampling.stop come without them"
+    if against and config.model.replay_experts is True:
+        raise ConfigError(f"model.replay_experts = true is not possible ({against}): set it to false")
+    reason = against or unasked or "where engine and trainer choose other experts, rounding becomes a jump"
+    builder.derive_auto("model.replay_experts", not (against or unasked), reason)
 
 
 def _plan_probe(builder: PlanBuilder) -> None:

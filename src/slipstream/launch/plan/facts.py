@@ -131,6 +131,8 @@ class EngineFacts:
     """Those that were not."""
     tool_parsers: tuple[str, ...] = ()
     """Names of its tool parsers; empty where they cannot be found."""
+    returns_experts: bool = True
+    """Whether it, or a patch of ours, can return which experts each token went to."""
 
 
 @dataclass(frozen=True)

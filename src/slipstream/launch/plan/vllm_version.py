@@ -27,7 +27,16 @@ def read_engine(*, on_cpu: bool) -> EngineFacts | None:
         checked=tuple(name for name in fast if not reasons[name]),
         unchecked=tuple(name for name in fast if reasons[name]),
         tool_parsers=_tool_parsers(folder),
+        returns_experts=_returns_experts(folder, on_cpu=on_cpu),
     )
+
+
+def _returns_experts(folder: Path, *, on_cpu: bool) -> bool:
+    """Whether there is what `patches/experts.py` needs on a CPU, and `plugin/arguments.py` on a GPU."""
+    name = "bind_routed_experts_capturer" if on_cpu else "enable_return_routed_experts"
+    layers = folder / "model_executor" / "layers" / "fused_moe" / "routed_experts_capturer.py"
+    file = layers if on_cpu else folder / "engine" / "arg_utils.py"
+    return file.is_file() and name in file.read_text(encoding="utf-8")
 
 
 def _tool_parsers(folder: Path) -> tuple[str, ...]:

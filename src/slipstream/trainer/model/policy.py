@@ -23,6 +23,7 @@ from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError, TrainingError, one_line
 from slipstream.exact.products import pin_products
 from slipstream.trainer.attention import packed
+from slipstream.trainer.experts.replay import ExpertReplay
 from slipstream.trainer.model.exact_layers import make_exact
 from slipstream.trainer.model.float16_check import check_float16
 from slipstream.trainer.model.image_features import (
@@ -65,6 +66,8 @@ class PolicyModel:
         """The engine's `max_model_len`, if known."""
         self.images: ImageFeatures | None = None
         """What the vision tower makes of images, if there is one."""
+        self.replay: ExpertReplay | None = None
+        """What sends tokens to the engine's experts, if it is asked for."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
         self._stored: list[tuple[str, Tensor]] = []
@@ -91,6 +94,7 @@ class PolicyModel:
         max_model_len: int | None = None,
         train_tower: bool = False,
         exact: bool = False,
+        replay_experts: bool = False,
     ) -> PolicyModel:
         """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
         cannot be trained.
@@ -101,7 +105,8 @@ class PolicyModel:
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
         packing check to the caller. `fp32_head`, `fp32_residual`: see `use_fp32_head`, `use_fp32_residual`.
         `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`). `train_tower`:
-        vision towers are trained too. `exact`: as the engine computes (`exact_layers.py`).
+        vision towers are trained too. `exact`: as the engine computes (`exact_layers.py`). `replay_experts`: with the
+        experts that a row's sequences name.
         """
         if exact:
             pin_products()
@@ -124,6 +129,8 @@ class PolicyModel:
             model.images = ImageFeatures(network, folder, trained=train_tower, trust_remote_code=trust_remote_code)
         if exact:
             make_exact(network)
+        if replay_experts:
+            model.replay = ExpertReplay(network)
         configure_layers(network, model.layers)
         if fp32_residual:
             model.use_fp32_residual(checked=checked)
@@ -165,7 +172,7 @@ class PolicyModel:
     def without_adapter(self) -> PolicyModel:
         """The base model: the same memory, computing without the adapter."""
         base = copy.copy(self)
-        base._uses_adapter = False
+        base._uses_adapter, base.replay = False, None
         return base
 
     def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
@@ -194,13 +201,12 @@ class PolicyModel:
         if row.rotary_ids_3T is not None:
             # Transformers takes the row of token positions first, and tells packed sequences by it.
             positions = torch.cat([positions, row.rotary_ids_3T])[:, None]
-        segments = {"segments": row.layout} if self.packing else {}
         with self._switched():
             output = network.get_decoder()(
                 inputs_embeds=embeddings.embeds_TD[None],
                 position_ids=positions,
                 use_cache=False,
-                **segments,
+                **self._of_row(row),
                 **embeddings.further(),
             )
         return output.last_hidden_state.squeeze(0)
@@ -264,17 +270,21 @@ class PolicyModel:
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         if row.images:
             return self.head(self.forward(self.embed(row), row), row.predict_index_N)
-        segments = {"segments": row.layout} if self.packing else {}
         output = self.network(
             input_ids=row.token_ids_T[None],
             position_ids=row.position_ids_T[None],
             logits_to_keep=row.predict_index_N,
             use_cache=False,
-            **segments,
+            **self._of_row(row),
         )
         # `squeeze`: the backward of indexing would allocate zeros and copy, for the largest tensor of all.
         logits_NV = output.logits.squeeze(0)
         return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
+
+    def _of_row(self, row: MicroBatch) -> dict[str, Any]:
+        """What the layers need to know of a row besides its tokens and positions."""
+        segments = {"segments": row.layout} if self.packing else {}
+        return segments if self.replay is None else segments | self.replay.arguments(row.experts)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Live tensors under the names that `save_pretrained` writes, each once (without a tied LM head), with an

@@ -34,6 +34,8 @@ FP32_RESIDUAL = "SLIPSTREAM_FP32_RESIDUAL"
 """Environment variable that asks for the patch `fp32_residual`."""
 EXACT = "SLIPSTREAM_EXACT"
 """Environment variable that asks for the patch `exact`."""
+EXPERTS = "SLIPSTREAM_EXPERTS"
+"""Environment variable that asks for the patch `expert_choices`."""
 
 
 class Absent(Exception):
@@ -97,6 +99,10 @@ TABLE = (
     Patch(
         *("scores_at_temperature", "scoring:at_request_temperature", "required", "any", "model"),
         lost="given tokens are scored at temperature 1 only: use sampling.temperature = 1",
+    ),
+    Patch(
+        *("expert_choices", "experts:return_choices", "required", "cpu", "model"),
+        lost="nobody learns which experts its tokens went to: set model.replay_experts = false",
     ),
     Patch(
         *("one_cpu_adapter", "cpu:one_adapter", "fast", "cpu"),

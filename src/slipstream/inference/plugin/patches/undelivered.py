@@ -203,5 +203,6 @@ def _may_be_held(scheduler: Any, output: Any) -> bool:
         and not getattr(request, "resumable", False)
         and not scheduler.log_stats
         and output.routed_experts is None
+        and getattr(scheduler, "aux_output_connector", None) is None  # which returns a part of them with every token
         and getattr(output, "new_sampling_mask", None) is None
     )

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the engine's choice of experts, replayed in the trainer."""

@@ -1,0 +1,156 @@
+"""Router replay with vLLM: its choices of experts come with every completion, for the right tokens, and replaying them
+brings trainer and engine together."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.errors import EngineError
+from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.plugin.completions import expert_choices
+from slipstream.launch.plan.derive import REPLAYED
+from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.records import Sequence as Tokens
+from slipstream.trainer.learner import score
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.weights import check_report, create_bridge
+from slipstream.weights.model_files import write_model_folder
+
+from .conftest import PROMPTS, perturbed, settings_for, start, stop
+from .mixtures import KINDS, close_choices
+
+SAMPLING = SamplingParams(max_tokens=32, temperature=1.0)
+
+
+def sequences_of(prompts, completions, *, replayed=True):
+    return [
+        Tokens(
+            prompt + c.token_ids,
+            [False] * len(prompt) + [True] * len(c.token_ids),
+            experts=c.experts if replayed else None,
+        )
+        for prompt, c in zip(prompts, completions, strict=True)
+    ]
+
+
+def difference(model, sequences, completions):
+    ours = torch.cat(score(model, sequences, SAMPLING, micro_batch_tokens=4096).logprobs)
+    return (ours - torch.tensor([value for c in completions for value in c.logprobs])).abs()
+
+
+def share_that_differs(model):
+    counted = {name: float(value) for name, value in model.replay.counted().items()}
+    return counted["experts_differ"] / counted["experts_compared"]
+
+
+def test_the_architectures_of_the_default_are_those_that_are_tested():
+    assert {f"{kind}ForCausalLM" for kind in KINDS} == REPLAYED
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["Qwen3Moe", pytest.param("Qwen2Moe", marks=pytest.mark.full)])
+def test_the_difference_falls(tmp_path, kind):
+    folder, found = close_choices(tmp_path / "model", kind), {}
+    live = start(folder, tmp_path / "engine", "bfloat16", replay_experts=True)
+    try:
+        completions = live.sample("compared", SAMPLING)
+        text = live.sample("ended", SamplingParams(max_tokens=8, stop=("a", "e", "i", "o", "u")))
+    finally:
+        stop(live)
+    model = PolicyModel.load(folder, "bfloat16", replay_experts=True)
+    for replayed in (False, True):
+        sequences = sequences_of(PROMPTS, completions, replayed=replayed)
+        found[replayed] = difference(model, sequences, completions)
+    share = share_that_differs(model)
+    print({on: (values.mean().item(), values.max().item()) for on, values in found.items()}, share)
+    assert [len(c.experts) for c in completions] == [len(s) - 1 for s in sequences]
+    assert 0.0 < share < 0.1
+    assert found[True].mean() < 0.6 * found[False].mean()
+    assert found[True].max() < 0.5 * found[False].max()
+    for c, prompt in zip(text, PROMPTS, strict=True):
+        assert c.experts is None or len(c.experts) == len(prompt) + len(c.token_ids) - 1
+
+
+@pytest.mark.engine
+def test_every_token_has_its_own_choices(tmp_path):
+    """In float32 engine and trainer choose alike, so that a row of another token would show: with prompts from the
+    prefix cache, in a cache so small that requests are preempted, and after an update beside running requests."""
+    folder = close_choices(tmp_path / "model", num_layers=2)
+    prompts = [prompt for prompt in PROMPTS for _ in range(6)]
+    sampling = SamplingParams(max_tokens=150, temperature=1.0)
+    options = {"kv_cache_memory_bytes": 1 << 21, "max_num_batched_tokens": 64}  # 4,096 tokens
+    live = start(folder, tmp_path / "engine", replay_experts=True, options=options)
+    try:
+        completions = live.sample("first", sampling, prompts)
+        model = PolicyModel.load(folder, replay_experts=True)
+        assert difference(model, sequences_of(prompts, completions), completions).max() < 1e-3
+        assert share_that_differs(model) < 1e-3
+        assert sum(len(c.experts) for c in completions) > 4096, "it had no room for all of them at once"
+
+        bridge = create_bridge("disk", folder=tmp_path / "weights", source=folder, engine=live.engine)
+        stored = load_file(folder / "model.safetensors")
+        weights = perturbed({name: tensor.float() for name, tensor in stored.items()}, 1)
+
+        ticket = bridge.publisher.publish(weights.items(), 1, 7, lambda _: None)
+        is_over, crossed = threading.Event(), []
+
+        async def go_on(place):
+            for number in itertools.count():
+                request = GenerateRequest(f"beside-{place}-{number}", prompts[place], sampling, seed=number)
+                completion = await live.engine.generate(request)
+                if len(completion.versions) > 1:
+                    crossed.append((prompts[place], completion))
+                if is_over.is_set():
+                    return
+
+        running = [live.thread.submit(go_on(place)) for place in range(len(prompts))]
+        live.until_running()
+        check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+        is_over.set()
+        for each in running:
+            each.result(120)
+    finally:
+        stop(live)
+    assert crossed, "the update came between two tokens"
+    write_model_folder(tmp_path / "new", weights.items(), folder)
+    model = PolicyModel.load(tmp_path / "new", replay_experts=True)
+    # Each was computed again under the new version, which made its last token.
+    score(model, sequences_of(*zip(*crossed, strict=True)), micro_batch_tokens=4096)
+    assert share_that_differs(model) < 1e-3
+
+
+@pytest.mark.engine
+def test_without_being_asked_it_returns_none(live):
+    assert all(c.experts is None for c in live.sample("unasked", SamplingParams(max_tokens=4)))
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_a_model_without_experts_is_refused(tiny_model, tmp_path):
+    with pytest.raises(EngineError, match=r"model\.replay_experts = true cannot be .*routers choose.*set it to false"):
+        start(tiny_model, tmp_path, replay_experts=True, max_restarts=0)
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_an_engine_of_several_processes_is_refused(tmp_path):
+    """The scheduler could not see what the worker's routers choose."""
+    folder = close_choices(tmp_path / "model", num_layers=1)
+    with pytest.raises(EngineError, match=r"no scheduler in its worker's process.*set it to false"):
+        start(folder, tmp_path / "engine", replay_experts=True, max_restarts=0, own_process=True)
+
+
+def test_rows_that_are_not_the_tokens_are_a_contradiction():
+    rows = torch.zeros(5, 2, 3, dtype=torch.uint8).numpy()
+    made = expert_choices(rows, 6)
+    assert (len(made), made.num_layers, made.per_token, made.width) == (5, 2, 3, 1)
+    assert expert_choices(rows.astype("int32"), 6).width == 2
+    with pytest.raises(ValueError, match=r"experts of shape \(5, 2, 3\) for 7 tokens"):
+        expert_choices(rows, 7)
+
+
+def test_vllms_own_option_is_for_gpus(tmp_path):
+    assert "enable_return_routed_experts" not in engine_arguments(settings_for(tmp_path, replay_experts=True))
