@@ -150,7 +150,10 @@ class BatchTrainer:
             row, is_applied = self.optimizer_step(step, batch_step * per_batch + index, may_be_zero=bool(applied))
             (applied if is_applied else skipped).append(row)
         rows = applied or skipped
-        return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}, len(skipped)
+        names = dict.fromkeys(name for row in rows for name in row)
+        # Not each step has tokens of every position and probability.
+        means = {name: statistics.fmean(row[name] for row in rows if name in row) for name in names}
+        return means, len(skipped)
 
     def optimizer_step(self, step: StepBatch, number: int, *, may_be_zero: bool) -> tuple[dict[str, float], bool]:
         """Compute the gradient of `step` and apply it. Returns its metrics, and whether it was applied: a gradient of
