@@ -19,12 +19,17 @@ import pytest
 from rich.console import Console
 
 from slipstream.config import load_config
+from slipstream.config.checks import settings
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch.plan import derive
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.orchestrator import retries
 from slipstream.runlog import read_exit, read_samples
 from slipstream.runlog.ledger import balance
+from slipstream.trainer import batch_trainer, loop
+from slipstream.trainer.metrics import refuse_difference
+from slipstream.trainer.model import policy
 from slipstream.view import make_view
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
@@ -336,6 +341,23 @@ def test_a_large_probe_difference_stops(scripted, offset):
     report = scripted.run(*WITHOUT_EVALUATION, change=lambda engine: setattr(engine, "logprob_offset", offset))
     assert (report.error, report.exit_code, report.step) == ("MismatchError", 7, 0)
     assert "weights.probe_stop = 0.04" in report.message
+
+
+@pytest.mark.parametrize("where", ["version 0", "optimizer step 0"])
+def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
+    """What the plan refuses on a CPU; the scripted engine computes as the trainer does, but for what is added."""
+    monkeypatch.setattr(derive, "_plan_exact", lambda builder: None)
+    monkeypatch.setattr(settings, "exact_problems", lambda config: [])
+    monkeypatch.setattr(policy, "make_exact", lambda network: None)
+    monkeypatch.setattr(policy, "pin_products", lambda: None)
+    monkeypatch.setattr(loop, "refuse_difference", lambda mean, where: refuse_difference(round(mean, 4), where))
+    monkeypatch.setattr(batch_trainer, "refuse_difference", loop.refuse_difference)
+    change = off_by(0.001)
+    if where == "version 0":
+        change = lambda engine: setattr(engine, "logprob_offset", 0.001)  # noqa: E731
+    report = scripted.run(*WITHOUT_EVALUATION, "--run.exact", "true", change=change)
+    assert (report.error, report.exit_code) == ("MismatchError", 7)
+    assert f"differ by 0.001 in log-probability per token at {where}, and run.exact = true allows no" in report.message
 
 
 def test_behaviour_logprobs_that_are_missing(scripted):

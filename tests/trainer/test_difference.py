@@ -12,12 +12,15 @@ import torch
 
 from slipstream import records
 from slipstream.algo.importance_sampling import difference_means, difference_sums
+from slipstream.errors import MismatchError
 from slipstream.records import SamplingParams
+from slipstream.report.series import GROUPS
 from slipstream.trainer.learner import score
-from slipstream.trainer.metrics import explain_difference, logprob_differences
+from slipstream.trainer.metrics import explain_difference, logprob_differences, refuse_difference
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
+PROBABILITIES = (1e-9, 0.05, 0.3, 0.7, 0.95)
 PLAIN = SamplingParams(max_tokens=100)
 
 
@@ -52,8 +55,8 @@ def drawn(model, under):
     ]
 
 
-def explained(model, sequences, sampling=PLAIN, before=None):
-    return explain_difference(partial(score, model, micro_batch_tokens=1024), sequences, sampling, before)
+def explained(model, sequences, sampling=PLAIN, earlier=None):
+    return explain_difference(partial(score, model, micro_batch_tokens=1024), sequences, sampling, earlier)
 
 
 def test_a_wrong_temperature_is_named(folder):
@@ -94,8 +97,13 @@ def test_other_weights_are_named(folder):
         weight = engine.network.model.layers[1].mlp.down_proj.weight
         weight.copy_(weight.roll(1, 0))
     sequences = drawn(engine, PLAIN)
-    assert explained(model, sequences).startswith("it is as large everywhere: other weights, or another computation")
-    assert "and was 0.01 at the version before: other weights" in explained(model, sequences, before=0.01)
+    since = " and was from the first version on"
+    for earlier, text in ((None, ""), ((10.0, 10.0), since)):
+        assert explained(model, sequences, earlier=earlier).startswith(
+            f"it is as large everywhere{text}: other weights or"
+        )
+    text = "it was 0.01 at the version before: the engine computes with other weights"
+    assert explained(model, sequences, earlier=(0.02, 0.01)).startswith(text)
 
 
 def test_rounding_that_grows_is_named(folder):
@@ -105,9 +113,8 @@ def test_rounding_that_grows_is_named(folder):
     ours = score(model, sequences, PLAIN, micro_batch_tokens=1024).logprobs
     parts = [logprob_differences(each, own) for each, own in zip(sequences, ours, strict=True)]
     mean = sum(map(sum, parts)) / sum(map(len, parts))
-    assert explained(model, sequences, before=0.7 * mean).startswith(
-        f"it was {0.7 * mean:.3g} at the version before and"
-    )
+    text = f"it has grown from {0.4 * mean:.3g} at first: rounding counts more as the policy becomes sharper"
+    assert explained(model, sequences, earlier=(0.4 * mean, 0.8 * mean)).startswith(text)
 
 
 def test_what_is_no_number_is_said(folder):
@@ -115,6 +122,25 @@ def test_what_is_no_number_is_said(folder):
     sequences = drawn(model, PLAIN)
     sequences[2].logprobs[60] = math.nan
     assert explained(model, sequences) == "some log-probabilities are no numbers: look at the engine's log"
+
+
+def test_the_report_draws_all_places():
+    bins = {
+        "position": torch.tensor([0, *(2**bit for bit in range(6, 16))]),
+        "probability": torch.tensor(PROBABILITIES),
+    }
+    num = max(map(len, bins.values()))
+    filled = {name: torch.nn.functional.pad(each, (0, num - len(each))) for name, each in bins.items()}
+    sums = difference_sums(torch.ones(num), filled["position"], filled["probability"].log())
+    drawn = {line.metric for group in GROUPS for panel in group.panels for line in panel.lines}
+    assert {name for name in drawn if "/at_" in name} == {f"mismatch/{name}" for name in difference_means(sums)}
+
+
+def test_nothing_but_equality_is_exact():
+    refuse_difference(0.0, "version 3")
+    for value in (1e-9, math.nan):
+        with pytest.raises(MismatchError, match=r"at version 3, and run\.exact = true allows no difference"):
+            refuse_difference(value, "version 3")
 
 
 def test_the_means_by_place_are_those_of_the_tokens_there():

@@ -20,6 +20,8 @@ LEAST_QUERIES = 128
 whose blocks of keys are larger, and rounding depends on these (seen with heads of 64)."""
 _LENGTHS = (1, 70, 129, 300)
 _TOLERANCE = 0.02
+_NEEDED = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "num_splits"}
+"""Arguments that decide what is computed, and in which order; others are None where this module does not name them."""
 _state: dict[str, Any] = {}
 
 
@@ -60,8 +62,7 @@ def forward(
         "is_rotary_interleaved": True, "num_splits": 1, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
     }  # fmt: skip
     operation = _state["operation"]
-    arguments = [given.get(each.name) for each in operation._schema.arguments]
-    output_THD, lse_HT, *_ = operation(*arguments)
+    output_THD, lse_HT, *_ = operation(*(given.get(each.name) for each in operation._schema.arguments))
     return output_THD, lse_HT
 
 
@@ -73,6 +74,8 @@ def _load() -> Any:
         for file in sorted(Path(folder, "vllm_flash_attn").glob("_vllm_fa3_C*.so")):
             torch.ops.load_library(str(file))
             library: Any = torch.ops._vllm_fa3_C
+            if missing := _NEEDED - {each.name for each in library.fwd.default._schema.arguments}:
+                raise ImportError(f"its kernel has no {', '.join(sorted(missing))}")
             return library.fwd.default
     raise ImportError("this vLLM has no vllm_flash_attn/_vllm_fa3_C")
 

@@ -7,6 +7,7 @@ of the earlier ones as arguments; nothing but the learner, the critic and their 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from enum import Enum
 
 from slipstream import records
 from slipstream.config.planned import PlannedConfig, PlannedRL
-from slipstream.errors import MismatchError, ZeroGradientError
+from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective
-from slipstream.trainer.metrics import any_cut, rollout_metrics
+from slipstream.trainer.metrics import any_cut, refuse_difference, rollout_metrics
 from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
 from slipstream.trainer.packing import StepBatch, make_step_batches
@@ -166,12 +167,8 @@ class BatchTrainer:
         seed = f"{self.config.run.seed}/{number}" if self._combines_tasks else None
         metrics = self.learner.forward_backward(step, self.objective, by_task=seed)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        if self.config.run.exact and (difference := metrics.get("mismatch/abs_logprob_diff", 0.0)) != 0.0:
-            raise MismatchError(
-                f"engine and trainer differ by {difference:.3g} in log-probability per token at optimizer step "
-                f"{number}, and run.exact = true allows no difference: report it with the run folder, or remove "
-                "run.exact"
-            )
+        if self.config.run.exact:
+            refuse_difference(metrics.get("mismatch/abs_logprob_diff", math.nan), f"optimizer step {number}")
         rate = learning_rate_at(
             number,
             peak=float(training.learning_rate),

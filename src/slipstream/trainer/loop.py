@@ -43,6 +43,7 @@ from slipstream.trainer.metrics import (
     held_out_loss,
     logprob_differences,
     prompt_of,
+    refuse_difference,
     worst_engine_mean,
 )
 from slipstream.trainer.signal_watch import SignalWatch
@@ -144,10 +145,8 @@ class TrainingLoop:
     """Changes the weights of a mixture's parts; set by `resume`."""
     rolls_out_at: Callable[[int], bool] = lambda step: False
     """Whether, under SFT, a step is trained on what the engine generates by the weights before it."""
-    _probed: float | None = None
-    """The last probe's mean difference."""
-    _explained: str = ""
-    """What a large one looked like; empty after a small one."""
+    _probed: tuple[float, float] | None = None
+    """Mean differences of this process's first probe and of the last one."""
     trained_before_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
@@ -423,25 +422,16 @@ class TrainingLoop:
         num_probed = min(num_engines(self.config), sum(prompt_of(sequence) == first for sequence in sequences))
         mean = worst_engine_mean(differences, num_probed)
         limits = self.config.weights
-        if self.config.run.exact and mean != 0.0:
-            raise MismatchError(
-                f"engine and trainer differ by {mean:.3g} in log-probability per token at version {self.step}, and "
-                "run.exact = true allows no difference: report it with the run folder, or remove run.exact"
-            )
-        if mean <= limits.probe_warn:
-            self._explained = ""
-        elif not self._explained:
+        if self.config.run.exact:
+            refuse_difference(mean, f"version {self.step}")
+        if not mean <= limits.probe_warn:
             forward = partial(self.learner.forward, micro_batch_tokens=row)
-            self._explained = explain_difference(forward, sequences, self.sampling, self._probed)
-        if not mean <= limits.probe_stop:
-            raise MismatchError(
-                f"engine and trainer differ by {mean:.3f} in log-probability per token at version {self.step}, above "
-                f"weights.probe_stop = {limits.probe_stop:g}; {self._explained}"
-            )
-        if mean > limits.probe_warn:
-            text = f"engine and trainer differ by {mean:.3f} per token at version {self.step}, above weights.probe_warn"
-            self.log.warning(f"{text} = {limits.probe_warn:g}; {self._explained}", step=self.step)
-        self._probed = mean
+            cause = explain_difference(forward, sequences, self.sampling, self._probed)
+            text = f"engine and trainer differ by {mean:.3f} in log-probability per token at version {self.step}"
+            if not mean <= limits.probe_stop:
+                raise MismatchError(f"{text}, above weights.probe_stop = {limits.probe_stop:g}; {cause}")
+            self.log.warning(f"{text}, above weights.probe_warn = {limits.probe_warn:g}; {cause}", step=self.step)
+        self._probed = (mean if self._probed is None else self._probed[0], mean)
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:

@@ -11,13 +11,13 @@ import msgspec
 from torch import Tensor
 
 from slipstream import records
-from slipstream.errors import TrainingError
+from slipstream.errors import MismatchError, TrainingError
 from slipstream.trainer.learner import Scores
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
-_FITS, _GROWS, _JUMPS = 0.1, 3.0, 3.0
-"""Of a difference: the part that other parameters may leave; the last quarter's multiple of the first, and a version's
-of the one before, from which on it is told."""
+_FITS, _GROWS, _JUMPS, _GROWN = 0.1, 3.0, 3.0, 1.5
+"""Of a difference: the part that other parameters may leave; the multiples of the first quarter's, of the version
+before and of the first version, above which it is told."""
 _HIGHEST_EXPONENT = 700.0
 """Beyond it the exponential is no float64."""
 
@@ -104,15 +104,25 @@ def logprob_differences(sequence: records.Sequence, logprobs_N: Tensor) -> list[
     return [abs(a - b) for a, b in zip(_trained(sequence), logprobs_N.tolist(), strict=True)]
 
 
+def refuse_difference(difference: float, where: str) -> None:
+    """Raise MismatchError unless engine and trainer are equal, as `run.exact` promises. `where`: a version or step."""
+    if difference != 0.0:
+        raise MismatchError(
+            f"engine and trainer differ by {difference:.3g} in log-probability per token at {where}, and run.exact = "
+            "true allows no difference: report it with the run folder, or remove run.exact"
+        )
+
+
 def explain_difference(
     forward: Callable[[list[records.Sequence], records.SamplingParams], Scores],
     sequences: list[records.Sequence],
     sampling: records.SamplingParams,
-    before: float | None,
+    earlier: tuple[float, float] | None,
 ) -> str:
     """What a large difference between engine and trainer looks like, as the end of a sentence: other sampling
     parameters, positions that are embedded differently, other weights, or rounding. `forward` computes the trainer's
-    log-probabilities under given parameters; it is called a dozen times. `before`: the mean of the last probe."""
+    log-probabilities under given parameters; it is called a dozen times. `earlier`: means of the run's first probe and
+    of the last one."""
 
     def differences(under: records.SamplingParams) -> list[list[float]]:
         ours = forward(sequences, under).logprobs
@@ -135,13 +145,18 @@ def explain_difference(
             f"it grows with the position, from {early:.2g} in the first quarter of the tokens to {late:.2g} in the "
             "last: the two embed positions differently (rope parameters, inference.max_model_len)"
         )
-    if before is not None and mean < _JUMPS * before:
+    first, before = earlier or (None, None)
+    if before is not None and mean > _JUMPS * before:
         return (
-            f"it was {before:.3g} at the version before and grows: rounding counts more as the policy becomes sharper "
+            f"it was {before:.3g} at the version before: the engine computes with other weights (`slipstream verify`)"
+        )
+    if first is not None and mean > _GROWN * first:
+        return (
+            f"it has grown from {first:.3g} at first: rounding counts more as the policy becomes sharper "
             '(model.fp32_head, model.fp32_residual, model.dtype = "float16")'
         )
-    since = "" if before is None else f" and was {before:.3g} at the version before"
-    return f"it is as large everywhere{since}: other weights, or another computation (`slipstream verify`)"
+    since = "" if first is None else " and was from the first version on"
+    return f"it is as large everywhere{since}: other weights or another computation (`slipstream verify`), or rounding"
 
 
 def _mean(values: list[list[float]]) -> float:

@@ -36,6 +36,8 @@ def make_exact(network: nn.Module) -> None:
         name = type(module).__name__
         if name.endswith("RotaryEmbedding"):
             _frequencies_of_the_engine(module, config, device)
+        if getattr(module, "sliding_window", None):
+            raise ConfigError(f"run.exact computes attention without a window, not {name}'s: remove it")
         for ending, forward in (("RMSNorm", _norm), ("MLP", _mlp), ("Attention", _attention)):
             if name.endswith(ending):
                 module.forward = MethodType(forward, module)
@@ -54,13 +56,10 @@ def _attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if past_key_values is not None or getattr(self, "sliding_window", None):
-        raise ConfigError(f"run.exact computes whole rows without a window, not {type(self).__name__}'s: remove it")
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
     query, key, value = (make(hidden_states).view(heads) for make in (self.q_proj, self.k_proj, self.v_proj))
     if hasattr(self, "q_norm"):
