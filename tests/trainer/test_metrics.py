@@ -1,9 +1,11 @@
 """What a batch's rows say of its rollouts: nothing is left out uncounted."""
 
 import math
+from types import SimpleNamespace
 
 from slipstream import records
 from slipstream.envs.rewards.functions import _as_verl_score
+from slipstream.trainer.batch_trainer import BatchTrainer
 from slipstream.trainer.metrics import rollout_metrics
 
 
@@ -41,3 +43,15 @@ def test_the_staleness_of_each_task_is_over_its_tokens():
     counts = {f"task/{name}/{key}": 1.0 for name in "ab" for key in ("drawn_groups", "signal_groups")}
     found = rollout_metrics(records.Batch(7, records.Version(0, 7), rollouts, metrics=counts))
     assert (found["task/a/staleness"], found["task/b/staleness"]) == (0.0, 5 / 8)
+
+
+def test_what_only_some_optimizer_steps_of_a_batch_measure_is_averaged_over_those():
+    rows = iter([({"a": 1.0}, True), ({"a": 3.0, "mismatch/at_position_64": 5.0}, True), ({"a": 9.0}, False)])
+    training = SimpleNamespace(updates_per_batch=3, epochs_per_batch=1)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(training=training),
+        on_optimizer_steps=lambda number: None,
+        optimizer_step=lambda step, number, may_be_zero: next(rows),
+    )
+    found = BatchTrainer.optimizer_steps(trainer, [(0, None), (1, None), (2, None)], 0)
+    assert found == ({"a": 2.0, "mismatch/at_position_64": 5.0}, 1)
