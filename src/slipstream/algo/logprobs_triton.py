@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Nothing here is typed, and on a machine without a GPU a type checker does not find it.
+# Nothing of Triton is typed, and on a machine without a GPU a type checker does not find it.
+# ruff: noqa: ANN001
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
@@ -21,18 +23,18 @@ _WARPS = 8
 
 @triton.jit
 def _forward_kernel(
-    logits,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    token_ids,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    logprobs,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    sums,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    greedy,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    kept,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    num_tokens,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    temperature,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    keeps: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    logits,
+    token_ids,
+    logprobs,
+    entropies,
+    sums,
+    greedy,
+    kept,
+    jump,
+    num_tokens,
+    temperature,
+    block: tl.constexpr,
+    keeps: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * jump
@@ -72,18 +74,18 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    logits,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    token_ids,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    sums,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    of_logprobs,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    of_entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    result,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    num_tokens,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    temperature,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    has_entropy: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    logits,
+    token_ids,
+    sums,
+    entropies,
+    of_logprobs,
+    of_entropies,
+    result,
+    jump,
+    num_tokens,
+    temperature,
+    block: tl.constexpr,
+    has_entropy: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * block

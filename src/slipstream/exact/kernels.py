@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Nothing here is typed, and on a machine without a GPU a type checker does not find it.
+# Nothing of Triton is typed, and on a machine without a GPU a type checker does not find it.
+# ruff: noqa: ANN001
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
@@ -20,15 +22,15 @@ _PARTS = 512
 
 @triton.jit
 def _norm_kernel(
-    x,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    residual,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    weight,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    output,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    total,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    width,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    epsilon,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    adds: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    x,
+    residual,
+    weight,
+    output,
+    total,
+    width,
+    epsilon,
+    adds: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.arange(0, block)
@@ -44,16 +46,16 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    gradient,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    x,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    weight,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    of_x,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    of_weight,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    num_rows,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    rows_each,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    width,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    epsilon,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    gradient,
+    x,
+    weight,
+    of_x,
+    of_weight,
+    num_rows,
+    rows_each,
+    width,
+    epsilon,
+    block: tl.constexpr,
 ) -> None:
     program = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
@@ -74,12 +76,12 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _gate_kernel(
-    gate,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    up,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    output,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    width,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    gate,
+    up,
+    output,
+    width,
+    jump,
+    block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
@@ -92,13 +94,13 @@ def _gate_kernel(
 
 @triton.jit
 def _gate_backward_kernel(
-    gradient,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    gate,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    up,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    of_gate,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    of_up,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    width,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    gradient,
+    gate,
+    up,
+    of_gate,
+    of_up,
+    width,
+    block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.program_id(1) * block + tl.arange(0, block)
@@ -115,16 +117,16 @@ def _gate_backward_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    x,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    cosines,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    sines,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    output,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    num_heads,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    jump_angles,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    half: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    backward: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    x,
+    cosines,
+    sines,
+    output,
+    num_heads,
+    jump,
+    jump_angles,
+    half: tl.constexpr,
+    backward: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, block)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
 
-# Nothing here is typed, and on a machine without a GPU a type checker does not find it.
+# Nothing of Triton is typed, and on a machine without a GPU a type checker does not find it.
+# ruff: noqa: ANN001
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
@@ -28,7 +30,7 @@ _GOLDEN, _LOW, _HIGH, _MIX_1, _MIX_2 = (tl.constexpr(number) for number in (GOLD
 
 
 @triton.jit
-def _terms(mixed, bits, is_wide: tl.constexpr):  # noqa: ANN001, ANN202 # pyright: ignore
+def _terms(mixed, bits, is_wide: tl.constexpr):  # noqa: ANN202 # pyright: ignore
     """`fingerprint_torch._mix` of each element, given its mixed index: unsigned 32 bits, in 64."""
     x = bits.to(tl.int32) * _LOW
     if is_wide:
@@ -43,15 +45,15 @@ def _terms(mixed, bits, is_wide: tl.constexpr):  # noqa: ANN001, ANN202 # pyrigh
 
 @triton.jit
 def _kernel(
-    table,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    owners,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    firsts,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    out,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    integer: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    is_wide: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    block_size: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    step: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    fields: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    table,
+    owners,
+    firsts,
+    out,
+    integer: tl.constexpr,
+    is_wide: tl.constexpr,
+    block_size: tl.constexpr,
+    step: tl.constexpr,
+    fields: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
     owner = tl.load(owners + block)

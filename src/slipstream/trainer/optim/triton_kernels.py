@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 # Untyped, and absent on machines without a GPU, where a type checker does not find it.
+# ruff: noqa: ANN001
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
@@ -25,10 +27,10 @@ _ADAMW_BLOCK, _ADAMW_WARPS = 512, 4
 
 @triton.jit
 def _accumulate_kernel(
-    total,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    gradient,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    count,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    total,
+    gradient,
+    count,
+    block: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     present = index < count
@@ -46,22 +48,22 @@ def accumulate_(total: Tensor, gradient: Tensor) -> None:
 
 @triton.jit
 def _adamw_quarter(
-    live,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    gradient,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    mean,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    square,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    result,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    index,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    count,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    noise,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    decay,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    beta1,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    one_minus_beta1,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    beta2,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    one_minus_beta2,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    step_size,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    scale,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    eps,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    live,
+    gradient,
+    mean,
+    square,
+    result,
+    index,
+    count,
+    noise,
+    decay,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    step_size,
+    scale,
+    eps,
 ) -> None:
     present = index < count
     g = tl.load(gradient + index, mask=present, other=0.0)
@@ -79,22 +81,22 @@ def _adamw_quarter(
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
-    live,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    gradient,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    mean,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    square,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    result,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    count,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    seed,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    decay,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    beta1,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    one_minus_beta1,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    beta2,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    one_minus_beta2,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    step_size,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    scale,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    eps,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
-    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    live,
+    gradient,
+    mean,
+    square,
+    result,
+    count,
+    seed,
+    decay,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    step_size,
+    scale,
+    eps,
+    block: tl.constexpr,
 ) -> None:
     lanes = tl.arange(0, block)
     first, second, third, fourth = tl.randint4x(seed, tl.program_id(0) * block + lanes)
