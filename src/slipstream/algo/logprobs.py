@@ -295,8 +295,12 @@ class _RoundedHeadLogprobs(torch.autograd.Function):
         kept_NV = hidden_ND.new_empty((num_rows, num_tokens)) if is_trained else None
         parts: list[tuple[Tensor, ...]] = []
         for rows in _chunks(num_rows, num_tokens // 4):
-            wide_NV = torch.mm(hidden_ND[rows], weight_VD.t(), out_dtype=torch.float32)
-            parts.append(logprobs_triton.forward(wide_NV, token_ids_N[rows], temperature, _part(kept_NV, rows)))
+            # Without a name, a chunk's memory is free before the next one is computed.
+            found = logprobs_triton.forward(
+                torch.mm(hidden_ND[rows], weight_VD.t(), out_dtype=torch.float32),
+                *(token_ids_N[rows], temperature, _part(kept_NV, rows)),
+            )
+            parts.append(found)
         logprobs_N, entropy_N, lse_N, greedy_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
