@@ -28,7 +28,7 @@ LAYERS = {
     "config": 1,
     "runlog": 1,
     "algo": 2,
-    "exact": 2,
+    "shared_kernels": 2,
     "data": 2,
     "detection": 2,
     "transport": 2,

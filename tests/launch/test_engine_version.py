@@ -64,6 +64,9 @@ def test_what_is_installed_is_read_without_importing_it(tmp_path, monkeypatch):
     assert read_engine(on_cpu=False).returns_experts
     monkeypatch.setattr(patch_table, "vllm_folder", lambda: tmp_path)
     empty = read_engine(on_cpu=False)
-    assert (empty.version, empty.checked, empty.returns_experts) == ("", (), False)
+    assert (empty.version, empty.checked, empty.returns_experts, empty.has_flash3) == ("", (), False, False)
+    (tmp_path / "vllm_flash_attn").mkdir()
+    (tmp_path / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").touch()
+    assert read_engine(on_cpu=False).has_flash3
     monkeypatch.setattr(patch_table, "vllm_folder", lambda: None)
     assert read_engine(on_cpu=True) is None

@@ -2,6 +2,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from slipstream.config import (
     EnvironmentConfig,
@@ -13,7 +14,7 @@ from slipstream.config import (
     TrainingConfig,
 )
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.machine import gpu_capability, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.measure import gather_facts, measure_adapter, measure_data, read_model
 from slipstream.records import Message, Sequence, Task
 
@@ -237,6 +238,13 @@ class TestMachine:
     def test_gpus(self):
         count, memory = measure_gpus()
         assert (count == 0) == (memory == 0)
+        assert (count == 0) <= (gpu_capability() == 0)
+
+    @pytest.mark.parametrize(("cards", "expected"), [([(9, 0), (9, 0)], 9), ([(9, 0), (8, 6)], 0), ([], 0)])
+    def test_gpus_of_one_capability(self, monkeypatch, cards, expected):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: cards[index])
+        assert gpu_capability() == expected
 
 
 def test_gather(tmp_path):

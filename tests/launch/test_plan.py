@@ -204,26 +204,73 @@ H100 = {
     "architecture": "Qwen3ForCausalLM",
     "head_dim": 64,
     "vocab_size": 128,
+    "gpu_capability": 9,
+    "engine": EngineFacts("0.26.0", has_flash3=True),
 }
+
+
+def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
+    made = plan({}, **H100)
+    assert made.config.model.shared_kernels
+    assert reasons(made)["model.shared_kernels"].endswith("are then equal bit for bit, at little cost")
+    assert (made.config.weights.probe_warn, made.config.weights.probe_stop) == (0.001, 0.2)
+    assert plan({"weights.probe_warn": 0.3}, **H100).config.weights.probe_stop == 1.2
+    apart = plan({"model.shared_kernels": False}, **H100).config
+    assert (apart.model.shared_kernels, apart.weights.probe_warn) == (False, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "reason"),
+    [
+        ({}, {"gpu_capability": 8}, "it takes GPUs of compute capability 9"),
+        ({}, {"gpu_capability": 0, "num_gpus": 0}, "it takes GPUs of compute capability 9"),
+        ({}, {"engine": EngineFacts("0.30")}, "this vLLM brings no FlashAttention 3"),
+        ({"lora": LoraConfig()}, {}, "not tried with LoRA adapters"),
+        ({"model.dtype": "float16"}, {}, 'not tried with model.dtype = "float16"'),
+        ({"model.fp32_head": False}, {}, "not tried with model.fp32_head = false"),
+        ({"inference.enforce_eager": True}, {}, "not tried with model.fp32_residual = false"),
+        ({"training.packing": False}, {}, "not tried with training.packing = false"),
+        ({"inference.options": {"kv-cache-dtype": "fp8"}}, {}, "inference.options has kv-cache-dtype"),
+        ({}, {"architecture": "Gemma3ForCausalLM"}, "not tried for Gemma3ForCausalLM"),
+        ({}, {"architecture": ""}, "not tried for "),
+        ({}, {"head_dim": 96}, "not tried with attention heads of 96 numbers"),
+        ({}, {"vocab_size": 130}, "the engine pads a vocabulary of 130 tokens"),
+        ({}, {"rotary": "llama3"}, "not tried with rotary embeddings of the type llama3"),
+    ],
+)
+def test_elsewhere_kernels_are_not_shared_nor_runs_exact(values, changes, reason):
+    apart = {name: values.pop(name) for name in list(values) if "." not in name}
+    config = GRPO.model_copy(update=apart)
+    made = plan(values, config, **H100 | changes)
+    assert not made.config.model.shared_kernels
+    assert reasons(made)["model.shared_kernels"].startswith(reason)
+    text = refusal(values | {"model.shared_kernels": True}, config, **H100 | changes)
+    assert text.startswith(f"model.shared_kernels = true is not possible ({reason}")
+    assert text.endswith("): set it to false")
+    text = refusal(values | {"run.exact": True}, config, **H100 | changes)
+    assert text.startswith(f"run.exact = true is not possible ({reason}")
+    assert text.endswith("): remove it")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"inference.max_model_len": 16384}, "in contexts of up to 16384 tokens"),
+        ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, "not tried with a teacher or a critic"),
+    ],
+)
+def test_kernels_that_are_shared_only_if_asked_for(values, reason):
+    shape = H100 | {"context_length": 32768}
+    assert reasons(plan(values, **shape))["model.shared_kernels"].startswith(reason)
+    assert plan(values | {"model.shared_kernels": True}, **shape).config.model.shared_kernels
+    if "inference.max_model_len" in values:
+        assert plan(values | {"run.exact": True}, **shape).config.model.shared_kernels
 
 
 def test_exact_decides_what_it_needs():
     made = plan({"run.exact": True}, **H100)
-    assert (made.config.model.fp32_head, made.config.model.fp32_residual) == (True, True)
-    assert (made.config.model.dtype, made.config.training.compile) == ("bfloat16", False)
-    assert reasons(made)["training.compile"].startswith("run.exact")
-
-
-def test_exact_is_refused_where_it_was_not_tried():
-    assert "as vLLM's kernels for CPUs are not torch's: remove it" in refusal({"run.exact": True}, num_gpus=0)
-    text = refusal({"run.exact": True}, **H100 | {"architecture": "Gemma3ForCausalLM"})
-    assert text.endswith("not for Gemma3ForCausalLM: remove it")
-    assert refusal({"run.exact": True}, **H100 | {"architecture": ""}).endswith(
-        "a model with code of its own: remove it"
-    )
-    assert "not of 96, for which the engine's kernel" in refusal({"run.exact": True}, **H100 | {"head_dim": 96})
-    assert "and this model has 130: remove it" in refusal({"run.exact": True}, **H100 | {"vocab_size": 130})
-    assert "and this model has llama3: remove it" in refusal({"run.exact": True}, **H100 | {"rotary": "llama3"})
+    model = made.config.model
+    assert (model.fp32_head, model.fp32_residual, model.shared_kernels, model.dtype) == (True, True, True, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +287,7 @@ def test_exact_is_refused_where_it_was_not_tried():
         ({"training.staleness": 1}, "training.staleness = 1"),
         ({"training.ranks": 2}, "training.ranks = 2"),
         ({"training.optimizer": "adamw_8bit"}, "training.optimizer = .* is not among"),
-        ({"training.compile": True}, "training.compile = true .* use false"),
+        ({"model.shared_kernels": False}, "model.shared_kernels = false .* use true"),
         (
             {"inference.options": {"attention_backend": "TRITON_ATTN"}},
             "inference.options.attention_backend changes what",
@@ -286,6 +333,7 @@ def test_every_auto_gets_its_value_and_reason():
         "model.fp32_head": False,
         "model.fp32_residual": False,
         "model.replay_experts": False,
+        "model.shared_kernels": False,
         "weights.bridge": "disk",
         "weights.probe_warn": 0.01,
         "weights.probe_stop": 0.04,
@@ -387,6 +435,7 @@ def test_what_the_user_set_stays():
         "weights.probe_warn": 0.06,
         "weights.probe_stop": 0.3,
         "model.replay_experts": False,
+        "model.shared_kernels": False,
     }
     made = plan(values)
     assert made.derived == ()
@@ -730,7 +779,7 @@ class TestSFT:
         assert autos(made, config) == []
         assert made.config.inference == PlannedInference(), "no engine"
         assert {item.name for item in made.derived} == {
-            "model.dtype", "model.fp32_head", "model.fp32_residual", "model.replay_experts",
+            "model.dtype", "model.fp32_head", "model.fp32_residual", "model.replay_experts", "model.shared_kernels",
             "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
             "run.async_checkpoints",

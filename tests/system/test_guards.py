@@ -27,6 +27,7 @@ from slipstream.launch.run import train
 from slipstream.orchestrator import retries
 from slipstream.runlog import read_exit, read_samples
 from slipstream.runlog.ledger import balance
+from slipstream.shared_kernels import products
 from slipstream.trainer import batch_trainer, loop
 from slipstream.trainer.metrics import refuse_difference
 from slipstream.trainer.model import policy
@@ -346,10 +347,11 @@ def test_a_large_probe_difference_stops(scripted, offset):
 @pytest.mark.parametrize("where", ["version 0", "optimizer step 0"])
 def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
     """What the plan refuses on a CPU; the scripted engine computes as the trainer does, but for what is added."""
-    monkeypatch.setattr(derive, "_plan_exact", lambda builder: None)
+    monkeypatch.setattr(derive, "_against_shared_kernels", lambda builder: "")
     monkeypatch.setattr(settings, "exact_problems", lambda config: [])
-    monkeypatch.setattr(policy, "make_exact", lambda network: None)
+    monkeypatch.setattr(policy, "share_kernels", lambda network: None)
     monkeypatch.setattr(policy, "pin_products", lambda: None)
+    monkeypatch.setattr(products, "be_deterministic", lambda: None)
     monkeypatch.setattr(loop, "refuse_difference", lambda mean, where: refuse_difference(round(mean, 4), where))
     monkeypatch.setattr(batch_trainer, "refuse_difference", loop.refuse_difference)
     change = off_by(0.001)

@@ -98,10 +98,11 @@ def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_
     maps = mappings(run)
     assert len(maps) == 2
     assert len(set(maps.values())) == 1
+    named = named_by({run.process.pid, *run.children()})
     run.process.kill()
     run.wait()
     assert run.left_behind() == []
-    assert not [name for name in os.listdir("/dev/shm") if "slipstream" in name]
+    assert not named & set(os.listdir("/dev/shm"))
     assert not {inode for found in everybody().values() for inode in found} & set(maps.values())
     reached = read_metrics(folder)[-1]["step"]
     code, _, err = command("train", run_file, *options, "--training.steps", reached + 3, "--resume").wait()
@@ -162,6 +163,12 @@ def mappings(run):
     """The shared weights that the command and its engine have mapped, by process id."""
     family = {run.process.pid, *(engine.pid for engine in run.engines())}
     return {pid: inodes.pop() for pid, inodes in everybody().items() if pid in family}
+
+
+def named_by(family):
+    """Names in shared memory that these processes have mapped."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in family)
+    return set(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
 
 
 def everybody():

@@ -39,6 +39,7 @@ class PlannedModel(ModelConfig):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     fp32_head: bool = False
     fp32_residual: bool = False
+    shared_kernels: bool = False
     replay_experts: bool = False
 
 

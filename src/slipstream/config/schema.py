@@ -48,6 +48,11 @@ class ModelConfig(Section):
     model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better
     (`probe/abs_logprob_diff`). `auto`: as `fp32_head`, and only if the engine compiles its layers
     (`inference.enforce_eager = false`), as the sums would take kernels of their own."""
+    shared_kernels: bool | Literal["auto"] = "auto"
+    """Have trainer and engine compute with the same kernels, whose results for a token do not depend on what else is in
+    the batch: the log-probabilities of sampled tokens are equal bit for bit (BENCHMARKS.md). For full fine-tuning of
+    Llama, Qwen 2 and Qwen 3 in bfloat16 on GPUs of compute capability 9 (H100, H200). `auto`: where that is so, without
+    critic or teacher, and for contexts of up to 8,192 tokens, as the engine's attention is not split over the keys."""
     replay_experts: bool | Literal["auto"] = "auto"
     """In a mixture of experts, send each token in training to the experts that the engine chose for it (R3, arXiv
     2510.11370); their weights are the trainer's own. `auto`: under RL in 16 bits on a CPU, for Qwen 2 and 3 MoE. On a
@@ -360,9 +365,9 @@ class WeightsConfig(Section):
     probe_warn: PositiveFloat | Literal["auto"] = "auto"
     """Mean absolute log-probability difference per token that is reported as a warning, with what it looks like.
     `auto`, by `model.dtype`: 0.01 in float32, 0.02 in float16, 0.05 in bfloat16, more than rounding was seen to make
-    (BENCHMARKS.md)."""
+    (BENCHMARKS.md); 0.001 under `model.shared_kernels`."""
     probe_stop: PositiveFloat | Literal["auto"] = "auto"
-    """... and that ends the run. `auto`: four times `probe_warn`."""
+    """... and that ends the run. `auto`: four times `probe_warn`; under `model.shared_kernels` four times 0.05."""
 
 
 class RunSection(Section):
@@ -373,10 +378,9 @@ class RunSection(Section):
     seed: bounds.Seed = 0
     """Seeds the data order and the engine's draws."""
     exact: bool = False
-    """Engine and trainer compute with the same kernels: the log-probabilities of sampled tokens are equal bit for bit,
-    and a run is repeated to the last digit on one kind of GPU. For full fine-tuning of Llama, Qwen 2 and Qwen 3 in
-    bfloat16 on one GPU of compute capability 9 (H100, H200), at temperature 1, with `training.staleness = 0`. A
-    difference ends the run."""
+    """Repeat a run to the last digit on one kind of GPU: `model.shared_kernels`, and backward passes that add up in one
+    order. Any difference between the log-probabilities of engine and trainer ends the run. At temperature 1, with
+    `training.staleness = 0`."""
     checkpoint_every: bounds.Items | Literal["auto", "10min"] = "auto"
     """Steps between checkpoints; or `10min`: one every ten minutes of training, at a step's end, and rarer, with a
     warning, where they take more than 3 % of the time from training. The last step always has one. `auto`: `10min`."""

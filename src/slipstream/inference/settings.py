@@ -41,8 +41,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Compute logits in float32; the engine does not start when vLLM cannot for this model."""
     fp32_residual: bool = False
     """Add up what layers compute in float32 (patch `fp32_residual`); the engine does not start without it."""
-    exact: bool = False
-    """Compute with what the trainer computes with (patch `exact`); the engine does not start without it."""
+    shared_kernels: bool = False
+    """Compute with what the trainer computes with (patch `shared_kernels`); the engine does not start without it."""
     replay_experts: bool = False
     """Return the experts of each token with every completion; the engine does not start where vLLM cannot."""
     trust_remote_code: bool = False

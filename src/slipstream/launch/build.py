@@ -66,9 +66,12 @@ def load_model(
     0 loads it on the CPU and the others on the meta device, to be sharded, and to get its float32 head, afterwards."""
     import torch
 
+    from slipstream.shared_kernels.products import be_deterministic
     from slipstream.trainer.model.policy import PolicyModel
 
     model, training = config.model, config.training
+    if config.run.exact:
+        be_deterministic()
     loaded = PolicyModel.load(
         model.path,
         model.dtype,
@@ -84,7 +87,7 @@ def load_model(
         fp32_residual=model.fp32_residual,
         max_model_len=config.inference.max_model_len or None,
         train_tower=model.train_tower,
-        exact=config.run.exact,
+        shared_kernels=model.shared_kernels,
         replay_experts=config.model.replay_experts,
     )
     if torch.cuda.is_available():

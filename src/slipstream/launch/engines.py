@@ -74,7 +74,7 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator
         can_sleep=inference.sleep,
         fp32_head=config.model.fp32_head,
         fp32_residual=config.model.fp32_residual,
-        exact=config.run.exact,
+        shared_kernels=config.model.shared_kernels,
         replay_experts=config.model.replay_experts,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel_size=inference.tensor_parallel_size,

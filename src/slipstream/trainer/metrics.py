@@ -153,7 +153,7 @@ def explain_difference(
     if first is not None and mean > _GROWN * first:
         return (
             f"it has grown from {first:.3g} at first: rounding counts more as the policy becomes sharper "
-            '(model.fp32_head, model.fp32_residual, model.dtype = "float16")'
+            '(model.shared_kernels, model.fp32_head, model.fp32_residual, model.dtype = "float16")'
         )
     since = "" if first is None else " and was from the first version on"
     return f"it is as large everywhere{since}: other weights or another computation (`slipstream verify`), or rounding"

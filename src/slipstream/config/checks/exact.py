@@ -12,6 +12,7 @@ _NEEDED = {
     "model.dtype": ("auto", "bfloat16"),
     "model.fp32_head": ("auto", True),
     "model.fp32_residual": ("auto", True),
+    "model.shared_kernels": ("auto", True),
     "model.train_tower": (False,),
     "sampling.temperature": (1.0,),
     "sampling.top_p": (1.0,),
@@ -20,7 +21,6 @@ _NEEDED = {
     "training.staleness": (0,),
     "training.order": ("auto", "data"),
     "training.packing": (True,),
-    "training.compile": ("auto", False),
     "training.optimizer": ("adamw_bf16", "muon", "adamw"),
     "training.ranks": (1,),
     "inference.tensor_parallel_size": (1,),
@@ -28,10 +28,11 @@ _NEEDED = {
     "run.orchestrators": (1,),
 }
 """Keys, and the values that they may have."""
-_OPTIONS = (
+CHANGES_KERNELS = (
     *("attention_backend", "attention_config", "compilation_config", "disable_cascade_attn", "hf_overrides"),
     *("kv_cache_dtype", "model_impl", "quantization", "speculative_config"),
 )
+"""Options of vLLM that decide what an engine computes with."""
 
 
 def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -67,6 +68,6 @@ def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
                 f"{path} = {show(value)} is not among what run.exact = true computes exactly: use {show(allowed[-1])}",
             )
     for name in config.inference.options:
-        if name.replace("-", "_") in _OPTIONS:
+        if name.replace("-", "_") in CHANGES_KERNELS:
             path = f"inference.options.{name}"
             yield path, f"{path} changes what run.exact = true depends on: remove it"

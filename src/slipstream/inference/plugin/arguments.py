@@ -18,10 +18,11 @@ _CAPTURE_STEP = 64
 """Distance of the sizes above 512, where vLLM captures none."""
 _FP32_HEAD = {"head_dtype": "float32"}
 """The override of vLLM 0.26 to 0.32; `WorkerExtension.slipstream_describe` checks it in the loaded model."""
-_EXACT: dict[str, Any] = {
+_SHARED: dict[str, Any] = {
     "attention_backend": "FLASH_ATTN",
     # CUDA graphs of the operations as they are, without a compiler that would fuse them.
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "custom_ops": ["all"]},
+    "disable_cascade_attn": True,
 }
 
 
@@ -57,7 +58,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
         **lora,
-        **(_EXACT if settings.exact else {}),
+        **(_SHARED if settings.shared_kernels else {}),
         **(_routed_experts() if settings.replay_experts else {}),
         **_capture_sizes(settings),
         **_block_size(),

@@ -73,8 +73,8 @@ def main() -> None:
         os.environ[patch_table.FP32_RESIDUAL] = "1"
     if settings.replay_experts:
         os.environ[patch_table.EXPERTS] = "1"
-    if settings.exact:
-        os.environ.update({patch_table.EXACT: "1", "VLLM_BATCH_INVARIANT": "1"})
+    if settings.shared_kernels:
+        os.environ[patch_table.SHARED_KERNELS] = "1"
     import uvloop
 
     if uvloop.run(serve(settings)):

@@ -103,8 +103,9 @@ class EngineServer:
             )
         if self.settings.replay_experts and (why := self.patches_left_out.get("expert_choices")):
             raise RuntimeError(f"model.replay_experts = true cannot be ({why}): set it to false")
-        if self.settings.exact and "exact" not in self.patches:
-            raise RuntimeError(f"run.exact = true cannot be ({self.patches_left_out.get('exact')}): remove it")
+        if self.settings.shared_kernels and "shared_kernels" not in self.patches:
+            why = self.patches_left_out.get("shared_kernels")
+            raise RuntimeError(f"model.shared_kernels = true cannot be ({why}): set it to false")
         if self.settings.version is not None:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
-from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
+from slipstream.config.checks import CHANGES_KERNELS, inapplicable, probe_limits, reason_against, warmup_problems
+from slipstream.config.parse.messages import show
 from slipstream.config.recipes import choices
 from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
@@ -55,13 +56,17 @@ CLOSER = {
 on both sides."""
 REPLAYED = {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
 """Architectures whose routers `trainer/experts/replay.py` knows."""
-EXACT = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Architectures whose layers `trainer/model/exact_layers.py` knows."""
+SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Architectures whose layers `trainer/model/shared_layers.py` knows."""
 ENGINE_VOCABULARY = 64
 """vLLM pads vocabularies to a multiple of it."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
 """Mean differences of log-probabilities: pretrained models had up to 0.001, 0.003 and 0.04 (BENCHMARKS.md)."""
-EXACT_HEADS = (64, 128)
+SHARED_WARN = 0.001
+"""The same under `model.shared_kernels`, where there was none; sampling at another temperature rounds once more."""
+LONGEST_SHARED = 8192
+"""Tokens of a context."""
+SHARED_HEADS = (64, 128)
 """Sizes of heads for which FlashAttention 3 takes the same blocks of keys with a paged KV cache, the engine's, and
 without, the trainer's. For 65 to 96 and 129 to 192 it takes others, and for the rest nothing was tried."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
@@ -103,10 +108,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         plan_lengths(builder)
         plan_bridge(builder)
         _plan_order(builder)
-        if builder.on_cpu:
-            plan_cpu_cache(builder)
-        else:
-            plan_gpu_memory(builder)
+        (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
         builder.derive_auto(
             "inference.enforce_eager",
             builder.on_cpu,
@@ -122,6 +124,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         builder.derive_auto(
             "inference.max_model_len", length, "the longest conversation: it decides the rotary factors"
         )
+    _plan_agreement(builder)
     if isinstance(config.algorithm, RLConfig):
         without_effect = inapplicable(config)
         for choice in choices(config.algorithm):
@@ -208,47 +211,8 @@ def _plan_dtype(builder: PlanBuilder) -> None:
         builder.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
 
 
-def _plan_exact(builder: PlanBuilder) -> None:
-    """Refuse `run.exact` where it was not tried, and derive what it needs."""
-    if not builder.original.run.exact:
-        return
-    found = builder.facts.model.architecture
-    if builder.on_cpu:
-        raise ConfigError(
-            "run.exact = true needs a GPU of compute capability 9 (H100, H200), as vLLM's kernels for CPUs are not "
-            "torch's: remove it"
-        )
-    if found not in EXACT:
-        raise ConfigError(
-            f"run.exact = true was tried for {', '.join(sorted(EXACT))}, not for "
-            f"{found or 'a model with code of its own'}: remove it"
-        )
-    model = builder.facts.model
-    if model.head_dim not in EXACT_HEADS:
-        raise ConfigError(
-            f"run.exact = true was tried with attention heads of 64 and 128 numbers, not of {model.head_dim}, for "
-            "which the engine's kernel can round elsewhere than the trainer's: remove it"
-        )
-    if model.vocab_size % ENGINE_VOCABULARY:
-        raise ConfigError(
-            f"run.exact = true was tried with vocabularies of a multiple of {ENGINE_VOCABULARY} tokens, which the "
-            f"engine does not pad, and this model has {model.vocab_size}: remove it"
-        )
-    if model.rotary != "default":
-        raise ConfigError(
-            f"run.exact = true knows plain rotary embeddings only, and this model has {model.rotary}: remove it"
-        )
-    reason = "run.exact: kernels that a compiler fuses round elsewhere"
-    builder.derive_auto("training.compile", False, reason)
-    for path in ("model.fp32_head", "model.fp32_residual"):
-        builder.derive_auto(path, True, "run.exact: what it was tried with")
-
-
 def _plan_precision(builder: PlanBuilder) -> None:
-    """Derive what trainer and engine both compute in float32, and how far apart they may be."""
-    _plan_exact(builder)
-    if uses_engine(builder.original):
-        _plan_probe(builder)
+    """Derive what trainer and engine both compute in float32."""
     config, found = builder.original, builder.facts.model.architecture
     if config.algorithm.kind == "sft":
         head = against = "no engine has to agree with the trainer"
@@ -297,15 +261,60 @@ def _plan_experts(builder: PlanBuilder) -> None:
     builder.derive_auto("model.replay_experts", not (against or unasked), reason)
 
 
+def _plan_agreement(builder: PlanBuilder) -> None:
+    """Derive `model.shared_kernels`, and how far apart trainer and engine may be. Raises ConfigError where the kernels
+    are asked for, also by `run.exact`, and cannot be shared."""
+    config, longest = builder.original, builder["inference.max_model_len"]
+    against, unasked = _against_shared_kernels(builder), ""
+    if against and (config.run.exact or config.model.shared_kernels is True):
+        asked, remedy = ("run.exact", "remove it") if config.run.exact else ("model.shared_kernels", "set it to false")
+        raise ConfigError(f"{asked} = true is not possible ({against}): {remedy}")
+    if not against and longest > LONGEST_SHARED and not config.run.exact:
+        unasked = f"in contexts of up to {longest} tokens it slows a few long completions: attention in one piece"
+    elif config.teacher is not None or uses_critic(config):
+        unasked = "not tried with a teacher or a critic"
+    equal = "the log-probabilities of trainer and engine are then equal bit for bit, at little cost"
+    builder.derive_auto("model.shared_kernels", not (against or unasked), against or unasked or equal)
+    if uses_engine(config):
+        _plan_probe(builder)
+
+
 def _plan_probe(builder: PlanBuilder) -> None:
     """Derive the limits of the probe."""
     dtype = builder["model.dtype"]
-    noise = f"rounding in {dtype} makes less, and more is a sign of another computation"
-    builder.derive_auto("weights.probe_warn", PROBE_WARN[dtype], noise)
+    limit, noise = PROBE_WARN[dtype], f"rounding in {dtype} makes less, and more is a sign of another computation"
+    if builder["model.shared_kernels"]:
+        builder.derive_auto("weights.probe_warn", SHARED_WARN, "model.shared_kernels: there should be no difference")
+    builder.derive_auto("weights.probe_warn", limit, noise)
     warn = builder["weights.probe_warn"]
+    if builder["model.shared_kernels"] and warn < limit:
+        builder.derive_auto("weights.probe_stop", STOP_FACTOR * limit, "as without model.shared_kernels")
     builder.derive_auto("weights.probe_stop", STOP_FACTOR * warn, "four times weights.probe_warn")
     if (stop := builder["weights.probe_stop"]) <= warn:
         raise ConfigError(probe_limits(warn, stop))
+
+
+def _against_shared_kernels(builder: PlanBuilder) -> str:
+    """Why trainer and engine cannot compute with the same kernels; empty where they can."""
+    config, facts, model = builder.original, builder.facts, builder.facts.model
+    needed = {"model.dtype": "bfloat16", "model.fp32_head": True, "model.fp32_residual": True, "training.packing": True,
+              "training.ranks": 1, "inference.tensor_parallel_size": 1}  # fmt: skip
+    missed = [f"{path} = {show(builder[path])}" for path, value in needed.items() if builder[path] != value]
+    options = [name for name in config.inference.options if name.replace("-", "_") in CHANGES_KERNELS]
+    has_kernels = facts.engine is None or facts.engine.has_flash3
+    reasons = (
+        (config.algorithm.kind == "sft", "no engine has to agree with the trainer"),
+        (facts.gpu_capability != 9, "it takes GPUs of compute capability 9: H100, H200"),
+        (not has_kernels, "this vLLM brings no FlashAttention 3"),
+        (config.lora is not None, "not tried with LoRA adapters"),
+        (model.architecture not in SHARED, f"not tried for {model.architecture or 'a model with code of its own'}"),
+        (bool(missed), f"not tried with {', '.join(missed)}"),
+        (bool(options), f"inference.options has {', '.join(options)}, which it depends on"),
+        (model.head_dim not in SHARED_HEADS, f"not tried with attention heads of {model.head_dim} numbers"),
+        (model.vocab_size % ENGINE_VOCABULARY != 0, f"the engine pads a vocabulary of {model.vocab_size} tokens"),
+        (model.rotary != "default", f"not tried with rotary embeddings of the type {model.rotary}"),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
 
 
 def _plan_lora(builder: PlanBuilder) -> None:

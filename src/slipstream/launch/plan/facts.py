@@ -133,6 +133,8 @@ class EngineFacts:
     """Names of its tool parsers; empty where they cannot be found."""
     returns_experts: bool = True
     """Whether it, or a patch of ours, can return which experts each token went to."""
+    has_flash3: bool = False
+    """Whether it brings FlashAttention 3 as a library."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ class Facts:
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
+    gpu_capability: int = 0
+    """Major compute capability of all GPUs; 0 where they differ."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     engine: EngineFacts | None = None

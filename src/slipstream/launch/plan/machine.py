@@ -75,6 +75,14 @@ def measure_gpus() -> tuple[int, int]:
     return count, min(int(torch.cuda.get_device_properties(index).total_memory) for index in range(count))
 
 
+def gpu_capability() -> int:
+    """The major compute capability of all GPUs; 0 without any, or where they differ."""
+    import torch
+
+    found = {torch.cuda.get_device_capability(index)[0] for index in range(torch.cuda.device_count())}
+    return found.pop() if len(found) == 1 else 0
+
+
 def _control_groups(groups: Path, membership: Path, controllers: tuple[str, ...]) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, as versions 2 and 1 lay them out. In a
     container its own may be the root of what it sees."""

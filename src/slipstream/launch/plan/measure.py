@@ -17,7 +17,7 @@ from slipstream.config.sft import TrainOn
 from slipstream.config.traits import rolls_out
 from slipstream.errors import ConfigError, first_line
 from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
-from slipstream.launch.plan.machine import measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.machine import gpu_capability, measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.memory.last_run import last_run_memory
 from slipstream.launch.plan.vllm_version import read_engine
 from slipstream.launch.preflight.model_folder import hub_id
@@ -99,6 +99,7 @@ def gather_facts(
         ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
+        gpu_capability=gpu_capability(),
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
         tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),

@@ -9,6 +9,7 @@ from pathlib import Path
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.facts import EngineFacts
+from slipstream.shared_kernels import FLASH3
 
 _VERSION = re.compile(r"__version__ = version = ['\"]([^'\"]+)['\"]")
 
@@ -28,6 +29,7 @@ def read_engine(*, on_cpu: bool) -> EngineFacts | None:
         unchecked=tuple(name for name in fast if reasons[name]),
         tool_parsers=_tool_parsers(folder),
         returns_experts=_returns_experts(folder, on_cpu=on_cpu),
+        has_flash3=any(folder.glob(FLASH3)),
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ConfigError
-from slipstream.exact import flash3
+from slipstream.shared_kernels import flash3
 from slipstream.trainer.attention import flash4
 from slipstream.trainer.attention.row_layout import (
     SegmentLayout,

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError, TrainingError, one_line
-from slipstream.exact.products import pin_products
+from slipstream.shared_kernels.products import pin_products
 from slipstream.trainer.attention import packed
 from slipstream.trainer.experts.replay import ExpertReplay
-from slipstream.trainer.model.exact_layers import make_exact
 from slipstream.trainer.model.float16_check import check_float16
 from slipstream.trainer.model.image_features import (
     ImageFeatures,
@@ -45,6 +44,7 @@ from slipstream.trainer.model.loading import (
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
+from slipstream.trainer.model.shared_layers import share_kernels
 from slipstream.trainer.model.vision_towers import freeze_towers, reads_images, text_config
 from slipstream.trainer.model.wide_residual import widen_residual
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
@@ -93,7 +93,7 @@ class PolicyModel:
         fp32_residual: bool = False,
         max_model_len: int | None = None,
         train_tower: bool = False,
-        exact: bool = False,
+        shared_kernels: bool = False,
         replay_experts: bool = False,
     ) -> PolicyModel:
         """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
@@ -105,10 +105,10 @@ class PolicyModel:
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
         packing check to the caller. `fp32_head`, `fp32_residual`: see `use_fp32_head`, `use_fp32_residual`.
         `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`). `train_tower`:
-        vision towers are trained too. `exact`: as the engine computes (`exact_layers.py`). `replay_experts`: with the
-        experts that a row's sequences name.
+        vision towers are trained too. `shared_kernels`: as the engine computes (`shared_layers.py`). `replay_experts`:
+        with the experts that a row's sequences name.
         """
-        if exact:
+        if shared_kernels:
             pin_products()
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -127,8 +127,8 @@ class PolicyModel:
         if reads_images(network.config):
             uses_its_own_attention(network)
             model.images = ImageFeatures(network, folder, trained=train_tower, trust_remote_code=trust_remote_code)
-        if exact:
-            make_exact(network)
+        if shared_kernels:
+            share_kernels(network)
         if replay_experts:
             model.replay = ExpertReplay(network)
         configure_layers(network, model.layers)

@@ -32,8 +32,8 @@ VARIABLE = "SLIPSTREAM_PATCHES"
 """Environment variable of an engine's processes that holds the choice."""
 FP32_RESIDUAL = "SLIPSTREAM_FP32_RESIDUAL"
 """Environment variable that asks for the patch `fp32_residual`."""
-EXACT = "SLIPSTREAM_EXACT"
-"""Environment variable that asks for the patch `exact`."""
+SHARED_KERNELS = "SLIPSTREAM_SHARED_KERNELS"
+"""Environment variable that asks for the patch `shared_kernels`."""
 EXPERTS = "SLIPSTREAM_EXPERTS"
 """Environment variable that asks for the patch `expert_choices`."""
 
@@ -141,8 +141,8 @@ TABLE = (
         checked={"e3211f12fd6ad56d": "0.26", "a4eaf8c386fe3131": "0.32"},
     ),
     Patch(
-        *("exact", "exact:share_operations", "required", "gpu"),
-        lost="it does not compute as the trainer does: remove run.exact",
+        *("shared_kernels", "shared_kernels:share_operations", "required", "gpu"),
+        lost="it does not compute as the trainer does: set model.shared_kernels = false",
     ),
     Patch(
         "checked_tokens", "delivery:check_tokens", "required", lost="a token outside of the vocabulary is found late"

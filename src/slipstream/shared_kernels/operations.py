@@ -15,7 +15,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = No
     """RMS norm (arXiv 1910.07467) over the last dimension of `x + residual`, in the weight's dtype, and that sum in
     float32 if there is a residual. Without gradients."""
     if x.is_cuda:
-        from slipstream.exact import kernels
+        from slipstream.shared_kernels import kernels
 
         return kernels.norm(x, weight, epsilon, residual)
     total = x.float() if residual is None else x.float() + residual.float()
@@ -26,7 +26,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = No
 def gate(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). Without gradients."""
     if gate.is_cuda:
-        from slipstream.exact import kernels
+        from slipstream.shared_kernels import kernels
 
         return kernels.gate(gate, up)
     wide = gate.float()
@@ -37,7 +37,7 @@ def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool 
     """Rotary position embedding (arXiv 2104.09864) of heads whose two halves belong together; of the angles the first
     D / 2 columns are read. `backward`: by the opposite angle. Without gradients."""
     if x_THD.is_cuda:
-        from slipstream.exact import kernels
+        from slipstream.shared_kernels import kernels
 
         return kernels.rotate(x_THD, cosine_TE, sine_TE, backward=backward)
     first, second = x_THD.float().chunk(2, -1)
@@ -63,7 +63,7 @@ def differentiable_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The gradients of `x` and of the weight, in their dtypes."""
     if x.is_cuda:
-        from slipstream.exact import kernels
+        from slipstream.shared_kernels import kernels
 
         of_x, of_weight = kernels.norm_backward(grad, x, weight, epsilon)
         return of_x, of_weight.to(weight.dtype)
@@ -86,7 +86,7 @@ def differentiable_gate(left: Tensor, up: Tensor) -> Tensor:
 def gate_backward(grad: Tensor, left: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of both."""
     if left.is_cuda:
-        from slipstream.exact import kernels
+        from slipstream.shared_kernels import kernels
 
         return kernels.gate_backward(grad, left, up)
     wide, pulled = left.float(), grad.float()

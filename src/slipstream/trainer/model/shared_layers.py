@@ -1,4 +1,4 @@
-"""A network's decoder layers, computed by what the engine computes with too (`run.exact`).
+"""A network's decoder layers, computed by what the engine computes with too (`model.shared_kernels`).
 
 Replaces the `forward` of norms, MLPs, attention modules and rotary embeddings; linear layers stay torch's. The residual
 stream and the logits are in float32 on both sides (`wide_residual.py`, `PolicyModel.use_fp32_head`).
@@ -13,31 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
-from slipstream.exact import flash3
-from slipstream.exact.operations import differentiable_gate, differentiable_norm, differentiable_rotate
-from slipstream.exact.products import be_deterministic
+from slipstream.shared_kernels import flash3
+from slipstream.shared_kernels.operations import differentiable_gate, differentiable_norm, differentiable_rotate
 
 
-def make_exact(network: nn.Module) -> None:
-    """Replace them. On a GPU, products and attention become the engine's too, and backward passes deterministic, in the
-    whole process. Raises ConfigError for a network, or a GPU, for which that cannot be."""
+def share_kernels(network: nn.Module) -> None:
+    """Replace them. On a GPU attention becomes the engine's too, in the whole process; products are pinned before the
+    first (`shared_kernels/products.py`). Raises ConfigError for a network, or a GPU, for which that cannot be."""
     config: Any = cast("Any", network).config
     if getattr(config, "hidden_act", "silu") != "silu":
         raise ConfigError(
-            f"run.exact knows SwiGLU only, and {type(network).__name__} has {config.hidden_act}: remove it"
+            f"model.shared_kernels knows SwiGLU only, and {type(network).__name__} has {config.hidden_act}: set it to "
+            "false"
         )
     device = next(network.parameters()).device
     if device.type == "cuda":
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         flash3.enable(heads, config.num_key_value_heads, size)
-        be_deterministic()
     for module in network.modules():
         name = type(module).__name__
         if name.endswith("RotaryEmbedding"):
             _frequencies_of_the_engine(module, config, device)
         if getattr(module, "sliding_window", None):
-            raise ConfigError(f"run.exact computes attention without a window, not {name}'s: remove it")
+            raise ConfigError(f"model.shared_kernels has attention without a window, not {name}'s: set it to false")
         for ending, forward in (("RMSNorm", _norm), ("MLP", _mlp), ("Attention", _attention)):
             if name.endswith(ending):
                 module.forward = MethodType(forward, module)
@@ -76,7 +75,9 @@ def _frequencies_of_the_engine(module: Any, config: Any, device: torch.device) -
     """vLLM raises the base to its powers on the GPU, transformers on the CPU: the last bit can differ, and the angle of
     a late position with it."""
     if module.rope_type != "default":
-        raise ConfigError(f"run.exact knows plain rotary embeddings only, not {module.rope_type}: remove it")
+        raise ConfigError(
+            f"model.shared_kernels knows plain rotary embeddings only, not {module.rope_type}: set it to false"
+        )
     width = 2 * module.inv_freq.numel()
     with torch.device(device):
         frequencies = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width))

@@ -1,5 +1,5 @@
-"""The patch of `run.exact`: it finds what it changes in the installed vLLM, and both samplers hand on the trainer's
-log-probabilities of the logits themselves."""
+"""The patch of `model.shared_kernels`: it finds what it changes in the installed vLLM, and both samplers hand on the
+trainer's log-probabilities of the logits themselves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample import sampler as second
 
 from slipstream.algo import logprobs_triton
-from slipstream.inference.plugin.patches import exact
-from slipstream.inference.plugin.patches.patch_table import EXACT, Absent, NotNeeded
+from slipstream.inference.plugin.patches import shared_kernels
+from slipstream.inference.plugin.patches.patch_table import SHARED_KERNELS, Absent, NotNeeded
+from slipstream.shared_kernels import products
 
 from .test_sampled_logprobs import metadata
 
@@ -29,17 +30,20 @@ def patched(monkeypatch):
         assert (logits.is_contiguous(), temperature) == (True, 1.0)
         return (logits.gather(-1, ids.long()[:, None])[:, 0],)
 
-    monkeypatch.setenv(EXACT, "1")
-    monkeypatch.setattr(exact, "setattr", monkeypatch.setattr, raising=False)
+    monkeypatch.setenv(SHARED_KERNELS, "1")
+    monkeypatch.setattr(shared_kernels, "setattr", monkeypatch.setattr, raising=False)
     monkeypatch.setattr(logprobs_triton, "forward", given)
     # vLLM for CPUs lacks it.
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", lambda **given: given, raising=False)
-    exact.share_operations()
+    monkeypatch.setattr(products, "pin_products", lambda: None)  # torch for CPUs has no cuBLASLt
+    shared_kernels.share_operations()
 
 
 def test_attention_takes_the_kernels_for_many_queries(patched):
-    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=1, causal=True) == {"max_seqlen_q": 128, "causal": True}
-    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=500) == {"max_seqlen_q": 500}
+    one_piece = {"num_splits": 1, "scheduler_metadata": None}
+    found = flash_attn.flash_attn_varlen_func(max_seqlen_q=1, causal=True, num_splits=32, scheduler_metadata="a plan")
+    assert found == {"max_seqlen_q": 128, "causal": True} | one_piece
+    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=500) == {"max_seqlen_q": 500} | one_piece
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
@@ -56,8 +60,8 @@ def test_the_second_sampler_takes_the_kernel_too(patched):
 
 
 def test_a_vllm_that_lacks_a_part_is_told(monkeypatch):
-    monkeypatch.delenv(EXACT, raising=False)
+    monkeypatch.delenv(SHARED_KERNELS, raising=False)
     with pytest.raises(NotNeeded):
-        exact.share_operations()
+        shared_kernels.share_operations()
     with pytest.raises(Absent, match=r"Sampler\.other"):
-        exact._replace("vllm.v1.sample.sampler", "Sampler", "other", lambda plain: plain)
+        shared_kernels._replace("vllm.v1.sample.sampler", "Sampler", "other", lambda plain: plain)

@@ -1,5 +1,5 @@
-"""Triton kernels of `operations.py`. Each program treats one row, or one head of it, alone: a row's result does not
-depend on the others. Values are float32 in registers and rounded once, when they are stored."""
+"""Triton kernels of `operations.py`. Each program treats one row alone: its result does not depend on the others.
+Values are float32 in registers and rounded once, when they are stored."""
 
 from importlib import import_module
 from typing import Any
@@ -126,13 +126,14 @@ def _rotate_kernel(
     jump_angles,
     half: tl.constexpr,
     backward: tl.constexpr,
+    heads: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.arange(0, block)
-    present = place < half
-    cosine = tl.load(cosines + row * jump_angles + place, mask=present, other=0.0).to(tl.float32)
-    sine = tl.load(sines + row * jump_angles + place, mask=present, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    head, place = tl.arange(0, heads)[:, None], tl.arange(0, block)[None, :]
+    present = (head < num_heads) & (place < half)
+    cosine = tl.load(cosines + row * jump_angles + place, mask=place < half, other=0.0).to(tl.float32)
+    sine = tl.load(sines + row * jump_angles + place, mask=place < half, other=0.0).to(tl.float32)
     if backward:
         sine = -sine
     line = x + row * jump + head * 2 * half + place
@@ -222,12 +223,13 @@ def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool 
     assert cosine_TE.stride(1) == 1
     output_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     if num_rows:
-        _rotate_kernel[(num_rows, num_heads)](
+        _rotate_kernel[(num_rows,)](
             *(x_THD, cosine_TE, sine_TE, output_THD, num_heads, x_THD.stride(0), cosine_TE.stride(0)),
             half=width // 2,
             backward=backward,
+            heads=triton.next_power_of_2(num_heads),
             block=triton.next_power_of_2(width // 2),
-            num_warps=1,
+            num_warps=4,
             **_PLAIN,
         )
     return output_THD

@@ -13,12 +13,12 @@ import transformers
 from torch.nn.functional import silu
 
 from slipstream.errors import ConfigError
-from slipstream.exact import flash3, operations
+from slipstream.shared_kernels import flash3, operations
 from slipstream.trainer.attention import flash4
 from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.model.compilation import compile_layers
-from slipstream.trainer.model.exact_layers import make_exact
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.shared_layers import share_kernels
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -70,7 +70,7 @@ def test_each_operation_and_its_gradients_are_those_of_float64(device, width):
 
 def check_kernels():
     """Against the same formulas by torch, for widths that are no powers of 2."""
-    from slipstream.exact import kernels
+    from slipstream.shared_kernels import kernels
 
     torch.manual_seed(0)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):  # the interpreter cuts off where a GPU rounds
@@ -156,13 +156,13 @@ def check_same(ours, theirs, rtol):
 def test_a_network_computes_what_it_computed_before(tmp_path, kind):
     plain = PolicyModel.load(small_model(tmp_path, kind))
     own = PolicyModel(copy.deepcopy(plain.network), tmp_path)
-    make_exact(own.network)
+    share_kernels(own.network)
     check_same(own, plain, 1e-5)
 
 
 def test_a_compiled_network_computes_the_same(tmp_path):
     plain = PolicyModel.load(small_model(tmp_path, "Qwen3"))
-    make_exact(plain.network)
+    share_kernels(plain.network)
     compiled = PolicyModel(copy.deepcopy(plain.network), tmp_path)
     assert compile_layers(compiled) == ""
     row = plain._small_row()
@@ -174,14 +174,14 @@ def test_sliding_windows_are_refused(tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     network = PolicyModel.load(small_model(tmp_path, "Qwen2", **window)).network
     with pytest.raises(ConfigError, match="attention without a window, not Qwen2"):
-        make_exact(network)
+        share_kernels(network)
 
 
 def test_scaled_rotary_embeddings_are_refused(tmp_path):
     rotary = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     network = PolicyModel.load(small_model(tmp_path, "Llama", rope_parameters=rotary)).network
     with pytest.raises(ConfigError, match="plain rotary embeddings only, not linear"):
-        make_exact(network)
+        share_kernels(network)
 
 
 def is_hopper():

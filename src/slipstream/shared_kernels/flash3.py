@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, one_line
+from slipstream.shared_kernels import FLASH3
 
 LEAST_QUERIES = 128
 """What kernels are told at least as the longest segment's number of queries: for fewer than 64 rows others are taken,
@@ -35,7 +36,9 @@ def enable(num_heads: int, num_key_heads: int, head_size: int) -> None:
         problem = one_line(error)
     if problem:
         _state.clear()
-        raise ConfigError(f"run.exact needs vLLM's FlashAttention 3 in the trainer ({problem}): remove run.exact")
+        raise ConfigError(
+            f"model.shared_kernels needs vLLM's FlashAttention 3 in the trainer ({problem}): set it to false"
+        )
 
 
 def enabled() -> bool:
@@ -71,13 +74,13 @@ def _load() -> Any:
     if spec is None:
         raise ImportError("vLLM is not installed")
     for folder in spec.submodule_search_locations or ():
-        for file in sorted(Path(folder, "vllm_flash_attn").glob("_vllm_fa3_C*.so")):
+        for file in sorted(Path(folder).glob(FLASH3)):
             torch.ops.load_library(str(file))
             library: Any = torch.ops._vllm_fa3_C
             if missing := _NEEDED - {each.name for each in library.fwd.default._schema.arguments}:
                 raise ImportError(f"its kernel has no {', '.join(sorted(missing))}")
             return library.fwd.default
-    raise ImportError("this vLLM has no vllm_flash_attn/_vllm_fa3_C")
+    raise ImportError(f"this vLLM has no {FLASH3}")
 
 
 def _problem(num_heads: int, num_key_heads: int, head_size: int) -> str:
