@@ -255,3 +255,14 @@ def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_othe
         assert found == sorted(set(found))
         assert found[-1] == most
         assert max(b - a for a, b in itertools.pairwise(found)) <= 64
+
+
+def test_graphs_with_attention_have_no_request_that_is_longer_than_a_context():
+    """vLLM divides the tokens of a graph among at most `max_num_seqs` requests, and gives the last one the rest."""
+    plain = EngineSettings("m", "", "bfloat16", 64, 256, enforce_eager=False)
+    short, long = (
+        engine_arguments(msgspec.structs.replace(plain, shared_kernels=True, max_model_len=length))
+        for length in (64, 257)
+    )
+    assert short["cudagraph_capture_sizes"][-3:] == [224, 256, 512], "320, 384 and 448 would have 65, 129 and 193"
+    assert long["cudagraph_capture_sizes"] == engine_arguments(plain)["cudagraph_capture_sizes"]

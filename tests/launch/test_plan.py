@@ -201,7 +201,7 @@ def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
 H100 = {
     "num_gpus": 1,
     "gpu_memory_bytes": 80 * GIB,
-    "architecture": "Qwen3ForCausalLM",
+    "architecture": "LlamaForCausalLM",
     "head_dim": 64,
     "vocab_size": 128,
     "gpu_capability": 9,
@@ -210,12 +210,13 @@ H100 = {
 
 
 def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
-    made = plan({}, **H100)
+    length = {"inference.max_model_len": 512}
+    made = plan(length, **H100)
     assert made.config.model.shared_kernels
     assert reasons(made)["model.shared_kernels"].endswith("are then equal bit for bit, at little cost")
     assert (made.config.weights.probe_warn, made.config.weights.probe_stop) == (0.001, 0.2)
-    assert plan({"weights.probe_warn": 0.3}, **H100).config.weights.probe_stop == 1.2
-    apart = plan({"model.shared_kernels": False}, **H100).config
+    assert plan(length | {"weights.probe_warn": 0.3}, **H100).config.weights.probe_stop == 1.2
+    apart = plan(length | {"model.shared_kernels": False}, **H100).config
     assert (apart.model.shared_kernels, apart.weights.probe_warn) == (False, 0.05)
 
 
@@ -253,17 +254,24 @@ def test_elsewhere_kernels_are_not_shared_nor_runs_exact(values, changes, reason
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("values", "changes", "reason"),
     [
-        ({"inference.max_model_len": 16384}, "in contexts of up to 16384 tokens"),
-        ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, "not tried with a teacher or a critic"),
+        ({"inference.max_model_len": 16384}, {}, "in contexts of up to 16384 tokens"),
+        (
+            {"inference.max_num_seqs": 600},
+            {},
+            "not tried with more sequences (inference.max_num_seqs) than the 512",
+        ),
+        ({}, {"architecture": "Qwen3ForCausalLM"}, "not tried on a GPU for Qwen3ForCausalLM"),
+        ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, {}, "not tried with a teacher or a critic"),
     ],
 )
-def test_kernels_that_are_shared_only_if_asked_for(values, reason):
-    shape = H100 | {"context_length": 32768}
+def test_kernels_that_are_shared_only_if_asked_for(values, changes, reason):
+    shape = H100 | {"context_length": 32768} | changes
+    values = {"inference.max_model_len": 512} | values
     assert reasons(plan(values, **shape))["model.shared_kernels"].startswith(reason)
     assert plan(values | {"model.shared_kernels": True}, **shape).config.model.shared_kernels
-    if "inference.max_model_len" in values:
+    if "algorithm.kind" not in values:
         assert plan(values | {"run.exact": True}, **shape).config.model.shared_kernels
 
 

@@ -145,9 +145,14 @@ def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:
     if settings.enforce_eager or own & settings.options.keys():
         return {}
     if largest > _CAPTURED[-1]:
-        beyond = range(_CAPTURED[-1] + _CAPTURE_STEP, largest, _CAPTURE_STEP)
-        return {"cudagraph_capture_sizes": [*_CAPTURED, *beyond, largest]}
-    return {"cudagraph_capture_sizes": sorted({size for size in _CAPTURED if size <= 2 * largest} | {largest})}
+        sizes = [*_CAPTURED, *range(_CAPTURED[-1] + _CAPTURE_STEP, largest, _CAPTURE_STEP), largest]
+    else:
+        sizes = sorted({size for size in _CAPTURED if size <= 2 * largest} | {largest})
+    if settings.shared_kernels:
+        # Graphs are of attention too. vLLM captures those of more tokens than `max_num_seqs` with one long request,
+        # whose tokens beyond `max_model_len` have no place in its table of blocks.
+        sizes = [size for size in sizes if size <= largest or sum(divmod(size, largest)) <= settings.max_model_len]
+    return {"cudagraph_capture_sizes": sizes}
 
 
 def checked_head(head_dtypes: list[list[str]]) -> str:

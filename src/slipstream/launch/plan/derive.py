@@ -58,6 +58,8 @@ REPLAYED = {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
 """Architectures whose routers `trainer/experts/replay.py` knows."""
 SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures whose layers `trainer/model/shared_layers.py` knows."""
+SHOWN = SHARED - {"Qwen3ForCausalLM"}
+"""Those that were run on a GPU."""
 ENGINE_VOCABULARY = 64
 """vLLM pads vocabularies to a multiple of it."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
@@ -264,15 +266,11 @@ def _plan_experts(builder: PlanBuilder) -> None:
 def _plan_agreement(builder: PlanBuilder) -> None:
     """Derive `model.shared_kernels`, and how far apart trainer and engine may be. Raises ConfigError where the kernels
     are asked for, also by `run.exact`, and cannot be shared."""
-    config, longest = builder.original, builder["inference.max_model_len"]
-    against, unasked = _against_shared_kernels(builder), ""
+    config, against = builder.original, _against_shared_kernels(builder)
     if against and (config.run.exact or config.model.shared_kernels is True):
         asked, remedy = ("run.exact", "remove it") if config.run.exact else ("model.shared_kernels", "set it to false")
         raise ConfigError(f"{asked} = true is not possible ({against}): {remedy}")
-    if not against and longest > LONGEST_SHARED and not config.run.exact:
-        unasked = f"in contexts of up to {longest} tokens it slows a few long completions: attention in one piece"
-    elif config.teacher is not None or uses_critic(config):
-        unasked = "not tried with a teacher or a critic"
+    unasked = "" if against or config.run.exact else _against_sharing_unasked(builder)
     equal = "the log-probabilities of trainer and engine are then equal bit for bit, at little cost"
     builder.derive_auto("model.shared_kernels", not (against or unasked), against or unasked or equal)
     if uses_engine(config):
@@ -315,6 +313,18 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
         (model.rotary != "default", f"not tried with rotary embeddings of the type {model.rotary}"),
     )
     return next((reason for holds, reason in reasons if holds), "")
+
+
+def _against_sharing_unasked(builder: PlanBuilder) -> str:
+    """Why they do so only if asked to; empty where by default."""
+    config, longest = builder.original, builder["inference.max_model_len"]
+    if longest > LONGEST_SHARED:
+        return f"in contexts of up to {longest} tokens it slows a few long completions: attention in one piece"
+    if longest <= builder["inference.max_num_seqs"]:
+        return f"not tried with more sequences (inference.max_num_seqs) than the {longest} tokens of a context"
+    if builder.facts.model.architecture not in SHOWN:
+        return f"not tried on a GPU for {builder.facts.model.architecture}"
+    return "not tried with a teacher or a critic" if config.teacher is not None or uses_critic(config) else ""
 
 
 def _plan_lora(builder: PlanBuilder) -> None:
