@@ -136,8 +136,8 @@ def test_a_row_without_a_prompt_is_named():
         pack_environment([{"prompt": "a"}, {"text": "b"}], reward="exact")
 
 
-def test_what_nobody_gave_is_told_with_the_call_to_use():
-    with pytest.raises(ConfigError, match=r"resume this run with slipstream.train\(.*resume=True\)"):
+def test_what_nobody_gave_is_told_with_the_calls_to_use():
+    with pytest.raises(ConfigError, match=r"sft with folder=\.\.\. and resume=True, or to slipstream.evaluate"):
         given("python:tasks@0123456789ab")
 
 

@@ -1,6 +1,7 @@
 """What a report says, read from its HTML, and what it makes of runs in every state."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_shares
+from slipstream.api.run import load_run
+from slipstream.cli.commands import _gain_line
 from slipstream.errors import ConfigError
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
@@ -425,3 +428,18 @@ def test_figures_of_several_samples_are_shown(write, tmp_path):
 def test_one_sample_a_task_has_no_table(write, tmp_path):
     text, _ = report(tmp_path, write("one"))
     assert "Held-out figures" not in text
+
+
+def test_the_gain_is_told_at_the_end_and_by_a_run_of_python(write):
+    gained = write("gained")
+    assert _gain_line(gained).startswith("gained:     +60.0 points since step 0 (95 % interval +")
+    run = load_run(gained)
+    half = math.hypot(0.05, 0.05)  # Newcombe's interval of a difference
+    assert run.gained == pytest.approx((0.6, 0.6 - half, 0.6 + half))
+    assert "accuracy 0.800 (+60.0 points, 95 % interval +" in repr(run)
+    flat = write("flat", learns=False)
+    assert _gain_line(flat).endswith("no sure gain; docs/when-rl-does-not-learn.md says what to change")
+    lines = (flat / "metrics.jsonl").read_text().replace("reward/", "other/")
+    (flat / "metrics.jsonl").write_text(lines)
+    assert _gain_line(flat).endswith("easier tasks, or answers that show their working")
+    assert load_run(write("begun", steps=0)).gained is None

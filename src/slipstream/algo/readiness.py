@@ -30,6 +30,7 @@ _MARGIN = 0.05
 """How much more than gold answers completions may earn, as a fraction of that: style may count a little."""
 _MAJORITY = 0.1
 """Fraction of the tasks from which an answer is one that guessing pays for."""
+MORE_SFT = "more training.steps of SFT, easier tasks, or answers that show their working"
 _MOSTLY_CUT = 0.5
 _FEW_TEXTS = 0.35
 """Fraction of a group's completions that are different texts; below it a group without variance is a collapsed one."""
@@ -161,7 +162,7 @@ def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement
             "more SFT first",
             f"{passes}, and always answering {found.majority_answer!r} would be right in "
             f"{_percent(found.majority_fraction)} of the tasks: the model guesses, and RL would teach it that one "
-            "answer; more training.steps of SFT until it is right more often than that, or easier tasks",
+            f"answer; {MORE_SFT}, until it is right more often than that",
         )
     if found.signal_fraction >= READY_SIGNAL:
         if found.pass_at_k > 0.0:
@@ -171,7 +172,7 @@ def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement
         return Judgement(
             "more SFT first",
             f"no completion is right ({passes}), and the groups differ by partial credit alone, which is then all "
-            "that the model would learn: more training.steps of SFT, or easier tasks",
+            f"that the model would learn: {MORE_SFT}",
         )
     if found.pass_at_1 >= SOLVED:
         return Judgement(
@@ -198,7 +199,7 @@ def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement
             f"{passes}; only {with_signal}, so learning is slow: it is faster after more training.steps of SFT, with a "
             'larger algorithm.group_size, or with algorithm.kind = "dapo", which keeps the groups that teach',
         )
-    return Judgement("more SFT first", f"{passes}, and only {with_signal}: more training.steps of SFT, or easier tasks")
+    return Judgement("more SFT first", f"{passes}, and only {with_signal}: {MORE_SFT}")
 
 
 def _percent(fraction: float) -> str:

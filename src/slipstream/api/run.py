@@ -20,7 +20,7 @@ from slipstream import errors
 from slipstream.api.protocol import Call, Outcome
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.inference import child_process
-from slipstream.runlog import read_events, read_metrics, read_samples, read_settings, summarize
+from slipstream.runlog import read_events, read_metrics, read_run, read_samples, read_settings, summarize
 
 _POLL_S = 0.1
 _CHUNK = 1 << 16
@@ -193,6 +193,13 @@ class Run:
         """The last held-out accuracy, from 0 to 1."""
         return next((row["eval/accuracy"] for row in reversed(self.rows) if row.get("eval/accuracy") is not None), None)
 
+    @property
+    def gained(self) -> tuple[float, float, float] | None:
+        """How much the held-out accuracy has grown since the first evaluation, and the ends of the 95 % interval."""
+        from slipstream.report.headline import headline
+
+        return headline(read_run(self.folder)).gained if len(self.rows) > 1 else None
+
     def report(self, out: str | Path | None = None) -> Path:
         """Write the HTML report; its path."""
         from slipstream.report import write_report
@@ -244,6 +251,9 @@ class Run:
     def __repr__(self) -> str:
         state = "running" if not self._ended.is_set() else self.status
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"
+        if accuracy and (gained := self.gained) is not None:
+            points, low, high = (100 * value for value in gained)
+            accuracy += f" ({points:+.1f} points, 95 % interval {low:+.1f} to {high:+.1f})"
         return f"Run({str(self.folder)!r}, {state}, step {self.step}{accuracy})"
 
 

@@ -188,6 +188,7 @@ def _supervise(
 
 def _gain_line(folder: Path) -> str:
     """Compare the last evaluation with the first, with a hint if the gain is not significant; empty without both."""
+    from slipstream.algo.readiness import MORE_SFT
     from slipstream.report.headline import headline
     from slipstream.runlog import read_run
 
@@ -205,7 +206,9 @@ def _gain_line(folder: Path) -> str:
             f"{text}: no sure gain; only {100 * mean:.0f} % of the groups had both better and worse answers, so there "
             "was little to learn from: start from a model that is right more often (more SFT), or use easier tasks"
         )
-    return f"{text}: no sure gain"
+    by_rewards = any("reward/mean" in row for row in record.rows)
+    advice = "docs/when-rl-does-not-learn.md says what to change" if by_rewards else MORE_SFT
+    return f"{text}: no sure gain; {advice}"
 
 
 def _loss_line(folder: Path) -> str:

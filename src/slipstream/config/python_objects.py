@@ -72,8 +72,9 @@ def given(name: str) -> PythonObject:
     """What was given under `name`. Raises ConfigError where nothing was."""
     if name not in _given:
         raise ConfigError(
-            f"{name} was passed to Slipstream by a Python program, and only a Python program can pass it again: "
-            "resume this run with slipstream.train(..., folder=..., resume=True) and the same arguments"
+            f"{name} was passed to Slipstream by a Python program, and only a Python program can pass it again, with "
+            "the same arguments: to slipstream.train or slipstream.sft with folder=... and resume=True, or to "
+            "slipstream.evaluate"
         )
     return _given[name]
 
