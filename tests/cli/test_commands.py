@@ -233,6 +233,14 @@ def test_env_test_passes_on_a_reasoning_gym_task(slipstream, run_file):
     assert result["failures"] == []
 
 
+def test_env_test_needs_no_number_of_steps(slipstream, run_file):
+    lines = [line for line in run_file.read_text().split("\n") if not line.startswith("steps")]
+    run_file.write_text("\n".join(lines))
+    assert slipstream("env", "test", run_file, "--num-tasks", "4")[0] == 0
+    code, _, err = slipstream("plan", run_file)
+    assert (code, err.startswith("error: training.steps is missing")) == (2, True)
+
+
 def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slipstream, run_file, tmp_path):
     (tmp_path / "constant.py").write_text(CONSTANT)
     code, out, err = slipstream(

@@ -29,6 +29,8 @@ _SLOW_REWARDS_S = 10.0
 """A batch whose rewards take longer gets a warning."""
 _SAMPLES = 8
 """Completions for each task, where training samples one."""
+_STEPS = 1000
+"""Of a run file that does not say yet how long to train: no answer depends on it."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def env_test(
 
     if samples is not None and (samples < 2 or not model):
         raise ConfigError(f"--samples {samples} {'is less than 2' if model else 'needs --model'}: see --help")
-    loaded = load_config(Path(run_file), overrides)
+    loaded = load_config(Path(run_file), overrides, steps=_STEPS)
     if loaded.config.environment is None:
         raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
     checked = _check(loaded.config, num_tasks)

@@ -45,10 +45,13 @@ class Loaded:
     """Notes on aliases, and on keys of the file that have no effect because of the command line."""
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None) -> Loaded:
+def load_config(
+    path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None, steps: int | None = None
+) -> Loaded:
     """Loads the run file at `path` and the settings that follow it on the command line. `algorithm` is the kind that
-    the command implies (`slipstream sft`). Raises ConfigError."""
-    return _checked(read_run_file(path), overrides, algorithm)
+    the command implies (`slipstream sft`). `steps` are those of a file that says neither `training.steps` nor `epochs`,
+    for a command that does not train. Raises ConfigError."""
+    return _checked(read_run_file(path), overrides, algorithm, steps)
 
 
 def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> Loaded:
@@ -58,7 +61,7 @@ def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> L
     return _checked(RunFile(Path("Python call"), dict(tree), lines), (), algorithm)
 
 
-def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> Loaded:
+def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None, steps: int | None = None) -> Loaded:
     file, warnings, problems = translated(file)
     settings, problems_of_flags = parse_overrides(overrides)
     problems += problems_of_flags
@@ -74,6 +77,8 @@ def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> 
         if tree.get(section) is False:
             tree[section] = None
     _resolve_paths(tree, file.path.parent, sources)
+    if steps is not None and _missing_steps(tree):
+        tree.setdefault("training", {})["steps"] = steps
     problems += _unreported(_missing_steps(tree), problems)
     try:
         config = RunConfig.model_validate(tree)
