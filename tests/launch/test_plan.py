@@ -213,7 +213,7 @@ def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
     length = {"inference.max_model_len": 512}
     made = plan(length, **H100)
     assert made.config.model.shared_kernels
-    assert reasons(made)["model.shared_kernels"].endswith("are then equal bit for bit, at little cost")
+    assert reasons(made)["model.shared_kernels"].endswith("the same log-probabilities bit for bit, at little cost")
     assert (made.config.weights.probe_warn, made.config.weights.probe_stop) == (0.001, 0.2)
     assert plan(length | {"weights.probe_warn": 0.3}, **H100).config.weights.probe_stop == 1.2
     apart = plan(length | {"model.shared_kernels": False}, **H100).config
@@ -225,7 +225,9 @@ def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
     [
         ({}, {"gpu_capability": 8}, "it takes GPUs of compute capability 9"),
         ({}, {"gpu_capability": 0, "num_gpus": 0}, "it takes GPUs of compute capability 9"),
-        ({}, {"engine": EngineFacts("0.30")}, "this vLLM brings no FlashAttention 3"),
+        ({}, {"engine": EngineFacts("0.26.0")}, "no vLLM is installed here that brings FlashAttention 3"),
+        ({}, {"engine": None}, "no vLLM is installed here that brings FlashAttention 3"),
+        ({}, {"has_windows": True}, "its layers have sliding windows"),
         ({"lora": LoraConfig()}, {}, "not tried with LoRA adapters"),
         ({"model.dtype": "float16"}, {}, 'not tried with model.dtype = "float16"'),
         ({"model.fp32_head": False}, {}, "not tried with model.fp32_head = false"),
@@ -263,6 +265,7 @@ def test_elsewhere_kernels_are_not_shared_nor_runs_exact(values, changes, reason
             "not tried with more sequences (inference.max_num_seqs) than the 512",
         ),
         ({}, {"architecture": "Qwen3ForCausalLM"}, "not tried on a GPU for Qwen3ForCausalLM"),
+        ({}, {"engine": EngineFacts("0.30.1", has_flash3=True)}, "not tried on a GPU with vLLM 0.30.1"),
         ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, {}, "not tried with a teacher or a critic"),
     ],
 )

@@ -76,6 +76,21 @@ def test_a_run_or_its_checkpoint_is_its_last_weights_on_its_tasks(place, part):
     assert target.name == str(named)
 
 
+def test_what_makes_trainer_and_engine_agree_is_left_to_the_machine(place):
+    resolved = place / "whole" / "resolved.toml"
+    text = resolved.read_text()
+    settings = text.replace("\nshared_kernels = false", "\nshared_kernels = true")
+    assert settings != text
+    resolved.write_text(settings)
+    try:
+        config = find_target(place / "whole", None, (*ON, str(place / "task.py"))).loaded.config
+        asked = find_target(place / "whole", None, ("--model.shared_kernels", "true", *ON, str(place / "task.py")))
+    finally:
+        resolved.write_text(text)
+    assert config.model.shared_kernels == "auto"
+    assert asked.loaded.config.model.shared_kernels is True
+
+
 def test_an_adapter_run_is_its_base_and_the_adapter(place):
     for named, model in ((place / "adapter", None), (place / "sft.toml", str(weights(place, "adapter")))):
         overrides = (*ON, str(place / "task.py")) if model is None else ()

@@ -344,6 +344,19 @@ def test_a_large_probe_difference_stops(scripted, offset):
     assert "weights.probe_stop = 0.04" in report.message
 
 
+def test_with_shared_kernels_a_small_difference_is_told_as_one_of_kernels(scripted, monkeypatch):
+    """What the plan refuses on a CPU; the limits are those of bfloat16, whose rounding could make the difference."""
+    monkeypatch.setattr(derive, "_against_shared_kernels", lambda builder: "")
+    monkeypatch.setattr(policy, "share_kernels", lambda network: None)
+    monkeypatch.setattr(policy, "pin_products", lambda: None)
+    change = lambda engine: setattr(engine, "logprob_offset", 0.005)  # noqa: E731
+    report = scripted.run(*WITHOUT_EVALUATION, "--model.shared_kernels", "true", change=change)
+    assert report.status == "finished"
+    (first, *_) = scripted.events("warning")
+    assert "differ by 0.005" in first["message"]
+    assert "probe_warn = 0.001; under model.shared_kernels there should be none: report it" in first["message"]
+
+
 @pytest.mark.parametrize("where", ["version 0", "optimizer step 0"])
 def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
     """What the plan refuses on a CPU; the scripted engine computes as the trainer does, but for what is added."""

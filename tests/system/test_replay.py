@@ -336,6 +336,16 @@ class TestRefused:
         assert one_sentence(err)
         assert "a batch of schema 7, and this Slipstream reads 1): use the version of Slipstream that wrote it" in err
 
+    @pytest.mark.parametrize("line", ["", "shared_kernels = true\n"])
+    def test_a_run_that_does_not_say_or_whose_kernels_are_not_here(self, scripted, slipstream, line):
+        """A folder of before the setting, and that of a run on a GPU."""
+        assert scripted.run("--evaluation", "false", "--run.keep_batches", "3").status == "finished"
+        file = scripted.folder / "resolved.toml"
+        lines = [each for each in file.read_text().split("\n") if not each.startswith("shared_kernels")]
+        file.write_text("\n".join(lines).replace("[model]\n", f"[model]\n{line}"))
+        code, out, err = slipstream("replay", scripted.folder, 2)
+        assert code == 0, out + err
+
     def test_what_has_no_replay(self, scripted, slipstream, tmp_path):
         code, _, err = slipstream("replay", tmp_path, 0)
         assert code == 2

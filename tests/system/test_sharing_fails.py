@@ -2,8 +2,10 @@
 
 import pytest
 
-from slipstream.launch.plan import bridge
+from slipstream.launch.plan import bridge, derive
 from slipstream.runlog import read_settings
+from slipstream.shared_kernels import CannotShareKernels
+from slipstream.trainer.model import policy
 
 SHORT = ("--training.steps", "1", "--evaluation", "false")
 
@@ -41,3 +43,31 @@ def engine_dies(engine):
         engine._check_alive()
 
     return share
+
+
+@pytest.fixture
+def kernels_fail(monkeypatch):
+    """Kernels are planned to be shared, and the trial of attention fails, as it could on a GPU."""
+
+    def fails(network):
+        raise CannotShareKernels("its output is 0.3 of its norm off")
+
+    monkeypatch.setattr(derive, "_against_shared_kernels", lambda builder: "")
+    monkeypatch.setattr(derive, "_against_sharing_unasked", lambda builder: "")
+    monkeypatch.setattr(bridge, "_choice", lambda draft: ("disk", "files"))
+    monkeypatch.setattr(policy, "pin_products", lambda: None)
+    monkeypatch.setattr(policy, "share_kernels", fails)
+
+
+def test_kernels_that_the_plan_chose_to_share_are_planned_again(scripted, kernels_fail):
+    report = scripted.run(*SHORT)
+    assert (report.status, report.step) == ("finished", 1), report.message
+    assert read_settings(scripted.folder)["model.shared_kernels"] is False
+    (warning,) = scripted.events("warning")
+    assert warning["message"].startswith("model.shared_kernels = false, as its output is 0.3 of its norm off")
+
+
+def test_kernels_that_a_person_asked_for_end_the_run(scripted, kernels_fail):
+    report = scripted.run(*SHORT, "--model.shared_kernels", "true")
+    assert (report.status, report.error) == ("failed", "CannotShareKernels")
+    assert report.message.endswith("0.3 of its norm off): set it to false")

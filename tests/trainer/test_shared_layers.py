@@ -173,14 +173,14 @@ def test_a_compiled_network_computes_the_same(tmp_path):
 def test_sliding_windows_are_refused(tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     network = PolicyModel.load(small_model(tmp_path, "Qwen2", **window)).network
-    with pytest.raises(ConfigError, match="attention without a window, not Qwen2"):
+    with pytest.raises(ConfigError, match="attention has no window there, and Qwen2Attention has one"):
         share_kernels(network)
 
 
 def test_scaled_rotary_embeddings_are_refused(tmp_path):
     rotary = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     network = PolicyModel.load(small_model(tmp_path, "Llama", rope_parameters=rotary)).network
-    with pytest.raises(ConfigError, match="plain rotary embeddings only, not linear"):
+    with pytest.raises(ConfigError, match="only plain rotary embeddings are known, not linear"):
         share_kernels(network)
 
 

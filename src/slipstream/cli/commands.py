@@ -188,7 +188,7 @@ def _supervise(
 
 def _gain_line(folder: Path) -> str:
     """Compare the last evaluation with the first, with a hint if the gain is not significant; empty without both."""
-    from slipstream.algo.readiness import MORE_SFT
+    from slipstream.algo.readiness import MORE_SFT, SOLVED
     from slipstream.report.headline import headline
     from slipstream.runlog import read_run
 
@@ -200,6 +200,8 @@ def _gain_line(folder: Path) -> str:
     text = f"gained:     {gain:+.1f} points since step {found.before.step} (95 % interval {low:+.1f} to {high:+.1f})"
     if low > 0:
         return text
+    if found.after.value >= SOLVED:
+        return f"{text}: no sure gain"
     signal = [row["reward/signal_fraction"] for row in record.rows if row.get("reward/signal_fraction") is not None]
     if signal and (mean := sum(signal) / len(signal)) < MIN_SIGNAL:
         return (

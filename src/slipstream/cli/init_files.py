@@ -45,7 +45,7 @@ name = "environment.py" # in this folder; others: reasoning_gym/<task>, "rows"
 kind = "sft"
 
 [training]
-steps = 45 # for this task about a minute; held-out accuracy rises from 0 to about 35 %
+steps = 45 # about a minute for this task; held-out accuracy rises from 0 to about 35 %
 prompts_per_batch = 64
 learning_rate = 4e-3 # for 0.8 M parameters; large models need about 1e-5
 schedule = "linear"
@@ -68,7 +68,7 @@ kind = "grpo"
 group_size = 8 # completions per question; RL learns where their rewards differ
 
 [training]
-steps = 60 # for this task about two minutes; held-out accuracy rises to about 80 %
+steps = 60 # about two minutes for this task; held-out accuracy rises to about 80 %
 prompts_per_batch = 64
 updates_per_batch = 2
 learning_rate = 1e-3

@@ -240,7 +240,8 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
             "tasks": tasks_digest(context.prepared.train_tasks),
             "code": code_digest(context.prepared),
             "orchestrators": config.run.orchestrators,
-            **({"exact": True} if config.run.exact else {}),  # an engine without it has other log-probabilities
+            # An engine without them has other log-probabilities.
+            **({"shared_kernels": True} if config.model.shared_kernels else {}),
             **_mixture_shape(context),
         },
         orchestrator=context.orchestrator,

@@ -5,5 +5,16 @@ in whatever batch it is; attention is the engine's FlashAttention 3 (`flash3.py`
 is an operation of `operations.py`, whose kernels treat each row alone.
 """
 
+from slipstream.errors import ConfigError
+
+
+class CannotShareKernels(ConfigError):
+    """Trainer and engine cannot compute with the same kernels here; `problem` says why."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"model.shared_kernels = true cannot be ({problem}): set it to false")
+        self.problem = problem
+
+
 FLASH3 = "vllm_flash_attn/_vllm_fa3_C*.so"
 """vLLM's library of it, in its package."""

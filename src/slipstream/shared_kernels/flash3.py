@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError, one_line
-from slipstream.shared_kernels import FLASH3
+from slipstream.errors import one_line
+from slipstream.shared_kernels import FLASH3, CannotShareKernels
 
 LEAST_QUERIES = 128
 """What kernels are told at least as the longest segment's number of queries: for fewer than 64 rows others are taken,
@@ -27,8 +27,8 @@ _state: dict[str, Any] = {}
 
 
 def enable(num_heads: int, num_key_heads: int, head_size: int) -> None:
-    """Use it from now on, in this process. Raises ConfigError where it is not there, or a trial with heads like these
-    finds that the last query's output depends on the others, or that it is wrong."""
+    """Use it from now on, in this process. Raises CannotShareKernels where it is not there, or a trial with heads like
+    these finds that the last query's output depends on the others, or that it is wrong."""
     try:
         _state["operation"] = _load()
         problem = _problem(num_heads, num_key_heads, head_size)
@@ -36,9 +36,7 @@ def enable(num_heads: int, num_key_heads: int, head_size: int) -> None:
         problem = one_line(error)
     if problem:
         _state.clear()
-        raise ConfigError(
-            f"model.shared_kernels needs vLLM's FlashAttention 3 in the trainer ({problem}): set it to false"
-        )
+        raise CannotShareKernels(f"the trainer needs vLLM's FlashAttention 3: {problem}")
 
 
 def enabled() -> bool:

@@ -29,7 +29,8 @@ _NEEDED = {
 }
 """Keys, and the values that they may have."""
 CHANGES_KERNELS = (
-    *("attention_backend", "attention_config", "compilation_config", "disable_cascade_attn", "hf_overrides"),
+    *("attention_backend", "attention_config", "block_size", "compilation_config", "cudagraph_capture_sizes"),
+    *("disable_cascade_attn", "hf_overrides", "max_cudagraph_capture_size"),
     *("kv_cache_dtype", "model_impl", "quantization", "speculative_config"),
 )
 """Options of vLLM that decide what an engine computes with."""

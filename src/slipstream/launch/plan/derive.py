@@ -60,6 +60,8 @@ SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures whose layers `trainer/model/shared_layers.py` knows."""
 SHOWN = SHARED - {"Qwen3ForCausalLM"}
 """Those that were run on a GPU."""
+SHOWN_VLLM = "0.26"
+"""The vLLM that they were run with."""
 ENGINE_VOCABULARY = 64
 """vLLM pads vocabularies to a multiple of it."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
@@ -271,7 +273,7 @@ def _plan_agreement(builder: PlanBuilder) -> None:
         asked, remedy = ("run.exact", "remove it") if config.run.exact else ("model.shared_kernels", "set it to false")
         raise ConfigError(f"{asked} = true is not possible ({against}): {remedy}")
     unasked = "" if against or config.run.exact else _against_sharing_unasked(builder)
-    equal = "the log-probabilities of trainer and engine are then equal bit for bit, at little cost"
+    equal = "at temperature 1 trainer and engine then have the same log-probabilities bit for bit, at little cost"
     builder.derive_auto("model.shared_kernels", not (against or unasked), against or unasked or equal)
     if uses_engine(config):
         _plan_probe(builder)
@@ -299,11 +301,11 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
               "training.ranks": 1, "inference.tensor_parallel_size": 1}  # fmt: skip
     missed = [f"{path} = {show(builder[path])}" for path, value in needed.items() if builder[path] != value]
     options = [name for name in config.inference.options if name.replace("-", "_") in CHANGES_KERNELS]
-    has_kernels = facts.engine is None or facts.engine.has_flash3
+    has_kernels = facts.engine is not None and facts.engine.has_flash3
     reasons = (
         (config.algorithm.kind == "sft", "no engine has to agree with the trainer"),
         (facts.gpu_capability != 9, "it takes GPUs of compute capability 9: H100, H200"),
-        (not has_kernels, "this vLLM brings no FlashAttention 3"),
+        (not has_kernels, "no vLLM is installed here that brings FlashAttention 3"),
         (config.lora is not None, "not tried with LoRA adapters"),
         (model.architecture not in SHARED, f"not tried for {model.architecture or 'a model with code of its own'}"),
         (bool(missed), f"not tried with {', '.join(missed)}"),
@@ -311,13 +313,16 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
         (model.head_dim not in SHARED_HEADS, f"not tried with attention heads of {model.head_dim} numbers"),
         (model.vocab_size % ENGINE_VOCABULARY != 0, f"the engine pads a vocabulary of {model.vocab_size} tokens"),
         (model.rotary != "default", f"not tried with rotary embeddings of the type {model.rotary}"),
+        (model.has_windows, "its layers have sliding windows"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
 
 def _against_sharing_unasked(builder: PlanBuilder) -> str:
     """Why they do so only if asked to; empty where by default."""
-    config, longest = builder.original, builder["inference.max_model_len"]
+    config, longest, engine = builder.original, builder["inference.max_model_len"], builder.facts.engine
+    if engine is not None and not engine.version.startswith(SHOWN_VLLM):
+        return f"not tried on a GPU with vLLM {engine.version or 'of an unknown version'}"
     if longest > LONGEST_SHARED:
         return f"in contexts of up to {longest} tokens it slows a few long completions: attention in one piece"
     if longest <= builder["inference.max_num_seqs"]:

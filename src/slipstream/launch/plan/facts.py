@@ -36,6 +36,8 @@ class ModelFacts:
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
     rotary: str = "default"
     """How the frequencies of its rotary embedding are scaled, as its configuration names it (`llama3`, `yarn`)."""
+    has_windows: bool = False
+    """Whether the attention of some layers reaches back a limited number of tokens only."""
     scores: Literal["", "plain", "capped"] = ""
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     architecture: str = ""

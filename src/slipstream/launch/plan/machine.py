@@ -79,6 +79,8 @@ def gpu_capability() -> int:
     """The major compute capability of all GPUs; 0 without any, or where they differ."""
     import torch
 
+    if not torch.cuda.is_available():  # a driver that is too old has devices all the same
+        return 0
     found = {torch.cuda.get_device_capability(index)[0] for index in range(torch.cuda.device_count())}
     return found.pop() if len(found) == 1 else 0
 

@@ -313,6 +313,7 @@ def _model_facts(
         num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
         original_context=_original_context(shape),
         rotary=_rotary(shape),
+        has_windows=bool(shape.get("use_sliding_window")) or "sliding_attention" in (shape.get("layer_types") or ()),
         architecture="" if values.get("auto_map") else next(iter(values.get("architectures") or ()), ""),
     )
     if num_parameters is not None:

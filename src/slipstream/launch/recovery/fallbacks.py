@@ -12,14 +12,16 @@ from slipstream.launch.build import CompilerFailed
 from slipstream.launch.plan.derive import make_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.runlog import RunLog
+from slipstream.shared_kernels import CannotShareKernels
 from slipstream.weights.bridges.single_copy import CannotShare
 
 T = TypeVar("T")
 
 
 def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: RunLog) -> T:
-    """Carry out the plan; where layers cannot be compiled or the engine's weights not be shared, and the run file asks
-    for neither, plan again without that and repeat. `carry_out` leaves nothing running when it raises."""
+    """Carry out the plan; where layers cannot be compiled, or the engine's weights or kernels not be shared, and the
+    run file does not ask for it, plan again without that and repeat. `carry_out` leaves nothing running when it
+    raises."""
     asked = prepared.loaded.config
     replaced: dict[str, Derived] = {}
     while True:
@@ -35,6 +37,11 @@ def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: 
                 raise
             path, value, reason = "weights.bridge", "disk", f"single_copy cannot be ({error.problem})"
             warning = f"weights.bridge = disk, as {reason}: updates go through files, and the run is slower"
+        except CannotShareKernels as error:
+            if asked.model.shared_kernels != "auto" or asked.run.exact:
+                raise
+            path, value, reason = "model.shared_kernels", False, error.problem
+            warning = f"model.shared_kernels = false, as {reason}: engine and trainer round at different places"
         gc.collect()  # what was loaded for this plan
         replaced[path] = Derived(path, value, reason)
         prepared = _planned_again(prepared, replaced, warning)

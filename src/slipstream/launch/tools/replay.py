@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import PlannedConfig, load_config
+from slipstream.config import PlannedConfig, RunConfig, load_config, with_values
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.traits import planned_config, undecided
 from slipstream.errors import ConfigError, DataError, OutOfMemory, TrainingError
 from slipstream.launch.build import build, build_objective
+from slipstream.launch.plan.machine import gpu_capability
+from slipstream.launch.plan.vllm_version import read_engine
 from slipstream.launch.preflight.model_folder import find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.prepare import sampling_of
@@ -176,10 +178,18 @@ def _settings(run: Path) -> PlannedConfig:
             f"{run} was trained over training.ranks = {loaded.training.ranks}, and a replay is one process: repeat the "
             "run with --training.ranks 1, or continue a copy of the folder with --resume"
         )
+    if loaded.model.shared_kernels is not False and not _shares_kernels(loaded):
+        loaded = with_values(loaded, {"model.shared_kernels": False})
     reasons = inapplicable(loaded)
     if left := [path for path in undecided(loaded) if not reason_against(path, reasons)]:
         raise ConfigError(f"{file} does not say what {left[0]} was planned to be: copy the file from the run again")
     return planned_config(loaded)
+
+
+def _shares_kernels(config: RunConfig) -> bool:
+    """Whether the run did, which folders of before the setting do not say, and this machine can."""
+    engine = read_engine(on_cpu=False)
+    return config.model.shared_kernels is True and gpu_capability() == 9 and engine is not None and engine.has_flash3
 
 
 def _way_to(run: Path, step: int, config: PlannedConfig) -> tuple[Path | None, tuple[int, ...]]:

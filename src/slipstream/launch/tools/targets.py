@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.config import Loaded, LoraConfig, load_config, with_values
+from slipstream.config.parse.load import COMMAND_LINE
 from slipstream.errors import ConfigError
 from slipstream.launch.tools.deployable import find_deployable, weights_folder
 from slipstream.runlog import REDACTED, holds_run
@@ -41,6 +42,8 @@ def find_target(named: Path, model: str | None, overrides: Sequence[str]) -> Tar
             f"{named}"
         )
     loaded = load_config(_settings_of(run) if run else named, overrides)
+    if run is not None:
+        loaded = _without_a_trainer(loaded)
     if model is not None and is_address(model):
         return Target(loaded, model, address=model.rstrip("/"))
     if model is None and run is None:
@@ -49,6 +52,14 @@ def find_target(named: Path, model: str | None, overrides: Sequence[str]) -> Tar
     chosen = str(named) if model is None else model
     owner = run if model is None else run_of(Path(model).expanduser())
     return Target(with_model(loaded, chosen), chosen, run=owner)
+
+
+def _without_a_trainer(loaded: Loaded) -> Loaded:
+    """A run's settings without those that make trainer and engine agree, which another machine or model may not have;
+    what the command line asks for stays."""
+    left = {"model.shared_kernels": "auto", "run.exact": False}
+    values = {name: value for name, value in left.items() if loaded.origins.get(name) != COMMAND_LINE}
+    return replace(loaded, config=with_values(loaded.config, values))
 
 
 def is_address(model: str) -> bool:

@@ -12,20 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError
-from slipstream.shared_kernels import flash3
+from slipstream.shared_kernels import CannotShareKernels, flash3
 from slipstream.shared_kernels.operations import differentiable_gate, differentiable_norm, differentiable_rotate
 
 
 def share_kernels(network: nn.Module) -> None:
     """Replace them. On a GPU attention becomes the engine's too, in the whole process; products are pinned before the
-    first (`shared_kernels/products.py`). Raises ConfigError for a network, or a GPU, for which that cannot be."""
+    first (`shared_kernels/products.py`). Raises CannotShareKernels for a network, or a GPU, for which that cannot
+    be."""
     config: Any = cast("Any", network).config
     if getattr(config, "hidden_act", "silu") != "silu":
-        raise ConfigError(
-            f"model.shared_kernels knows SwiGLU only, and {type(network).__name__} has {config.hidden_act}: set it to "
-            "false"
-        )
+        raise CannotShareKernels(f"{type(network).__name__} has {config.hidden_act}, and only SwiGLU is known")
     device = next(network.parameters()).device
     if device.type == "cuda":
         heads = config.num_attention_heads
@@ -36,7 +33,7 @@ def share_kernels(network: nn.Module) -> None:
         if name.endswith("RotaryEmbedding"):
             _frequencies_of_the_engine(module, config, device)
         if getattr(module, "sliding_window", None):
-            raise ConfigError(f"model.shared_kernels has attention without a window, not {name}'s: set it to false")
+            raise CannotShareKernels(f"attention has no window there, and {name} has one")
         for ending, forward in (("RMSNorm", _norm), ("MLP", _mlp), ("Attention", _attention)):
             if name.endswith(ending):
                 module.forward = MethodType(forward, module)
@@ -75,9 +72,7 @@ def _frequencies_of_the_engine(module: Any, config: Any, device: torch.device) -
     """vLLM raises the base to its powers on the GPU, transformers on the CPU: the last bit can differ, and the angle of
     a late position with it."""
     if module.rope_type != "default":
-        raise ConfigError(
-            f"model.shared_kernels knows plain rotary embeddings only, not {module.rope_type}: set it to false"
-        )
+        raise CannotShareKernels(f"only plain rotary embeddings are known, not {module.rope_type}")
     width = 2 * module.inv_freq.numel()
     with torch.device(device):
         frequencies = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width))
