@@ -137,7 +137,9 @@ def test_a_row_without_a_prompt_is_named():
 
 
 def test_what_nobody_gave_is_told_with_the_calls_to_use():
-    with pytest.raises(ConfigError, match=r"sft with folder=\.\.\. and resume=True, or to slipstream.evaluate"):
+    with pytest.raises(
+        ConfigError, match=r"slipstream.train\(.*resume=True\), or slipstream.sft, .* slipstream.evaluate\("
+    ):
         given("python:tasks@0123456789ab")
 
 

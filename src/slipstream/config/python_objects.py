@@ -73,8 +73,8 @@ def given(name: str) -> PythonObject:
     if name not in _given:
         raise ConfigError(
             f"{name} was passed to Slipstream by a Python program, and only a Python program can pass it again, with "
-            "the same arguments: to slipstream.train or slipstream.sft with folder=... and resume=True, or to "
-            "slipstream.evaluate"
+            "the same arguments: slipstream.train(..., folder=..., resume=True), or slipstream.sft, to go on, and "
+            "slipstream.evaluate(...) to evaluate"
         )
     return _given[name]
 
