@@ -364,7 +364,8 @@ def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
     monkeypatch.setattr(settings, "exact_problems", lambda config: [])
     monkeypatch.setattr(policy, "share_kernels", lambda network: None)
     monkeypatch.setattr(policy, "pin_products", lambda: None)
-    monkeypatch.setattr(products, "be_deterministic", lambda: None)
+    asked = []
+    monkeypatch.setattr(products, "be_deterministic", lambda: asked.append(where))
     monkeypatch.setattr(loop, "refuse_difference", lambda mean, where: refuse_difference(round(mean, 4), where))
     monkeypatch.setattr(batch_trainer, "refuse_difference", loop.refuse_difference)
     change = off_by(0.001)
@@ -373,6 +374,7 @@ def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
     report = scripted.run(*WITHOUT_EVALUATION, "--run.exact", "true", change=change)
     assert (report.error, report.exit_code) == ("MismatchError", 7)
     assert f"differ by 0.001 in log-probability per token at {where}, and run.exact = true allows no" in report.message
+    assert asked, "backward passes add up in one order"
 
 
 def test_behaviour_logprobs_that_are_missing(scripted):

@@ -16,5 +16,7 @@ class CannotShareKernels(ConfigError):
         self.problem = problem
 
 
+CAPABILITY = 9
+"""Major compute capability of the GPUs that vLLM's FlashAttention 3 is made for."""
 FLASH3 = "vllm_flash_attn/_vllm_fa3_C*.so"
 """vLLM's library of it, in its package."""

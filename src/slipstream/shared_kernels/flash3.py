@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import one_line
-from slipstream.shared_kernels import FLASH3, CannotShareKernels
+from slipstream.shared_kernels import CAPABILITY, FLASH3, CannotShareKernels
 
 LEAST_QUERIES = 128
 """What kernels are told at least as the longest segment's number of queries: for fewer than 64 rows others are taken,
@@ -82,8 +82,8 @@ def _load() -> Any:
 
 
 def _problem(num_heads: int, num_key_heads: int, head_size: int) -> str:
-    if torch.cuda.get_device_capability()[0] != 9:
-        return f"it is made for GPUs of compute capability 9, and this one is {torch.cuda.get_device_name()}"
+    if torch.cuda.get_device_capability()[0] != CAPABILITY:
+        return f"it is made for GPUs of compute capability {CAPABILITY}, and this one is {torch.cuda.get_device_name()}"
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(heads: int) -> Tensor:

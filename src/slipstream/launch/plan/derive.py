@@ -42,6 +42,7 @@ from slipstream.launch.plan.summary import (
 )
 from slipstream.launch.plan.tool_parser import check_template, plan_tool_parser
 from slipstream.launch.plan.vllm_version import plan_patches
+from slipstream.shared_kernels import CAPABILITY
 
 MAX_SEQUENCES = 1_000_000
 MAX_STEPS = 100_000_000
@@ -304,7 +305,7 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
     has_kernels = facts.engine is not None and facts.engine.has_flash3
     reasons = (
         (config.algorithm.kind == "sft", "no engine has to agree with the trainer"),
-        (facts.gpu_capability != 9, "it takes GPUs of compute capability 9: H100, H200"),
+        (facts.gpu_capability != CAPABILITY, "it takes GPUs of compute capability 9: H100, H200"),
         (not has_kernels, "no vLLM is installed here that brings FlashAttention 3"),
         (config.lora is not None, "not tried with LoRA adapters"),
         (model.architecture not in SHARED, f"not tried for {model.architecture or 'a model with code of its own'}"),

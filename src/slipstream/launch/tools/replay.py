@@ -32,6 +32,7 @@ from slipstream.launch.recovery.resume import weights_digest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.runlog import holds_run, read_events, read_metrics
 from slipstream.runlog.batches import kept_steps, made_by, read_batch
+from slipstream.shared_kernels import CAPABILITY
 
 if TYPE_CHECKING:
     from slipstream.launch.build import Trained
@@ -189,7 +190,8 @@ def _settings(run: Path) -> PlannedConfig:
 def _shares_kernels(config: RunConfig) -> bool:
     """Whether the run did, which folders of before the setting do not say, and this machine can."""
     engine = read_engine(on_cpu=False)
-    return config.model.shared_kernels is True and gpu_capability() == 9 and engine is not None and engine.has_flash3
+    has_kernels = gpu_capability() == CAPABILITY and engine is not None and engine.has_flash3
+    return config.model.shared_kernels is True and has_kernels
 
 
 def _way_to(run: Path, step: int, config: PlannedConfig) -> tuple[Path | None, tuple[int, ...]]:
