@@ -128,6 +128,39 @@ def test_a_row_does_not_depend_on_the_others(width):
     assert torch.equal(operations.norm(total, weight, EPSILON)[0], whole[0]), "the trainer adds before"
 
 
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+PRODUCTS = """
+import torch
+from slipstream.shared_kernels.products import pin_products
+
+pin_products()
+torch.manual_seed(0)
+cases = [(torch.bfloat16, shape) for shape in ((576, 960), (1536, 576), (1536, 17920), (8960, 1536), (4096, 1024))]
+for dtype, (inputs, outputs) in [*cases, (torch.float32, (1536, 151936))]:
+    weight = (torch.randn(outputs, inputs, device="cuda") * inputs**-0.5).bfloat16()
+    x = torch.randn(4096, inputs, device="cuda").bfloat16()
+
+    def product(rows, part):
+        if dtype == torch.float32:
+            return torch.mm(rows, part.t(), out_dtype=dtype)
+        return torch.nn.functional.linear(rows, part)
+
+    whole, half = product(x, weight), outputs // 2
+    for count in (1, 7, 64, 300, 1000):
+        assert torch.equal(product(x[:count].contiguous(), weight), whole[:count]), (inputs, outputs, count)
+    assert torch.equal(product(x, weight[:half].contiguous()), whole[:, :half]), (inputs, outputs)
+"""
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9")
+def test_a_row_of_a_product_does_not_depend_on_the_others():
+    """In a process of its own, as products are pinned for good."""
+    subprocess.run([sys.executable, "-c", PRODUCTS], check=True, timeout=300)
+
+
 def small_model(folder, kind, **settings):
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -182,10 +215,6 @@ def test_scaled_rotary_embeddings_are_refused(tmp_path):
     network = PolicyModel.load(small_model(tmp_path, "Llama", rope_parameters=rotary)).network
     with pytest.raises(ConfigError, match="only plain rotary embeddings are known, not linear"):
         share_kernels(network)
-
-
-def is_hopper():
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9")
