@@ -1,12 +1,10 @@
 """Checks of settings against each other, without the model, the tasks or the machine."""
 
 from slipstream.config.checks.batches import warmup_problems
-from slipstream.config.checks.exact import CHANGES_KERNELS
 from slipstream.config.checks.mixture import mixture_problems
 from slipstream.config.checks.settings import contradictions, foreign_key, inapplicable, probe_limits, reason_against
 
 __all__ = [
-    "CHANGES_KERNELS",
     "contradictions",
     "foreign_key",
     "inapplicable",

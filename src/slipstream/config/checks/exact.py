@@ -1,4 +1,4 @@
-"""What `run.exact` refuses: whatever was not shown to give engine and trainer the same bits."""
+"""What `run.exact` refuses beside what `model.shared_kernels` does, which the plan knows (`launch/plan/derive.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import uses_critic
 
 _NEEDED = {
-    "model.dtype": ("auto", "bfloat16"),
-    "model.fp32_head": ("auto", True),
-    "model.fp32_residual": ("auto", True),
     "model.shared_kernels": ("auto", True),
     "model.train_tower": (False,),
     "sampling.temperature": (1.0,),
@@ -20,20 +17,11 @@ _NEEDED = {
     "sampling.min_p": (0.0,),
     "training.staleness": (0,),
     "training.order": ("auto", "data"),
-    "training.packing": (True,),
     "training.optimizer": ("adamw_bf16", "muon", "adamw"),
-    "training.ranks": (1,),
-    "inference.tensor_parallel_size": (1,),
     "inference.enforce_eager": ("auto", False),
     "run.orchestrators": (1,),
 }
 """Keys, and the values that they may have."""
-CHANGES_KERNELS = (
-    *("attention_backend", "attention_config", "block_size", "compilation_config", "cudagraph_capture_sizes"),
-    *("disable_cascade_attn", "hf_overrides", "max_cudagraph_capture_size"),
-    *("kv_cache_dtype", "model_impl", "quantization", "speculative_config"),
-)
-"""Options of vLLM that decide what an engine computes with."""
 
 
 def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -55,11 +43,6 @@ def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             "algorithm.old_policy = \"engine\" takes the engine's log-probabilities for the trainer's, and run.exact = "
             'true compares them: use "trainer"',
         )
-    if config.lora is not None:
-        yield (
-            "lora",
-            "run.exact = true trains all parameters, and a LoRA adapter's products differ in the engine: remove it",
-        )
     for path, allowed in _NEEDED.items():
         section, name = path.split(".")
         value = getattr(getattr(config, section), name)
@@ -68,7 +51,3 @@ def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
                 path,
                 f"{path} = {show(value)} is not among what run.exact = true computes exactly: use {show(allowed[-1])}",
             )
-    for name in config.inference.options:
-        if name.replace("-", "_") in CHANGES_KERNELS:
-            path = f"inference.options.{name}"
-            yield path, f"{path} changes what run.exact = true depends on: remove it"

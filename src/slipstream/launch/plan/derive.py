@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
-from slipstream.config.checks import CHANGES_KERNELS, inapplicable, probe_limits, reason_against, warmup_problems
+from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import choices
 from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
@@ -69,6 +69,12 @@ PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 
 """Mean differences of log-probabilities: pretrained models had up to 0.001, 0.003 and 0.04 (BENCHMARKS.md)."""
 SHARED_WARN = 0.001
 """The same under `model.shared_kernels`, where there was none; sampling at another temperature rounds once more."""
+CHANGES_KERNELS = (
+    *("attention_backend", "attention_config", "block_size", "compilation_config", "cudagraph_capture_sizes"),
+    *("disable_cascade_attn", "hf_overrides", "max_cudagraph_capture_size"),
+    *("kv_cache_dtype", "model_impl", "quantization", "speculative_config"),
+)
+"""Options of vLLM that decide what an engine computes with."""
 LONGEST_SHARED = 8192
 """Tokens of a context."""
 SHARED_HEADS = (64, 128)
