@@ -166,7 +166,7 @@ class Stages:
         """The stages in one line, for a terminal."""
         longest = [stage for stage in self._sorted() if stage.seconds >= _SHORTEST_SHOWN_S]
         listed = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in longest)
-        return f"first step after {self._total_s or 0.0:.1f} s, of which, in part at once: {listed}"
+        return f"first step after {self._total_s or 0.0:.1f} s; stages, some at once: {listed}"
 
     def _sorted(self) -> list[Stage]:
         with self._guard:
