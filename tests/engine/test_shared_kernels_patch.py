@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample import sampler as second
 from slipstream.algo import logprobs_triton
 from slipstream.inference.plugin.patches import shared_kernels
 from slipstream.inference.plugin.patches.patch_table import SHARED_KERNELS, Absent, NotNeeded
-from slipstream.shared_kernels import products
+from slipstream.shared_kernels import CannotShareKernels, products
 
 from .test_sampled_logprobs import metadata
 
@@ -40,10 +40,18 @@ def patched(monkeypatch):
 
 
 def test_attention_takes_the_kernels_for_many_queries(patched):
-    one_piece = {"num_splits": 1, "scheduler_metadata": None}
-    found = flash_attn.flash_attn_varlen_func(max_seqlen_q=1, causal=True, num_splits=32, scheduler_metadata="a plan")
-    assert found == {"max_seqlen_q": 128, "causal": True} | one_piece
-    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=500) == {"max_seqlen_q": 500} | one_piece
+    one_piece = {"num_splits": 1, "scheduler_metadata": None, "max_seqlen_k": 700, "window_size": None}
+    given = {"causal": True, "num_splits": 32, "scheduler_metadata": "a plan", "max_seqlen_k": 700}
+    assert flash_attn.flash_attn_varlen_func(max_seqlen_q=1, **given) == given | one_piece | {"max_seqlen_q": 128}
+    found = flash_attn.flash_attn_varlen_func(max_seqlen_q=500, max_seqlen_k=700, window_size=[-1, -1])
+    assert found == {"max_seqlen_q": 500} | one_piece
+
+
+def test_windows_that_leave_out_nothing_are_none_and_others_are_refused(patched):
+    found = flash_attn.flash_attn_varlen_func(max_seqlen_q=1, max_seqlen_k=512, window_size=[511, 0])
+    assert found["window_size"] is None
+    with pytest.raises(CannotShareKernels, match="513 tokens of context are more than a sliding window of 512"):
+        flash_attn.flash_attn_varlen_func(max_seqlen_q=1, max_seqlen_k=513, window_size=[511, 0])
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])

@@ -215,6 +215,7 @@ def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
     assert made.config.model.shared_kernels
     assert reasons(made)["model.shared_kernels"].endswith("the same log-probabilities bit for bit, at little cost")
     assert (made.config.weights.probe_warn, made.config.weights.probe_stop) == (0.001, 0.2)
+    assert plan(length, window=512, **H100).config.model.shared_kernels
     assert plan(length | {"weights.probe_warn": 0.3}, **H100).config.weights.probe_stop == 1.2
     apart = plan(length | {"model.shared_kernels": False}, **H100).config
     assert (apart.model.shared_kernels, apart.weights.probe_warn) == (False, 0.05)
@@ -227,7 +228,7 @@ def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
         ({}, {"gpu_capability": 0, "num_gpus": 0}, "it takes GPUs of compute capability 9"),
         ({}, {"engine": EngineFacts("0.26.0")}, "no vLLM is installed here that brings FlashAttention 3"),
         ({}, {"engine": None}, "no vLLM is installed here that brings FlashAttention 3"),
-        ({}, {"has_windows": True}, "its layers have sliding windows"),
+        ({}, {"window": 64}, "contexts of up to 80 tokens are longer than its sliding"),
         ({"lora": LoraConfig()}, {}, "not tried with LoRA adapters"),
         ({"model.dtype": "float16"}, {}, 'not tried with model.dtype = "float16"'),
         ({"model.fp32_head": False}, {}, "not tried with model.fp32_head = false"),
@@ -236,7 +237,7 @@ def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
         ({"inference.options": {"kv-cache-dtype": "fp8"}}, {}, "inference.options has kv-cache-dtype"),
         ({"inference.options": {"attention_backend": "TRITON_ATTN"}}, {}, "inference.options has attention_backend"),
         ({"training.ranks": 2}, {"num_gpus": 4}, "not tried with model.fp32_head = false"),
-        ({}, {"architecture": "Gemma3ForCausalLM"}, "not tried for Gemma3ForCausalLM"),
+        ({}, {"architecture": "Gemma2ForCausalLM"}, "not tried for Gemma2ForCausalLM"),
         ({}, {"architecture": ""}, "not tried for "),
         ({}, {"head_dim": 96}, "not tried with attention heads of 96 numbers"),
         ({}, {"vocab_size": 130}, "the engine pads a vocabulary of 130 tokens"),

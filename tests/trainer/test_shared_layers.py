@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from slipstream.errors import ConfigError
 from slipstream.shared_kernels import flash3, operations
@@ -25,8 +25,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 EPSILON = 1e-6
 
 
-def rms_norm(x, weight):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
+def rms_norm(x, weight, offset=0.0):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * (weight + offset)
 
 
 def rotated(x, cosine, sine):
@@ -50,7 +50,19 @@ def test_each_operation_and_its_gradients_are_those_of_float64(device, width):
     heads = x.view(37, -1, 64)
     cases = {
         "norm": (lambda a, b: operations.differentiable_norm(a, b, EPSILON), rms_norm, (x, weight), pulled),
+        "Gemma's norm": (
+            lambda a, b: operations.differentiable_norm(a, b, EPSILON, 1.0),
+            lambda a, b: rms_norm(a, b, 1.0),
+            (x, weight),
+            pulled,
+        ),
         "gate": (operations.differentiable_gate, lambda a, b: silu(a) * b, (x, up), pulled),
+        "GEGLU": (
+            lambda a, b: operations.differentiable_gate(a, b, True),
+            lambda a, b: gelu(a, approximate="tanh") * b,
+            (x, up),
+            pulled,
+        ),
         "rotate": (
             lambda a: operations.differentiable_rotate(a, cosine.float(), sine.float()),
             lambda a: rotated(a, cosine, sine),
@@ -76,24 +88,29 @@ def check_kernels():
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):  # the interpreter cuts off where a GPU rounds
         x, up, pulled = (torch.randn(5, 1100).to(dtype) for _ in range(3))
         weight, residual = torch.randn(1100).to(dtype), torch.randn(5, 1100)
-        pairs = [(kernels.norm(x, weight, EPSILON, None)[0], operations.norm(x, weight, EPSILON)[0])]
-        pairs += zip(
-            kernels.norm(x, weight, EPSILON, residual), operations.norm(x, weight, EPSILON, residual), strict=True
-        )
-        own, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        gradients = torch.autograd.grad(operations.differentiable_norm(own, gain, EPSILON), (own, gain), pulled)
-        pairs += zip(kernels.norm_backward(pulled, x, weight, EPSILON), gradients, strict=True)
+        pairs = []
+        for offset in (0.0, 1.0):
+            for added in (None, residual):
+                ours = kernels.norm(x, weight, EPSILON, added, offset)
+                pairs += zip(ours, operations.norm(x, weight, EPSILON, added, offset), strict=True)
+            own, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            output = operations.differentiable_norm(own, gain, EPSILON, offset)
+            gradients = torch.autograd.grad(output, (own, gain), pulled)
+            pairs += zip(kernels.norm_backward(pulled, x, weight, EPSILON, offset), gradients, strict=True)
         halves = torch.cat([x, up], -1).chunk(2, -1)
-        pairs += [(kernels.gate(*halves), operations.gate(x, up))]
-        own, other = x.clone().requires_grad_(), up.clone().requires_grad_()
-        gradients = torch.autograd.grad(operations.differentiable_gate(own, other), (own, other), pulled)
-        pairs += zip(kernels.gate_backward(pulled, x, up), gradients, strict=True)
+        for is_gelu in (False, True):
+            pairs += [(kernels.gate(*halves, is_gelu), operations.gate(x, up, is_gelu))]
+            own, other = x.clone().requires_grad_(), up.clone().requires_grad_()
+            gradients = torch.autograd.grad(operations.differentiable_gate(own, other, is_gelu), (own, other), pulled)
+            pairs += zip(kernels.gate_backward(pulled, x, up, is_gelu), gradients, strict=True)
         cosine, sine = (each.to(dtype) for each in angles(5, 20, "cpu"))
         heads = torch.randn(5, 9, 20).to(dtype)
         for backward in (False, True):
             turned = [each.rotate(heads, cosine, sine, backward=backward) for each in (kernels, operations)]
             pairs.append(tuple(turned))
         for ours, theirs in pairs:
+            if ours is theirs is None:
+                continue
             torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-5, rtol=bound)
 
 
@@ -112,12 +129,14 @@ def test_a_row_does_not_depend_on_the_others(width):
     whole = (
         *operations.norm(x, weight, EPSILON, residual.float()),
         operations.gate(x, up),
+        operations.gate(x, up, True),
         operations.rotate(x.view(500, -1, 128), cosine, sine),
     )
     for rows in (slice(0, 1), slice(7, 8), slice(100, 333)):
         part = (
             *operations.norm(x[rows], weight, EPSILON, residual.float()[rows]),
             operations.gate(x[rows], up[rows]),
+            operations.gate(x[rows], up[rows], True),
             operations.rotate(x[rows].view(-1, width // 128, 128), cosine[rows], sine[rows]),
         )
         for one, all_rows in zip(part, whole, strict=True):
@@ -164,7 +183,9 @@ def test_a_row_of_a_product_does_not_depend_on_the_others():
 def small_model(folder, kind, **settings):
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **shape, **heads, **settings)
+    text = "Text" if kind == "Gemma3" else ""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}{text}Config")(vocab_size=50, **special, **shape, **heads, **settings)
     network = getattr(transformers, f"{kind}ForCausalLM")(config)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -185,9 +206,15 @@ def check_same(ours, theirs, rtol):
         torch.testing.assert_close(mine.grad, others[name].grad, rtol=10 * rtol, atol=rtol, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+WINDOWS = {
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+    "Gemma3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
 def test_a_network_computes_what_it_computed_before(tmp_path, kind):
-    plain = PolicyModel.load(small_model(tmp_path, kind))
+    plain = PolicyModel.load(small_model(tmp_path, kind, **WINDOWS.get(kind, {})))
     own = PolicyModel(copy.deepcopy(plain.network), tmp_path)
     share_kernels(own.network)
     check_same(own, plain, 1e-5)
@@ -203,10 +230,9 @@ def test_a_compiled_network_computes_the_same(tmp_path):
     check_same(compiled, plain, 1e-6)
 
 
-def test_sliding_windows_are_refused(tmp_path):
-    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    network = PolicyModel.load(small_model(tmp_path, "Qwen2", **window)).network
-    with pytest.raises(ConfigError, match="attention has no window there, and Qwen2Attention has one"):
+def test_other_activations_are_refused(tmp_path):
+    network = PolicyModel.load(small_model(tmp_path, "Qwen2", hidden_act="relu")).network
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has relu, and only silu and gelu_pytorch_tanh are known"):
         share_kernels(network)
 
 
@@ -218,8 +244,9 @@ def test_scaled_rotary_embeddings_are_refused(tmp_path):
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9")
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (4, 4, 64), (12, 2, 128)])
-def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch, heads, key_heads, size):
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (4, 4, 64), (12, 2, 128), (4, 1, 256)])
+def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch, heads, key_heads, size, window):
     monkeypatch.setattr(flash3, "_state", {})
     monkeypatch.setattr(flash4, "ENABLED", False)
     torch.manual_seed(0)
@@ -231,13 +258,15 @@ def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch,
 
     def attend():
         given = [each.clone().requires_grad_() for each in inputs]
-        output, _ = torch.ops.slipstream.ragged_attention(*given, layout.layout_id, size**-0.5, 0)
+        output, _ = torch.ops.slipstream.ragged_attention(*given, layout.layout_id, size**-0.5, window)
         return output.detach(), *torch.autograd.grad(output, given, pulled)
 
     expected = attend()
     flash3.enable(heads, key_heads, size)
     for ours, theirs in zip(attend(), expected, strict=True):
         assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.02
+    with pytest.raises(ConfigError, match="tokens of context are more than a sliding window of 50"):
+        torch.ops.slipstream.ragged_attention(*inputs, layout.layout_id, size**-0.5, 50)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def _norm_kernel(
     total,
     width,
     epsilon,
+    offset,
     adds: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -40,7 +41,7 @@ def _norm_kernel(
         value += tl.load(residual + row + place, mask=present, other=0.0).to(tl.float32)
         tl.store(total + row + place, value, mask=present)
     scale = tl.math.rsqrt(tl.sum(value * value, 0) / width + epsilon)
-    gain = tl.load(weight + place, mask=present, other=0.0).to(tl.float32)
+    gain = tl.load(weight + place, mask=present, other=0.0).to(tl.float32) + offset
     tl.store(output + row + place, (value * scale * gain).to(output.dtype.element_ty), mask=present)
 
 
@@ -55,12 +56,13 @@ def _norm_backward_kernel(
     rows_each,
     width,
     epsilon,
+    offset,
     block: tl.constexpr,
 ) -> None:
     program = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
     present = place < width
-    gain = tl.load(weight + place, mask=present, other=0.0).to(tl.float32)
+    gain = tl.load(weight + place, mask=present, other=0.0).to(tl.float32) + offset
     sums = tl.zeros((block,), dtype=tl.float32)
     for row in range(program * rows_each, tl.minimum((program + 1) * rows_each, num_rows)):
         value = tl.load(x + row * width + place, mask=present, other=0.0).to(tl.float32)
@@ -81,6 +83,7 @@ def _gate_kernel(
     output,
     width,
     jump,
+    gelu: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -88,7 +91,10 @@ def _gate_kernel(
     present = place < width
     value = tl.load(gate + row * jump + place, mask=present, other=0.0).to(tl.float32)
     factor = tl.load(up + row * jump + place, mask=present, other=0.0).to(tl.float32)
-    result = value * tl.sigmoid(value) * factor
+    inner = value
+    if gelu:
+        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+    result = value * tl.sigmoid(inner) * factor
     tl.store(output + row * width + place, result.to(output.dtype.element_ty), mask=present)
 
 
@@ -100,6 +106,7 @@ def _gate_backward_kernel(
     of_gate,
     of_up,
     width,
+    gelu: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * width
@@ -108,9 +115,13 @@ def _gate_backward_kernel(
     pulled = tl.load(gradient + row + place, mask=present, other=0.0).to(tl.float32)
     value = tl.load(gate + row + place, mask=present, other=0.0).to(tl.float32)
     factor = tl.load(up + row + place, mask=present, other=0.0).to(tl.float32)
-    share = tl.sigmoid(value)
-    # d(x s(x))/dx = s (1 + x (1 - s))
-    slope = share * (1.0 + value * (1.0 - share))
+    inner, rate = value, 1.0
+    if gelu:
+        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+        rate = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * value * value)
+    share = tl.sigmoid(inner)
+    # d(x s(u(x)))/dx = s (1 + x u'(x) (1 - s))
+    slope = share * (1.0 + value * rate * (1.0 - share))
     tl.store(of_gate + row + place, (pulled * factor * slope).to(of_gate.dtype.element_ty), mask=present)
     tl.store(of_up + row + place, (pulled * value * share).to(of_up.dtype.element_ty), mask=present)
 
@@ -145,8 +156,11 @@ def _rotate_kernel(
     tl.store(result + half, (second * cosine + first * sine).to(kind), mask=present)
 
 
-def norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The RMS norm of `x + residual` in the weight's dtype, and that sum in float32 if there is a residual."""
+def norm(
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, residual_TD: Tensor | None, offset: float
+) -> tuple[Tensor, Tensor | None]:
+    """The RMS norm of `x + residual` times `weight + offset`, in the weight's dtype, and that sum in float32 if there
+    is a residual."""
     x_TD, width = x_TD.contiguous(), x_TD.shape[-1]
     output_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
     total_TD = None
@@ -157,7 +171,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, residual_TD: Tensor | N
         absent = x_TD  # not read
         _norm_kernel[(num_rows,)](
             *(x_TD, absent if residual_TD is None else residual_TD, weight_D, output_TD),
-            *(absent if total_TD is None else total_TD, width, epsilon),
+            *(absent if total_TD is None else total_TD, width, epsilon, offset),
             adds=residual_TD is not None,
             block=triton.next_power_of_2(width),
             num_warps=4,
@@ -166,7 +180,9 @@ def norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, residual_TD: Tensor | N
     return output_TD, total_TD
 
 
-def norm_backward(gradient_TD: Tensor, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    gradient_TD: Tensor, x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float
+) -> tuple[Tensor, Tensor]:
     """The gradients of `x` and of the weight, the latter in float32."""
     gradient_TD, x_TD, width = gradient_TD.contiguous(), x_TD.contiguous(), x_TD.shape[-1]
     of_x_TD = torch.empty_like(x_TD)
@@ -176,15 +192,15 @@ def norm_backward(gradient_TD: Tensor, x_TD: Tensor, weight_D: Tensor, epsilon: 
     of_weight_PD = torch.empty((parts, width), dtype=torch.float32, device=x_TD.device)
     if num_rows:
         _norm_backward_kernel[(parts,)](
-            *(gradient_TD, x_TD, weight_D, of_x_TD, of_weight_PD, num_rows, rows_each, width, epsilon),
+            *(gradient_TD, x_TD, weight_D, of_x_TD, of_weight_PD, num_rows, rows_each, width, epsilon, offset),
             block=triton.next_power_of_2(width),
             num_warps=4,
         )
     return of_x_TD, of_weight_PD.sum(0)
 
 
-def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """`silu(gate) * up`; both may be halves of one matrix."""
+def gate(gate_TF: Tensor, up_TF: Tensor, gelu: bool) -> Tensor:
+    """`silu(gate) * up`, or with GELU's approximation by tanh; both may be halves of one matrix."""
     width = gate_TF.shape[-1]
     num_rows = gate_TF.numel() // width
     jump = gate_TF.stride(-2) if gate_TF.dim() > 1 else width
@@ -193,7 +209,7 @@ def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     output_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype, device=gate_TF.device)
     if num_rows:
         grid = num_rows, -(-width // _COLUMNS)
-        _gate_kernel[grid](gate_TF, up_TF, output_TF, width, jump, block=_COLUMNS, **_PLAIN)
+        _gate_kernel[grid](gate_TF, up_TF, output_TF, width, jump, gelu=gelu, block=_COLUMNS, **_PLAIN)
     return output_TF
 
 
@@ -202,14 +218,15 @@ def _in_rows(x: Tensor) -> bool:
     return x.dim() <= 2 or all(size == 1 for size in x.shape[:-2])
 
 
-def gate_backward(gradient_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
+def gate_backward(gradient_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     """The gradients of both."""
     gradient_TF, gate_TF, up_TF = gradient_TF.contiguous(), gate_TF.contiguous(), up_TF.contiguous()
     of_gate_TF, of_up_TF = torch.empty_like(gate_TF), torch.empty_like(up_TF)
     width = gate_TF.shape[-1]
     if num_rows := gate_TF.numel() // width:
         grid = num_rows, -(-width // _COLUMNS)
-        _gate_backward_kernel[grid](gradient_TF, gate_TF, up_TF, of_gate_TF, of_up_TF, width, block=_COLUMNS)
+        of_both = of_gate_TF, of_up_TF
+        _gate_backward_kernel[grid](gradient_TF, gate_TF, up_TF, *of_both, width, gelu=gelu, block=_COLUMNS)
     return of_gate_TF, of_up_TF
 
 

@@ -5,32 +5,43 @@ On a GPU they are the kernels of `kernels.py`; elsewhere the same formulas by to
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_TWICE, _CUBE = 2 * (2 / math.pi) ** 0.5, 0.044715
 
-def norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """RMS norm (arXiv 1910.07467) over the last dimension of `x + residual`, in the weight's dtype, and that sum in
-    float32 if there is a residual. Without gradients."""
+
+def norm(
+    x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
+    """RMS norm (arXiv 1910.07467) over the last dimension of `x + residual`, times `weight + offset` (Gemma's is 1), in
+    the weight's dtype, and that sum in float32 if there is a residual. Without gradients."""
     if x.is_cuda:
         from slipstream.shared_kernels import kernels
 
-        return kernels.norm(x, weight, epsilon, residual)
+        return kernels.norm(x, weight, epsilon, residual, offset)
     total = x.float() if residual is None else x.float() + residual.float()
     scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (total * scale * weight.float()).to(weight.dtype), None if residual is None else total
+    return (total * scale * (weight.float() + offset)).to(weight.dtype), None if residual is None else total
 
 
-def gate(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). Without gradients."""
+def gate(gate: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
+    """`silu(gate) * up` (SwiGLU, arXiv 2002.05202), or GELU (its approximation by tanh, arXiv 1606.08415) for SiLU.
+    Without gradients."""
     if gate.is_cuda:
         from slipstream.shared_kernels import kernels
 
-        return kernels.gate(gate, up)
+        return kernels.gate(gate, up, gelu)
     wide = gate.float()
-    return (wide * torch.sigmoid(wide) * up.float()).to(gate.dtype)
+    return (wide * torch.sigmoid(_sharpened(wide)[0] if gelu else wide) * up.float()).to(gate.dtype)
+
+
+def _sharpened(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`u(x)` of `gelu(x) = x sigmoid(u(x))`, as `(1 + tanh(z)) / 2 = sigmoid(2 z)`, and its derivative."""
+    return _TWICE * (x + _CUBE * x**3), _TWICE * (1 + 3 * _CUBE * x * x)
 
 
 def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool = False) -> Tensor:
@@ -48,50 +59,57 @@ def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool 
 
 
 @torch.library.custom_op(
-    "slipstream::norm", mutates_args=(), schema="(Tensor x, Tensor weight, float epsilon) -> Tensor"
+    "slipstream::norm", mutates_args=(), schema="(Tensor x, Tensor weight, float epsilon, float offset=0.0) -> Tensor"
 )
-def differentiable_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def differentiable_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """`norm` without residual, with gradients, and opaque to a compiler, as are the following."""
-    return norm(x, weight, epsilon)[0]
+    return norm(x, weight, epsilon, offset=offset)[0]
 
 
 @torch.library.custom_op(
     "slipstream::norm_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor x, Tensor weight, float epsilon, float offset=0.0) -> (Tensor, Tensor)",
 )
-def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The gradients of `x` and of the weight, in their dtypes."""
     if x.is_cuda:
         from slipstream.shared_kernels import kernels
 
-        of_x, of_weight = kernels.norm_backward(grad, x, weight, epsilon)
+        of_x, of_weight = kernels.norm_backward(grad, x, weight, epsilon, offset)
         return of_x, of_weight.to(weight.dtype)
     wide, pulled = x.float(), grad.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    normed, inner = wide * scale, pulled * weight.float()
+    normed, inner = wide * scale, pulled * (weight.float() + offset)
     of_x = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
     return of_x.to(x.dtype), (pulled * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-@torch.library.custom_op("slipstream::gate", mutates_args=(), schema="(Tensor left, Tensor up) -> Tensor")
-def differentiable_gate(left: Tensor, up: Tensor) -> Tensor:
+@torch.library.custom_op(
+    "slipstream::gate", mutates_args=(), schema="(Tensor left, Tensor up, bool gelu=False) -> Tensor"
+)
+def differentiable_gate(left: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
     """`gate` with gradients."""
-    return gate(left, up)
+    return gate(left, up, gelu)
 
 
 @torch.library.custom_op(
-    "slipstream::gate_backward", mutates_args=(), schema="(Tensor grad, Tensor left, Tensor up) -> (Tensor, Tensor)"
+    "slipstream::gate_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor left, Tensor up, bool gelu=False) -> (Tensor, Tensor)",
 )
-def gate_backward(grad: Tensor, left: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def gate_backward(grad: Tensor, left: Tensor, up: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
     """The gradients of both."""
     if left.is_cuda:
         from slipstream.shared_kernels import kernels
 
-        return kernels.gate_backward(grad, left, up)
+        return kernels.gate_backward(grad, left, up, gelu)
     wide, pulled = left.float(), grad.float()
-    share = torch.sigmoid(wide)
-    of_gate = pulled * up.float() * share * (1.0 + wide * (1.0 - share))
+    inner, rate = _sharpened(wide) if gelu else (wide, 1.0)
+    share = torch.sigmoid(inner)
+    of_gate = pulled * up.float() * share * (1.0 + wide * rate * (1.0 - share))
     return of_gate.to(left.dtype), (pulled * wide * share).to(up.dtype)
 
 
@@ -106,22 +124,22 @@ def differentiable_rotate(x: Tensor, cosine: Tensor, sine: Tensor, backward: boo
 
 
 @differentiable_norm.register_fake
-def _(x: Tensor, weight: Tensor, _: float) -> Tensor:
+def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=weight.dtype)
 
 
 @norm_backward.register_fake
-def _(_: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 @differentiable_gate.register_fake
-def _(left: Tensor, _: Tensor) -> Tensor:
+def _(left: Tensor, *_: Any) -> Tensor:
     return left.new_empty(left.shape)
 
 
 @gate_backward.register_fake
-def _(_: Tensor, left: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, left: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return left.new_empty(left.shape), up.new_empty(up.shape)
 
 
@@ -131,12 +149,13 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ctx.epsilon = inputs
+    x, weight, *ctx.numbers = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *both, ctx.gelu = inputs
+    ctx.save_for_backward(*both)
 
 
 def _keep_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -146,11 +165,12 @@ def _keep_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 _operations: Any = torch.ops.slipstream
 differentiable_norm.register_autograd(
-    lambda ctx, grad: (*_operations.norm_backward(grad, *ctx.saved_tensors, ctx.epsilon), None),
+    lambda ctx, grad: (*_operations.norm_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None),
     setup_context=_keep_norm,
 )
 differentiable_gate.register_autograd(
-    lambda ctx, grad: _operations.gate_backward(grad, *ctx.saved_tensors), setup_context=_keep_gate
+    lambda ctx, grad: (*_operations.gate_backward(grad, *ctx.saved_tensors, ctx.gelu), None),
+    setup_context=_keep_gate,
 )
 differentiable_rotate.register_autograd(
     lambda ctx, grad: (_operations.rotate(grad, *ctx.saved_tensors, not ctx.is_backward), None, None, None),

@@ -57,9 +57,9 @@ CLOSER = {
 on both sides."""
 REPLAYED = {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
 """Architectures whose routers `trainer/experts/replay.py` knows."""
-SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"}
 """Architectures whose layers `trainer/model/shared_layers.py` knows."""
-SHOWN = SHARED - {"Qwen3ForCausalLM"}
+SHOWN = SHARED - {"Qwen3ForCausalLM", "Gemma3ForCausalLM"}
 """Those that were run on a GPU."""
 SHOWN_VLLM = "0.26"
 """The vLLM that they were run with."""
@@ -77,7 +77,7 @@ CHANGES_KERNELS = (
 """Options of vLLM that decide what an engine computes with."""
 LONGEST_SHARED = 8192
 """Tokens of a context."""
-SHARED_HEADS = (64, 128)
+SHARED_HEADS = (64, 128, 256)
 """Sizes of heads for which FlashAttention 3 takes the same blocks of keys with a paged KV cache, the engine's, and
 without, the trainer's. For 65 to 96 and 129 to 192 it takes others, and for the rest nothing was tried."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
@@ -304,6 +304,7 @@ def _plan_probe(builder: PlanBuilder) -> None:
 def _against_shared_kernels(builder: PlanBuilder) -> str:
     """Why trainer and engine cannot compute with the same kernels; empty where they can."""
     config, facts, model = builder.original, builder.facts, builder.facts.model
+    longest = builder["inference.max_model_len"] if uses_engine(config) else 0
     needed = {"model.dtype": "bfloat16", "model.fp32_head": True, "model.fp32_residual": True, "training.packing": True,
               "training.ranks": 1, "inference.tensor_parallel_size": 1}  # fmt: skip
     missed = [f"{path} = {show(builder[path])}" for path, value in needed.items() if builder[path] != value]
@@ -320,7 +321,7 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
         (model.head_dim not in SHARED_HEADS, f"not tried with attention heads of {model.head_dim} numbers"),
         (model.vocab_size % ENGINE_VOCABULARY != 0, f"the engine pads a vocabulary of {model.vocab_size} tokens"),
         (model.rotary != "default", f"not tried with rotary embeddings of the type {model.rotary}"),
-        (model.has_windows, "its layers have sliding windows"),
+        (0 < model.window < longest, f"contexts of up to {longest} tokens are longer than its sliding window"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 

@@ -36,8 +36,8 @@ class ModelFacts:
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
     rotary: str = "default"
     """How the frequencies of its rotary embedding are scaled, as its configuration names it (`llama3`, `yarn`)."""
-    has_windows: bool = False
-    """Whether the attention of some layers reaches back a limited number of tokens only."""
+    window: int = 0
+    """Tokens that the attention of some layers reaches back at most; 0 where all layers see the whole context."""
     scores: Literal["", "plain", "capped"] = ""
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     architecture: str = ""

@@ -313,7 +313,7 @@ def _model_facts(
         num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
         original_context=_original_context(shape),
         rotary=_rotary(shape),
-        has_windows=bool(shape.get("use_sliding_window")) or "sliding_attention" in (shape.get("layer_types") or ()),
+        window=_window(shape),
         architecture="" if values.get("auto_map") else next(iter(values.get("architectures") or ()), ""),
     )
     if num_parameters is not None:
@@ -322,6 +322,11 @@ def _model_facts(
 
     network = blank_network(path, trust_remote_code=trust_remote_code)
     return dataclasses.replace(facts, num_parameters=sum(each.numel() for each in network.parameters()))
+
+
+def _window(shape: Mapping[str, Any]) -> int:
+    is_used = bool(shape.get("use_sliding_window")) or "sliding_attention" in (shape.get("layer_types") or ())
+    return int(shape.get("sliding_window") or 0) if is_used else 0
 
 
 def _rotary_parts(shape: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -135,9 +135,9 @@ def ragged_attention(
     """
     layout = layout_of(layout_id).ragged
     keys, values = (gather_slots(each, layout.keys) for each in (key, value))
-    if flash3.enabled() and not window:
+    if flash3.enabled():
         ends = layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key
-        return flash3.forward(query, keys, values, *ends, scale)
+        return flash3.forward(query, keys, values, *ends, scale, window)
     if newer := flash4.find(query, key, window):
         return flash4.forward(newer, query, keys, values, layout, scale)
     output, lse, *_ = _flash_forward(

@@ -21,8 +21,11 @@ def share_kernels(network: nn.Module) -> None:
     first (`shared_kernels/products.py`). Raises CannotShareKernels for a network, or a GPU, for which that cannot
     be."""
     config: Any = cast("Any", network).config
-    if getattr(config, "hidden_act", "silu") != "silu":
-        raise CannotShareKernels(f"{type(network).__name__} has {config.hidden_act}, and only SwiGLU is known")
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+    if activation not in _GATES:
+        raise CannotShareKernels(
+            f"{type(network).__name__} has {activation}, and only {' and '.join(_GATES)} are known"
+        )
     device = next(network.parameters()).device
     if device.type == "cuda":
         heads = config.num_attention_heads
@@ -32,9 +35,8 @@ def share_kernels(network: nn.Module) -> None:
         name = type(module).__name__
         if name.endswith("RotaryEmbedding"):
             _frequencies_of_the_engine(module, config, device)
-        if getattr(module, "sliding_window", None):
-            raise CannotShareKernels(f"attention has no window there, and {name} has one")
-        for ending, forward in (("RMSNorm", _norm), ("MLP", _mlp), ("Attention", _attention)):
+        norm, mlp = _OTHER_NORMS.get(name, _norm), _GATES[activation]
+        for ending, forward in (("RMSNorm", norm), ("MLP", mlp), ("Attention", _attention)):
             if name.endswith(ending):
                 module.forward = MethodType(forward, module)
 
@@ -43,8 +45,20 @@ def _norm(self: Any, hidden_states: Tensor) -> Any:
     return differentiable_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _mlp(self: Any, x: Tensor) -> Any:
+def _gemma_norm(self: Any, x: Tensor) -> Any:
+    return differentiable_norm(x, self.weight, self.eps, 1.0)
+
+
+def _swiglu(self: Any, x: Tensor) -> Any:
     return self.down_proj(differentiable_gate(self.gate_proj(x), self.up_proj(x)))
+
+
+def _geglu(self: Any, x: Tensor) -> Any:
+    return self.down_proj(differentiable_gate(self.gate_proj(x), self.up_proj(x), True))
+
+
+_OTHER_NORMS = {"Gemma3RMSNorm": _gemma_norm}
+_GATES = {"silu": _swiglu, "gelu_pytorch_tanh": _geglu}
 
 
 def _attention(
@@ -64,17 +78,22 @@ def _attention(
     query, key = (differentiable_rotate(each.squeeze(0), cosine, sine)[None] for each in (query, key))
     attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     states = (each.transpose(1, 2) for each in (query, key, value))
-    output, weights = attend(self, *states, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+    kwargs |= {"dropout": 0.0, "scaling": self.scaling, "sliding_window": getattr(self, "sliding_window", None)}
+    output, weights = attend(self, *states, attention_mask, **kwargs)
     return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 def _frequencies_of_the_engine(module: Any, config: Any, device: torch.device) -> None:
     """vLLM raises the base to its powers on the GPU, transformers on the CPU: the last bit can differ, and the angle of
     a late position with it."""
-    if module.rope_type != "default":
-        raise CannotShareKernels(f"only plain rotary embeddings are known, not {module.rope_type}")
-    width = 2 * module.inv_freq.numel()
-    with torch.device(device):
-        frequencies = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width))
-    module.inv_freq.copy_(frequencies)
-    module.original_inv_freq.copy_(frequencies)
+    types = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
+    for layers, kind in types.items():
+        if kind != "default":
+            raise CannotShareKernels(f"only plain rotary embeddings are known, not {kind}")
+        parameters = config.rope_parameters[layers] if layers else config.rope_parameters
+        names = [f"{layers}_{name}" if layers else name for name in ("inv_freq", "original_inv_freq")]
+        width = 2 * getattr(module, names[0]).numel()
+        with torch.device(device):
+            frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width))
+        for name in names:
+            getattr(module, name).copy_(frequencies)

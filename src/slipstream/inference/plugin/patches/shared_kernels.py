@@ -1,14 +1,14 @@
 """Patches vLLM to compute with what the trainer computes with (`model.shared_kernels`).
 
-Norms, SwiGLU and rotary embeddings are the operations of `slipstream.shared_kernels`; products are pinned
+Norms, gates of MLPs and rotary embeddings are the operations of `slipstream.shared_kernels`; products are pinned
 (`products.py`), and a linear layer is torch's; attention always takes the kernels for many queries, whose blocks of
 keys are those of a prefill, and goes through the keys in one piece; log-probabilities come from the trainer's kernel,
 on logits as they were sampled from. `VLLM_BATCH_INVARIANT` is not needed for these models, and makes each product
 take 0.1 ms of the CPU.
 
-Changed: `RMSNorm.forward`, `SiluAndMul.forward`, `RotaryEmbedding.forward`, `UnquantizedLinearMethod.apply`,
-`flash_attn_varlen_func` of the FlashAttention backend, `__init__`, `compute_logprobs` and `gather_logprobs` of
-`Sampler`, `compute_topk_scores` of the second sampler.
+Changed: `forward` of `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`, `GeluAndMul` and `RotaryEmbedding`,
+`UnquantizedLinearMethod.apply`, `flash_attn_varlen_func` of the FlashAttention backend, `__init__`, `compute_logprobs`
+and `gather_logprobs` of `Sampler`, `compute_topk_scores` of the second sampler.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ def share_operations() -> None:
     import torch
 
     from slipstream.shared_kernels import operations
-    from slipstream.shared_kernels.flash3 import LEAST_QUERIES
     from slipstream.shared_kernels.products import pin_products
 
-    def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-        output, total = operations.norm(x, self.weight, self.variance_epsilon, residual)
-        return output if residual is None else (output, total)
+    def norm(offset: float) -> Any:
+        def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+            output, total = operations.norm(x, self.weight, self.variance_epsilon, residual, offset)
+            return output if residual is None else (output, total)
 
-    def gate(self: Any, x: Tensor) -> Tensor:
-        return operations.gate(*x.chunk(2, -1))
+        return forward
+
+    def gate(gelu: bool) -> Any:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            if gelu and self.approximate != "tanh":
+                raise ValueError(f"GELU's approximation is {self.approximate}, and only tanh is known")
+            return operations.gate(*x.chunk(2, -1), gelu=gelu)
+
+        return forward
 
     def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, *_: Any) -> Any:
         angles = self.cos_sin_cache.index_select(0, positions.flatten()).chunk(2, -1)
@@ -54,23 +61,28 @@ def share_operations() -> None:
         return operations.rotate(x.view(x.shape[0], -1, size), *angles).view(x.shape)
 
     pin_products()
-    _replace(f"{_LAYERS}.layernorm", "RMSNorm", "forward", lambda _: norm)
-    _replace(f"{_LAYERS}.activation", "SiluAndMul", "forward", lambda _: gate)
+    _replace(f"{_LAYERS}.layernorm", "RMSNorm", "forward", lambda _: norm(0.0))
+    _replace(f"{_LAYERS}.layernorm", "GemmaRMSNorm", "forward", lambda _: norm(1.0))
+    _replace(f"{_LAYERS}.activation", "SiluAndMul", "forward", lambda _: gate(False))
+    _replace(f"{_LAYERS}.activation", "GeluAndMul", "forward", lambda _: gate(True))
     _replace(f"{_LAYERS}.rotary_embedding.base", "RotaryEmbedding", "forward", lambda _: rotate)
     _replace(f"{_LAYERS}.linear", "UnquantizedLinearMethod", "apply", lambda _: product)
-    _replace("vllm.v1.attention.backends.flash_attn", "", "flash_attn_varlen_func", _with_rows(LEAST_QUERIES))
+    _replace("vllm.v1.attention.backends.flash_attn", "", "flash_attn_varlen_func", _with_blocks)
     _log_probabilities()
 
 
-def _with_rows(least: int) -> Callable[[Any], Any]:
-    def wrap(plain: Any) -> Any:
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            rows = max(least, kwargs["max_seqlen_q"])
-            return plain(*args, **kwargs | {"max_seqlen_q": rows, "num_splits": 1, "scheduler_metadata": None})
+def _with_blocks(plain: Any) -> Any:
+    """Attention with the blocks of queries and keys that the trainer has (`flash3.py`)."""
+    from slipstream.shared_kernels.flash3 import LEAST_QUERIES, check_window
 
-        return attend
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        left, _ = kwargs.get("window_size") or (-1, -1)
+        check_window(left + 1, kwargs["max_seqlen_k"])
+        rows = max(LEAST_QUERIES, kwargs["max_seqlen_q"])
+        pinned = {"max_seqlen_q": rows, "num_splits": 1, "scheduler_metadata": None, "window_size": None}
+        return plain(*args, **kwargs | pinned)
 
-    return wrap
+    return attend
 
 
 def _log_probabilities() -> None:
