@@ -11,6 +11,9 @@ with vLLM in its process, weights of importance sampling as Slipstream has them,
 Of the micro-batches the fastest is shown. Each run is a process of its own. The first steps (2) are left out; so are
 the starts.
 
+A shape with `-vl` (`4b-vl`) is a Qwen3-VL (`vision_shapes.py`) with a picture of 448 pixels a side in each prompt; TRL
+trains its tower too, as ours does with `--set model.train_tower=true`.
+
 Prints a Markdown table: seconds a step and its phases, memory at the peak (of the whole card, and of the trainer's
 torch). The exit code is 1 when a run failed or the median step is above `--limit` times TRL's fastest. `--profile` adds
 the kernels of one training step of ours (`learner.py --data grpo`).
@@ -34,13 +37,33 @@ from gpu import ENVIRONMENT, PHASES, WARM_UP, PeakMemory, run_file
 
 TRL = {"trl": True, "trl-plain": False}
 PROMPTS, GROUP_SIZE = 32, 8
+PICTURES = f'''\
+"""A question on a picture of its own; the reward is the part of the completion's words that end with a 7."""
+import sys
+
+sys.path.append({str(Path(__file__).parent)!r})
+from vision_shapes import draw
+
+
+def tasks(split, num_tasks, seed):
+    first = 0 if split == "train" else 10**6
+    pictures = [draw(first + number, 448)[0] for number in range(num_tasks)]
+    ask = {{"type": "text", "text": "Describe what you see."}}
+    contents = [[{{"type": "image", "image": each}}, ask] for each in pictures]
+    return [{{"prompt": [{{"role": "user", "content": content}}]}} for content in contents]
+
+
+def reward(task, completion):
+    words = completion.split()
+    return sum(word.endswith("7") for word in words) / max(1, len(words))
+'''
 
 
 def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run by its own command, read from its run folder."""
     from slipstream.runlog import read_events, read_metrics
 
-    (folder / "environment.py").write_text(ENVIRONMENT)
+    (folder / "environment.py").write_text(PICTURES if options.shape.endswith("-vl") else ENVIRONMENT)
     file, run = folder / "slipstream.toml", folder / "run-slipstream"
     placement = "auto" if options.device == "cpu" else "shared"
     text = run_file(
@@ -52,7 +75,9 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tokens=options.tokens,
         evaluates=False,
     )
-    file.write_text(text.replace("prompts_per_batch = 32", f"prompts_per_batch = {options.prompts}"))
+    num_tasks = options.prompts * (options.steps + WARM_UP)
+    text = text.replace("prompts_per_batch = 32", f"prompts_per_batch = {options.prompts}")
+    file.write_text(text.replace("num_train_tasks = 2000", f"num_train_tasks = {num_tasks}"))
     command = [sys.executable, "-m", "slipstream.cli", "train", "--plain", str(file), "--run.folder", str(run)]
     for setting in ("weights.bridge=single_copy", *(options.set or ["training.compile=true"])):
         key, _, value = setting.partition("=")
@@ -94,7 +119,7 @@ def run_trl(system: str, options: argparse.Namespace, folder: Path) -> dict[str,
         out = folder / f"{system}-{micro}-{checkpointing}.json"
         command = [sys.executable, __file__, "--child", system, "--out", str(out), "--model", str(options.model)]
         command += ["--micro-batch", str(micro), *(["--checkpointing"] if checkpointing else [])]
-        for name in ("steps", "tokens", "prompts", "device", "vllm-part", "trl-engine"):
+        for name in ("shape", "steps", "tokens", "prompts", "device", "vllm-part", "trl-engine"):
             command += [f"--{name}", str(getattr(options, name.replace("-", "_")))]
         result, output = watched(command, options)
         result |= {"micro_batch": micro, "checkpointing": checkpointing}
@@ -138,13 +163,21 @@ def trl_child(options: argparse.Namespace) -> None:
 
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     names: dict[str, Any] = {}
-    exec(ENVIRONMENT, names)
-    texts = [task["prompt"] for task in names["tasks"]("train", (options.steps + WARM_UP) * options.prompts, 0)]
-    random.Random(0).shuffle(texts)
+    reads_images = options.shape.endswith("-vl")
+    exec(PICTURES if reads_images else ENVIRONMENT, names)
+    asked = [task["prompt"] for task in names["tasks"]("train", (options.steps + WARM_UP) * options.prompts, 0)]
+    random.Random(0).shuffle(asked)
+    if reads_images:
+        parts = [prompt[0]["content"] for prompt in asked]
+        rows = [
+            {"prompt": [{"role": "user", "content": text["text"]}], "image": image["image"]} for image, text in parts
+        ]
+    else:
+        rows = [{"prompt": [{"role": "user", "content": text}]} for text in asked]
     marks: dict[str, float] = {}
     found: dict[str, list[float]] = {"seconds": [], "generate_s": [], "train_s": [], "tokens": []}
     seen: dict[str, float] = {}
@@ -178,7 +211,7 @@ def trl_child(options: argparse.Namespace) -> None:
             "use_vllm": True,
             "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": options.vllm_part,
-            "vllm_max_model_length": 256 + options.tokens,
+            "vllm_max_model_length": (512 if reads_images else 256) + options.tokens,
             "vllm_importance_sampling_correction": True,
             "vllm_importance_sampling_mode": "token_truncate",
             "vllm_importance_sampling_clip_max": 2.0,
@@ -218,8 +251,8 @@ def trl_child(options: argparse.Namespace) -> None:
         model=str(options.model),
         reward_funcs=reward,
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
-        processing_class=AutoTokenizer.from_pretrained(options.model),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=(AutoProcessor if reads_images else AutoTokenizer).from_pretrained(options.model),
         callbacks=[Clock()],
     )
     trainer.train()
@@ -306,8 +339,10 @@ def main() -> int:
         options.model = options.model or folder / "model"
         if not options.model.exists():
             from shapes import shaped_model
+            from vision_shapes import shaped_vision_model
 
-            shaped_model(options.model, options.shape)
+            size = options.shape.removesuffix("-vl")
+            (shaped_vision_model if "-vl" in options.shape else shaped_model)(options.model, size)
         for system in options.systems:
             results[system] = run_trl(system, options, folder) if system in TRL else run_slipstream(options, folder)
             print(json.dumps({system: results[system]}), file=sys.stderr, flush=True)

@@ -262,12 +262,6 @@ def test_elsewhere_kernels_are_not_shared_nor_runs_exact(values, changes, reason
     ("values", "changes", "reason"),
     [
         ({"inference.max_model_len": 16384}, {}, "in contexts of up to 16384 tokens"),
-        (
-            {"inference.max_num_seqs": 600},
-            {},
-            "not tried with more sequences (inference.max_num_seqs) than the 512",
-        ),
-        ({}, {"architecture": "Qwen3ForCausalLM"}, "not tried on a GPU for Qwen3ForCausalLM"),
         ({}, {"engine": EngineFacts("0.30.1", has_flash3=True)}, "not tried on a GPU with vLLM 0.30.1"),
         ({"algorithm.kind": "ppo", "algorithm.group_size": 1}, {}, "not tried with a teacher or a critic"),
     ],

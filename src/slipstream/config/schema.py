@@ -51,9 +51,9 @@ class ModelConfig(Section):
     shared_kernels: bool | Literal["auto"] = "auto"
     """Have trainer and engine compute with the same kernels, whose results for a token do not depend on what else is in
     the batch: the log-probabilities of sampled tokens are equal bit for bit (BENCHMARKS.md). For full fine-tuning of
-    Llama, Qwen 2 and Qwen 3 in bfloat16 on GPUs of compute capability 9 (H100, H200). `auto`: there, for Llama and Qwen
-    2, without critic or teacher, in contexts of more tokens than there are sequences at once, and of up to 8,192, as
-    the engine's attention is not split over the keys."""
+    Llama, Qwen 2 and 3 and Gemma 3 in bfloat16 on GPUs of compute capability 9 (H100, H200), in contexts that no
+    sliding window cuts. `auto`: there, without critic or teacher, and in contexts of up to 8,192 tokens, as the
+    engine's attention is not split over the keys."""
     replay_experts: bool | Literal["auto"] = "auto"
     """In a mixture of experts, send each token in training to the experts that the engine chose for it (R3, arXiv
     2510.11370); their weights are the trainer's own. `auto`: under RL in 16 bits on a CPU, for Qwen 2 and 3 MoE. On a

@@ -59,10 +59,8 @@ REPLAYED = {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
 """Architectures whose routers `trainer/experts/replay.py` knows."""
 SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"}
 """Architectures whose layers `trainer/model/shared_layers.py` knows."""
-SHOWN = SHARED - {"Qwen3ForCausalLM", "Gemma3ForCausalLM"}
-"""Those that were run on a GPU."""
 SHOWN_VLLM = "0.26"
-"""The vLLM that they were run with."""
+"""The vLLM that they were run with on a GPU."""
 ENGINE_VOCABULARY = 64
 """vLLM pads vocabularies to a multiple of it."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
@@ -333,10 +331,6 @@ def _against_sharing_unasked(builder: PlanBuilder) -> str:
         return f"not tried on a GPU with vLLM {engine.version or 'of an unknown version'}"
     if longest > LONGEST_SHARED:
         return f"in contexts of up to {longest} tokens it slows a few long completions: attention in one piece"
-    if longest <= builder["inference.max_num_seqs"]:
-        return f"not tried with more sequences (inference.max_num_seqs) than the {longest} tokens of a context"
-    if builder.facts.model.architecture not in SHOWN:
-        return f"not tried on a GPU for {builder.facts.model.architecture}"
     return "not tried with a teacher or a critic" if config.teacher is not None or uses_critic(config) else ""
 
 

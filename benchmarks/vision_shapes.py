@@ -1,0 +1,131 @@
+"""Writes a Qwen3-VL of the size of the real one with 4 B parameters, with random weights, and pictures for it.
+
+    python benchmarks/vision_shapes.py FOLDER tiny|4b
+
+Its tokenizer has a token for every id of the vocabulary, the 1000 coordinates among them; images are scaled to at most
+1024 x 1024 pixels, and 32 x 32 of them are a token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "text": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"head_dim": 64, "intermediate_size": 256},
+        "tower": {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "out_hidden_size": 128}
+        | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        "sections": [12, 10, 10],
+    },
+    "4b": {
+        "text": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"head_dim": 128, "intermediate_size": 9728},
+        "tower": {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096}
+        | {"out_hidden_size": 2560, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]},
+        "sections": [24, 20, 20],
+    },
+}
+_PATCH, _MERGE = 16, 2
+
+
+def shaped_vision_model(folder: Path, shape: str) -> Path:
+    """Write a bfloat16 model of `shape` into `folder` and return the folder."""
+    import torch
+    from shapes import VOCABULARY
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    from slipstream.detection.coordinates import LITERALS
+    from slipstream.trainer.model.loading import hide_progress_bars
+    from slipstream.trainer.model.small.tiny_qwen2_vl import IMAGE_TOKENS, VISION_TEMPLATE
+    from slipstream.trainer.model.small.tiny_qwen3 import DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
+
+    hide_progress_bars()
+    special = (PAD, START, END, *IMAGE_TOKENS)
+    symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))
+    symbols += [f" w{number}" for number in range(VOCABULARY - len(special) - len(LITERALS) - len(symbols))]
+    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNKNOWN))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
+    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    words.add_tokens([AddedToken(token, special=False, normalized=False) for token in LITERALS])
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=words, chat_template=VISION_TEMPLATE, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
+    )
+    assert len(tokenizer) == VOCABULARY
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in IMAGE_TOKENS)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = SHAPES[shape]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sizes["sections"], "mrope_interleaved": True}
+    shared = {"vocab_size": VOCABULARY, "tie_word_embeddings": True, "max_position_embeddings": 32_768}
+    config = Qwen3VLConfig(
+        text_config=sizes["text"] | shared | {"rope_parameters": rope} | ends,
+        vision_config=sizes["tower"] | {"patch_size": _PATCH, "spatial_merge_size": _MERGE, "temporal_patch_size": 2},
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=True,
+        **ends,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            torch.manual_seed(0)
+            network: Any = Qwen3VLForConditionalGeneration(config)
+    finally:
+        torch.set_default_dtype(before)
+    network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)
+    network.to("cpu").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    common = {"patch_size": _PATCH, "temporal_patch_size": 2, "merge_size": _MERGE}
+    common |= {"size": {"shortest_edge": (_PATCH * _MERGE) ** 2, "longest_edge": 1024 * 1024}}
+    processor = {
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor": common | {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_processor": common | {"video_processor_type": "Qwen3VLVideoProcessor"},
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def draw(number: int, side: int, boxes: int = 4) -> tuple[Any, list[dict[str, Any]]]:
+    """A picture of `side` pixels with rectangles, and its objects as a detector's row has them."""
+    from PIL import Image, ImageDraw
+
+    numbers = random.Random(number)
+    picture = Image.new("RGB", (side, side), "white")
+    pen, objects = ImageDraw.Draw(picture), []
+    for _ in range(boxes):
+        left, top = numbers.randint(0, side // 2), numbers.randint(0, side // 2)
+        right, bottom = (
+            left + numbers.randint(side // 8, side // 2 - 1),
+            top + numbers.randint(side // 8, side // 2 - 1),
+        )
+        colour = numbers.choice(("red", "green", "blue", "black"))
+        pen.rectangle((left, top, right, bottom), fill=colour)
+        bins = [round(999 * edge / side) for edge in (left, top, right, bottom)]
+        objects.append({"desc": colour, "bbox_2d": bins})
+    return picture, objects
+
+
+def write_rows(folder: Path, num_rows: int, side: int) -> Path:
+    """Rows of a detector's data, with their pictures beside them; the file."""
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    with (folder / "rows.jsonl").open("w") as rows:
+        for number in range(num_rows):
+            picture, objects = draw(number, side)
+            picture.save(folder / f"pictures/{number}.png")
+            row = {"images": [f"pictures/{number}.png"], "objects": objects, "width": side, "height": side}
+            rows.write(json.dumps(row) + "\n")
+    return folder / "rows.jsonl"
+
+
+if __name__ == "__main__":
+    shaped_vision_model(Path(sys.argv[1]), sys.argv[2])
