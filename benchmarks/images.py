@@ -6,26 +6,32 @@
 A Qwen3-VL of the named shape with random weights (`vision_shapes.py`), bfloat16, full training with the tower frozen;
 each row has a picture of `--side` pixels with four boxes. `sft` is plain SFT on the answers; `A, n` is channel A of
 rollout matching, whose rows are computed n times (`matching.softctx_iterations`). Each run is `slipstream sft` in a
-process of its own. Prints a Markdown table: images and tokens a second (by the time of whole steps, without the first
-two), and memory of the trainer as it was planned and at the peak. A GRPO step with images against TRL's:
-`step_against_trl.py --shape 4b-vl`. The exit code is 1 when a run failed.
+process of its own, which is ended when it has made its steps. Prints a Markdown table: images and tokens a second (by
+the time of whole steps, without the first two), and memory of the trainer as it was planned and at the peak. A GRPO
+step with images against TRL's: `step_against_trl.py --shape 4b-vl`. The exit code is 1 when a run failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from gpu import WARM_UP, spread
 from vision_shapes import shaped_vision_model, write_rows
 
+_ENDLESS = 1_000_000
 RUN_FILE = """
 evaluation = false
 [model]
@@ -42,7 +48,7 @@ steps = {steps}
 prompts_per_batch = {prompts}
 learning_rate = 1e-6
 [run]
-checkpoint_every = 1000
+checkpoint_every = 1_000_000
 """
 
 
@@ -52,18 +58,25 @@ def measure(name: str, matching: str, options: argparse.Namespace, folder: Path)
 
     file, run = folder / "run.toml", folder / f"run-{name.replace(' ', '')}"
     places = {"model": options.model, "rows": folder / "rows.jsonl", "matching": matching}
-    file.write_text(RUN_FILE.format(**places, steps=options.steps + WARM_UP, prompts=options.rows))
+    file.write_text(RUN_FILE.format(**places, steps=_ENDLESS, prompts=options.rows))
     command = [sys.executable, "-m", "slipstream.cli", "sft", "--plain", str(file), "--run.folder", str(run)]
     for setting in options.set:
         key, _, value = setting.partition("=")
         command += [f"--{key}", value]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"name": name, "error": f"not done after {options.timeout:.0f} s"}
-    if done.returncode:
-        return {"name": name, "error": (done.stdout + done.stderr)[-1500:]}
-    rows = list(read_metrics(run))
+    wanted, deadline, rows = options.steps + WARM_UP, time.monotonic() + options.timeout, []
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        while len(rows) < wanted and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+            rows = list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # without the checkpoint of its end, 50 GB
+        process.wait()
+        output.seek(0)
+        text = output.read()
+    shutil.rmtree(run, ignore_errors=True)
+    if len(rows) < wanted:
+        return {"name": name, "error": f"{len(rows)} of {wanted} steps after {options.timeout:.0f} s: {text[-1500:]}"}
     seconds = [row["time"] - before["time"] for before, row in itertools.pairwise(rows)][WARM_UP - 1 :]
     tokens = [row["train/num_tokens"] for row in rows[WARM_UP:] if "train/num_tokens" in row]
     return {"name": name, "seconds": seconds, "tokens": tokens, "last": rows[-1]}

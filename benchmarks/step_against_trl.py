@@ -11,8 +11,8 @@ with vLLM in its process, weights of importance sampling as Slipstream has them,
 Of the micro-batches the fastest is shown. Each run is a process of its own. The first steps (2) are left out; so are
 the starts.
 
-A shape with `-vl` (`4b-vl`) is a Qwen3-VL (`vision_shapes.py`) with a picture of 448 pixels a side in each prompt; TRL
-trains its tower too, as ours does with `--set model.train_tower=true`.
+A shape with `-vl` (`4b-vl`) is a Qwen3-VL (`vision_shapes.py`) with a picture of 448 pixels a side in each prompt; both
+leave its tower as it is.
 
 Prints a Markdown table: seconds a step and its phases, memory at the peak (of the whole card, and of the trainer's
 torch). The exit code is 1 when a run failed or the median step is above `--limit` times TRL's fastest. `--profile` adds
@@ -178,6 +178,7 @@ def trl_child(options: argparse.Namespace) -> None:
         ]
     else:
         rows = [{"prompt": [{"role": "user", "content": text}]} for text in asked]
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     marks: dict[str, float] = {}
     found: dict[str, list[float]] = {"seconds": [], "generate_s": [], "train_s": [], "tokens": []}
     seen: dict[str, float] = {}
@@ -206,8 +207,12 @@ def trl_child(options: argparse.Namespace) -> None:
     batch = options.prompts * GROUP_SIZE
     micro = min(*options.micro_batch, batch)
     engine: dict[str, Any] = {}
+    if reads_images:
+        # TRL takes a sampled placeholder for another image, and ends.
+        placeholders = [tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")]
+        engine["generation_kwargs"] = {"logit_bias": dict.fromkeys(placeholders, -100.0)}
     if options.trl_engine == "vllm":
-        engine = {
+        engine |= {
             "use_vllm": True,
             "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": options.vllm_part,
@@ -252,9 +257,11 @@ def trl_child(options: argparse.Namespace) -> None:
         reward_funcs=reward,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        processing_class=(AutoProcessor if reads_images else AutoTokenizer).from_pretrained(options.model),
+        processing_class=AutoProcessor.from_pretrained(options.model) if reads_images else tokenizer,
         callbacks=[Clock()],
     )
+    if reads_images:
+        trainer.model.base_model.visual.requires_grad_(False)
     trainer.train()
     result: dict[str, Any] = {name: values[WARM_UP:] for name, values in found.items()}
     if on_gpu:

@@ -180,6 +180,22 @@ def test_the_tower_reads_an_image_once_a_step(trained, folders):
     assert not before[0].allclose(after[0])
 
 
+def test_deepstack_features_in_one_tensor_are_those_of_each_image(folders, monkeypatch):
+    """As transformers returned them before it split them by image."""
+    model, batch = PolicyModel.load(folders["qwen3-vl"]), sequences(folders["qwen3-vl"])
+    expected = score(model, batch, micro_batch_tokens=512).logprobs
+    plain = type(model.network.base_model).get_image_features
+
+    def in_one(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.deepstack_features = [torch.cat(tuple(layer)) for layer in output.deepstack_features]
+        return output
+
+    monkeypatch.setattr(type(model.network.base_model), "get_image_features", in_one)
+    found = score(PolicyModel.load(folders["qwen3-vl"]), batch, micro_batch_tokens=512).logprobs
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_training_moves_the_tower_only_if_asked(trained, folders):
     folder = folders["qwen2-vl"]

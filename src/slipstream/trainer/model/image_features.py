@@ -111,6 +111,7 @@ class ImageFeatures:
         output = self._network.base_model.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
         self.num_read += len(images)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+        layers = [_by_image(layer, images) for layer in layers]
         found = [Features([layer[place] for layer in layers]) for place in range(len(images))]
         for media, features in zip(images, found, strict=True):
             if len(features.parts[0]) != media.num_tokens:
@@ -119,6 +120,12 @@ class ImageFeatures:
                     f"{media.num_tokens} placeholder tokens for it: use the processor of the model's own folder"
                 )
         return found
+
+
+def _by_image(layer: Tensor | Sequence[Tensor], images: Sequence[Media]) -> Sequence[Tensor]:
+    """What a layer of the tower gives for each image. Older versions of transformers return deepstack features of all
+    images in one tensor."""
+    return layer.split([media.num_tokens for media in images]) if isinstance(layer, Tensor) else layer
 
 
 def _key(media: Media) -> tuple[str, tuple[int, int, int]]:
