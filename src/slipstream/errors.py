@@ -97,6 +97,10 @@ class RankError(SlipstreamError):
     is_retriable = True
 
 
+class RankDeadlineError(RankError):
+    """A wait for other trainer processes exceeded `training.rank_timeout_s`."""
+
+
 class OrchestratorError(SlipstreamError):
     """The process in which rollouts are generated died or did not answer."""
 

@@ -37,6 +37,8 @@ with RunLog.create(folder, resume=resume and folder.exists()) as log, Beating(lo
 {body}
 """
 
+REGISTER = 'from slipstream.runlog import stacks; stacks.register(stacks.folder_of(folder) / "run")'
+
 
 class Supervised:
     """A supervisor in a process of its own, and the programs that it has started."""
@@ -222,12 +224,17 @@ def test_a_trainer_without_a_sign_of_life(supervised):
             while not (folder / "heartbeat.json").exists():
                 time.sleep(0.01)
             heartbeat.write_whole = lambda *values, **options: None
+            REGISTER
             time.sleep(1000)
-    """
+    """.replace("REGISTER", REGISTER)
     run = supervised(body, options="supervisor.SILENT_POLLS = 20")
     code, err = run.wait()
     assert code == 0, err
     assert "gives no sign of life (state S)" in err
+    name = f"run-{run.attempts[0][0]}"
+    (told,) = run.kinds("restart")
+    assert f"was killed ({name} wrote the stacks of all threads into" in told["reason"]
+    assert "trainer.py" in (run.folder / "logs" / "stacks" / f"{name}.txt").read_text()
 
 
 def test_nobody_is_blamed_while_all_stand(supervised):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.errors import DeadlineError, SlipstreamError
+from slipstream.errors import DeadlineError, RankDeadlineError, SlipstreamError
 
 FOLDER = "stacks"
 """Below the run's `logs`."""
@@ -160,7 +160,7 @@ def asked_at_deadlines(log: _Log) -> Generator[None]:
     still live, and name the folder in the error and in an event `stacks`."""
     try:
         yield
-    except DeadlineError as error:
+    except (DeadlineError, RankDeadlineError) as error:
         folder = folder_of(log.folder)
         answers = ask(folder)
         text = sentence(folder, answers)

@@ -24,7 +24,7 @@ from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, r
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
-from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics
+from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
 from slipstream.runlog.heartbeat import read_heartbeat
 
 AGAIN = 75
@@ -55,6 +55,8 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_requested = False
         self._lineage_before = -1
+        self._killed = ""
+        """Why this process has killed the attempt; empty where it has not."""
         self._early: list[dict[str, Any]] = []
         """Attempts that were killed before they had opened the run folder, which stand in no event."""
         self.error: SlipstreamError | None = None
@@ -74,6 +76,7 @@ class Supervisor:
 
     def _attempt(self, resume: Sequence[str]) -> int:
         """Run the trainer to its end; its exit code, or minus the signal that ended it."""
+        self._killed = ""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         try:
@@ -114,18 +117,25 @@ class Supervisor:
             if num_stopped >= STOPPED_POLLS or num_silent >= SILENT_POLLS:
                 seconds = POLL_S * (num_stopped or num_silent)
                 what = f"is stopped (state {state})" if num_stopped else f"gives no sign of life (state {state})"
-                self._say(f"the trainer, process {child.pid}, {what} for {seconds:.0f} s: it is killed")
-                child.kill()
+                self._kill(child, f"the trainer, process {child.pid}, {what} for {seconds:.0f} s")
                 num_silent = num_stopped = 0
+
+    def _kill(self, child: subprocess.Popen[bytes], why: str) -> None:
+        """Kill a trainer that stands still, after all processes of the run that can have dumped their stacks."""
+        self._say(f"{why}: it is killed")
+        folder = stacks.folder_of(self._folder)
+        told = stacks.sentence(folder, stacks.ask(folder))
+        child.kill()
+        self._killed = f"{why} and was killed{f' ({told})' if told else ''}"
 
     def _starts_again(self, number: int) -> bool:
         """Whether another attempt follows one that a signal has ended; writes why, and waits."""
         name = signal.Signals(number).name
-        how = f"the trainer was ended by {name}"
+        how = self._killed or f"the trainer was ended by {name}"
         if self._stop_requested:
             self.error = Interrupted(f"stopped, but {how}: continue with --resume")
             return False
-        how += _MEMORY if number == signal.SIGKILL else ""
+        how += _MEMORY if number == signal.SIGKILL and not self._killed else ""
         events = read_events(self._folder) if holds_run(self._folder) else []
         lineage = _lineage_of(events)
         has_opened = lineage > self._lineage_before
