@@ -155,6 +155,10 @@ def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_p
     code, err = run.wait()
     assert code == 128 + signal.SIGKILL
     assert "run.max_restarts = 1 allows no further restart" in err
+    report = read_exit(run.folder)
+    assert (report.status, report.exit_code, report.error, report.step) == ("failed", code, "TrainerLost", 3)
+    assert (report.failure_class, report.retriable) == ("trainer", True)
+    assert "the trainer was ended by SIGKILL" in report.message
     assert len(run.attempts) == 2
     for line in pids.read_text().splitlines():
         assert not psutil.pid_exists(int(line.split()[0]))
@@ -205,6 +209,7 @@ def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     code, err = run.wait()
     assert (code, len(run.attempts)) == (130, 1)
     assert "stopped, but the trainer was ended by SIGKILL: continue with --resume" in err
+    assert (read_exit(run.folder).status, read_exit(run.folder).step) == ("interrupted", 2)
 
 
 def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):

@@ -211,14 +211,20 @@ def _group_of(pid: int) -> int:
 def _registered_state(pid: int, path: Path) -> str:
     """The state of process `pid` in one letter, as /proc has it, if it holds `path` open and catches the signal; else
     empty. A later process of the same number does neither."""
-    process = Path("/proc") / str(pid)
+    state = _catching_state(pid)
     try:
-        lines = (process / "status").read_text(errors="replace").splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        if not int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1:
-            return ""
         ours = path.stat()
-        return status["State"][0] if any(_is_same(file, ours) for file in (process / "fd").iterdir()) else ""
+        return state if state and any(_is_same(file, ours) for file in Path(f"/proc/{pid}/fd").iterdir()) else ""
+    except OSError:
+        return ""
+
+
+def _catching_state(pid: int) -> str:
+    """The state of process `pid` if it catches the signal; else empty."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        return status["State"][0] if int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1 else ""
     except (OSError, KeyError, ValueError):
         return ""
 

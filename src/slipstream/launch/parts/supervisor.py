@@ -2,9 +2,9 @@
 again when it was killed or is stopped for long.
 
 Guarantees: the trainer ends with its supervisor (`supervised.py`); what a killed trainer had started has ended before
-the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; a signal to the
-supervisor is passed on to the trainer, and no restart follows it; the trainer is not blamed for time in which the
-supervisor itself was stopped. Needs neither torch nor vLLM.
+the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; where none follows,
+`exit.json` says why; a signal to the supervisor is passed on to the trainer, and no restart follows it; the trainer is
+not blamed for time in which the supervisor itself was stopped. Needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
-from slipstream.errors import ConfigError, Interrupted, SlipstreamError
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
@@ -129,21 +129,21 @@ class Supervisor:
         self._killed = f"{why} and was killed{f' ({told})' if told else ''}"
 
     def _starts_again(self, number: int) -> bool:
-        """Whether another attempt follows one that a signal has ended; writes why, and waits."""
+        """Whether another attempt follows one that a signal has ended; writes why or why not, and waits."""
         name = signal.Signals(number).name
         how = self._killed or f"the trainer was ended by {name}"
-        if self._stop_requested:
-            self.error = Interrupted(f"stopped, but {how}: continue with --resume")
-            return False
-        how += _MEMORY if number == signal.SIGKILL and not self._killed else ""
         events = read_events(self._folder) if holds_run(self._folder) else []
         lineage = _lineage_of(events)
         has_opened = lineage > self._lineage_before
         attempts = earlier_attempts(events, lineage if has_opened else lineage + 1)
+        progress = _progress_of(self._folder, lineage if has_opened else None, attempts)
+        if self._stop_requested:
+            return self._gives_up(Interrupted(f"stopped, but {how}: continue with --resume"), progress["step"])
+        how += _MEMORY if number == signal.SIGKILL and not self._killed else ""
         found = next_restart(None, [*attempts, *self._early], self._max_restarts)
         if isinstance(found, str):
-            self.error = SlipstreamError(f"{how}, and the run is not started again: {found}; continue with --resume")
-            return False
+            text = f"{how}, and the run is not started again: {found}; continue with --resume"
+            return self._gives_up(TrainerLost(text, exit_code=128 + number), progress["step"])
         checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
         fields: dict[str, Any] = {
             "number": found.number,
@@ -152,7 +152,7 @@ class Supervisor:
             "signal": name,
             "outside": True,
             "reason": how,
-            **_progress_of(self._folder, lineage if has_opened else None, attempts),
+            **progress,
         }
         if not has_opened:
             self._early.append(fields)
@@ -173,11 +173,18 @@ class Supervisor:
         while time.monotonic() < until and not self._stop_requested:
             time.sleep(0.1)
         if self._stop_requested:
-            self.error = Interrupted("stopped before the run was started again: continue with --resume")
-            if holds_run(self._folder):
-                with RunLog.create(self._folder, resume=True) as log:
-                    log.exit(self.error, step=step)
-        return not self._stop_requested
+            text = "stopped before the run was started again: continue with --resume"
+            return self._gives_up(Interrupted(text), step)
+        return True
+
+    def _gives_up(self, error: SlipstreamError, step: int) -> bool:
+        """False, after it was written into the run folder, if there is one and nobody else uses it, why no further
+        attempt follows."""
+        self.error = error
+        if holds_run(self._folder):
+            with contextlib.suppress(SlipstreamError), RunLog.create(self._folder, resume=True) as log:
+                log.exit(error, step=step)
+        return False
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Generator[None]:
