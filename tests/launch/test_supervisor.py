@@ -212,6 +212,30 @@ def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     assert (read_exit(run.folder).status, read_exit(run.folder).step) == ("interrupted", 2)
 
 
+def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised):
+    body = f"""
+        (folder / "ready").touch()
+        while not (folder / "asked").exists():
+            time.sleep(0.01)
+        {REGISTER}
+        (folder / "registered").touch()
+        time.sleep(1000)
+    """
+    run = supervised(body)
+    run.until((run.folder / "ready").exists)
+    run.process.send_signal(signal.SIGUSR2)  # the trainer cannot answer yet
+    time.sleep(0.5)
+    (run.folder / "asked").touch()
+    run.until((run.folder / "registered").exists)
+    run.process.send_signal(signal.SIGUSR2)
+    file = run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt"
+    run.until(lambda: "trainer.py" in file.read_text())
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (130, 1)
+    assert err.count("in _watch") == 2
+
+
 def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
     run = supervised("time.sleep(1000) if number == 0 else None", options="supervisor.STOPPED_POLLS = 10")
     run.until(run.has_begun())

@@ -14,7 +14,7 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +62,27 @@ def register(prefix: Path | None = None) -> None:
         faulthandler.register(_SIGNAL, handle, all_threads=True)
         _drop_own()
         _own = os.getpid(), path, handle
+
+
+@contextlib.contextmanager
+def on_stderr(also: Callable[[], None] = lambda: None) -> Generator[None]:
+    """In this context, of a command that writes no run folder, SIGUSR2 shows the stacks on standard error and calls
+    `also`."""
+    before = signal.signal(_SIGNAL, lambda number, frame: also())
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # no standard error
+        faulthandler.register(_SIGNAL, all_threads=True, chain=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(_SIGNAL)
+        signal.signal(_SIGNAL, before)
+
+
+def pass_on(pid: int) -> None:
+    """Have a child of this process dump its stacks, if it can."""
+    if _catching_state(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _SIGNAL)
 
 
 def unregister() -> None:

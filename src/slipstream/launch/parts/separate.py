@@ -23,7 +23,7 @@ from slipstream.inference.launchers import ORDERS, Orders, take_orders
 from slipstream.inference.preimport import MODULE
 from slipstream.launch.parts import PROGRAM
 from slipstream.launch.startup.compile_caches import persistent_caches
-from slipstream.runlog import holds_run, read_exit, read_settings
+from slipstream.runlog import holds_run, read_exit, read_settings, stacks
 
 MODULES = {"orchestrator": PROGRAM, "engine": MODULE}
 _POLL_S = 0.2
@@ -36,6 +36,11 @@ _GRACE_S = 30.0
 def serve_part(run: Path, kind: str, number: int, *, patience_s: float, say: Callable[[str], None]) -> int:
     """Be the part `kind`, the one of this `number`, of the run in the folder `run`. Returns the run's exit code. Raises
     DeadlineError where the run asks for nothing for `patience_s`."""
+    with stacks.on_stderr():
+        return _serve_part(run, kind, number, patience_s, say)
+
+
+def _serve_part(run: Path, kind: str, number: int, patience_s: float, say: Callable[[str], None]) -> int:
     began, until = time.time(), time.monotonic() + patience_s
     while not holds_run(run):
         if time.monotonic() > until:

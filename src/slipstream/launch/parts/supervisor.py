@@ -3,8 +3,9 @@ again when it was killed or is stopped for long.
 
 Guarantees: the trainer ends with its supervisor (`supervised.py`); what a killed trainer had started has ended before
 the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; where none follows,
-`exit.json` says why; a signal to the supervisor is passed on to the trainer, and no restart follows it; the trainer is
-not blamed for time in which the supervisor itself was stopped. Needs neither torch nor vLLM.
+`exit.json` says why; a signal to the supervisor is passed on to the trainer, and no restart follows it, unless it asks
+for stacks (SIGUSR2); the trainer is not blamed for time in which the supervisor itself was stopped. Needs neither torch
+nor vLLM.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Supervisor:
     def run(self, resume: Sequence[str]) -> int:
         """Run the first attempt with the options `resume`, and those that follow. Returns the run's exit code."""
         adopt()
-        with self._passing_signals_on():
+        with self._passing_signals_on(), stacks.on_stderr(self._ask_trainer):
             while True:
                 self._lineage_before = _lineage_of(read_events(self._folder) if holds_run(self._folder) else [])
                 code = self._attempt(resume)
@@ -185,6 +186,10 @@ class Supervisor:
             with contextlib.suppress(SlipstreamError), RunLog.create(self._folder, resume=True) as log:
                 log.exit(error, step=step)
         return False
+
+    def _ask_trainer(self) -> None:
+        if self._child is not None:
+            stacks.pass_on(self._child.pid)
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Generator[None]:
