@@ -266,6 +266,32 @@ def test_a_trainer_without_a_sign_of_life(supervised):
     assert "trainer.py" in (run.folder / "logs" / "stacks" / f"{name}.txt").read_text()
 
 
+def test_a_trainer_that_does_not_get_on(supervised):
+    body = """
+        from slipstream.runlog import writer
+        writer.LEAST_LIMIT_S = 2.0
+        REGISTER
+        for _ in range(4):
+            with log.phase("batch"):
+                time.sleep(0.5)
+            with log.phase("train"):
+                log.repeats("train")
+        with log.phase("train"):
+            time.sleep(1.0)
+        if number == 0:
+            with log.phase("train"):
+                time.sleep(1000)
+        with log.phase("batch"):
+            time.sleep(4)
+    """.replace("REGISTER", REGISTER)
+    run = supervised(body)
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (0, 2), err
+    (told,) = run.kinds("restart")
+    assert "does not get on at step 2 in train (state S) for 2 s and was killed" in told["reason"]
+    assert "trainer.py" in (run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt").read_text()
+
+
 def test_nobody_is_blamed_while_all_stand(supervised):
     run = supervised("time.sleep(4)", options="supervisor.STOPPED_POLLS = 10")
     run.until(run.has_begun())

@@ -1,5 +1,5 @@
 """`slipstream train` where the run is several processes (`run.streams`): it starts `slipstream trainer`, and starts it
-again when it was killed or is stopped for long.
+again when it was killed, is stopped for long, or does not come to the end of a step's training.
 
 Guarantees: the trainer ends with its supervisor (`supervised.py`); what a killed trainer had started has ended before
 the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; where none follows,
@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError, Interrupted, SlipstreamError, Trainer
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
-from slipstream.runlog.heartbeat import read_heartbeat
+from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat
 
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""
@@ -101,9 +101,8 @@ class Supervisor:
             _end_orphans()
 
     def _watch(self, child: subprocess.Popen[bytes], write_end: int) -> None:
-        """Wait for the trainer's end, and kill it when it stands still. Counts looks and not seconds: while this
-        process is stopped, it does not look."""
-        num_silent, num_stopped, last = 0, 0, 0.0
+        """Wait for the trainer's end, and kill it when it stands still."""
+        looks = _Looks()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
@@ -112,14 +111,9 @@ class Supervisor:
                 os.write(write_end, b".")
             _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), child_process.state_of(child.pid)
-            now = beat.time if beat is not None and beat.pid == child.pid else 0.0
-            num_silent, last = (num_silent + 1 if now and now == last else 0), now
-            num_stopped = num_stopped + 1 if state and state in "Tt" else 0
-            if num_stopped >= STOPPED_POLLS or num_silent >= SILENT_POLLS:
-                seconds = POLL_S * (num_stopped or num_silent)
-                what = f"is stopped (state {state})" if num_stopped else f"gives no sign of life (state {state})"
-                self._kill(child, f"the trainer, process {child.pid}, {what} for {seconds:.0f} s")
-                num_silent = num_stopped = 0
+            if why := looks.add(state, beat if beat is not None and beat.pid == child.pid else None):
+                self._kill(child, f"the trainer, process {child.pid}, {why}")
+                looks = _Looks()
 
     def _kill(self, child: subprocess.Popen[bytes], why: str) -> None:
         """Kill a trainer that stands still, after all processes of the run that can have dumped their stacks."""
@@ -209,6 +203,34 @@ class Supervisor:
                 self._child.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
         if number == signal.SIGTSTP:  # stop as the terminal asked
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class _Looks:
+    """What was found of a trainer, look by look. Counts looks and not seconds: while this process is stopped, it does
+    not look."""
+
+    def __init__(self) -> None:
+        self._num_stopped = self._num_silent = self._num_in_phase = 0
+        self._last: Heartbeat | None = None
+
+    def add(self, state: str, beat: Heartbeat | None) -> str:
+        """Add a look at the trainer's state and last heartbeat; why it is to be killed, empty if it is not."""
+        last, self._last = self._last, beat
+        is_stopped = bool(state) and state in "Tt"
+        self._num_stopped = self._num_stopped + 1 if is_stopped else 0
+        is_same = beat is not None and last is not None and beat.time == last.time
+        self._num_silent = self._num_silent + 1 if is_same else 0
+        if beat is None or last is None or beat.num_phases != last.num_phases:
+            self._num_in_phase = 0
+        elif not is_stopped:
+            self._num_in_phase += 1
+        if self._num_stopped >= STOPPED_POLLS:
+            return f"is stopped (state {state}) for {POLL_S * self._num_stopped:.0f} s"
+        if self._num_silent >= SILENT_POLLS:
+            return f"gives no sign of life (state {state}) for {POLL_S * self._num_silent:.0f} s"
+        if beat is not None and 0 < beat.limit_s <= POLL_S * self._num_in_phase:
+            return f"does not get on at {beat.place} (state {state}) for {POLL_S * self._num_in_phase:.0f} s"
+        return ""
 
 
 def _lineage_of(events: Sequence[dict[str, Any]]) -> int:
