@@ -177,6 +177,13 @@ def test_killed_before_it_has_opened_the_run(supervised):
     assert run.wait()[0] == 128 + signal.SIGKILL
 
 
+def test_the_step_of_a_run_whose_last_attempt_made_none(supervised):
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    run = supervised(kill, before=f"{kill} if number else None", max_restarts=1)
+    assert run.wait()[0] == 128 + signal.SIGKILL
+    assert (read_exit(run.folder).error, read_exit(run.folder).step, len(run.attempts)) == ("TrainerLost", 2, 2)
+
+
 def test_a_restart_that_the_trainer_has_written_itself(supervised):
     run = supervised(
         """

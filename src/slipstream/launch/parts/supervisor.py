@@ -133,12 +133,12 @@ class Supervisor:
         attempts = earlier_attempts(events, lineage if has_opened else lineage + 1)
         progress = _progress_of(self._folder, lineage if has_opened else None, attempts)
         if self._stop_requested:
-            return self._gives_up(Interrupted(f"stopped, but {how}: continue with --resume"), progress["step"])
+            return self._gives_up(Interrupted(f"stopped, but {how}: continue with --resume"))
         how += _MEMORY if number == signal.SIGKILL and not self._killed else ""
         found = next_restart(None, [*attempts, *self._early], self._max_restarts)
         if isinstance(found, str):
             text = f"{how}, and the run is not started again: {found}; continue with --resume"
-            return self._gives_up(TrainerLost(text, exit_code=128 + number), progress["step"])
+            return self._gives_up(TrainerLost(text, exit_code=128 + number))
         checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
         fields: dict[str, Any] = {
             "number": found.number,
@@ -160,23 +160,25 @@ class Supervisor:
         after = f"from checkpoint {checkpoints[-1]}" if checkpoints else "from the beginning, as there is no checkpoint"
         which = f"restart {found.number} of run.max_restarts = {self._max_restarts}"
         self._say(f"{how}; the run starts again {after} ({which}) in {found.wait_s:g} s")
-        return self._waits(found.wait_s, fields["step"])
+        return self._waits(found.wait_s)
 
-    def _waits(self, seconds: float, step: int) -> bool:
+    def _waits(self, seconds: float) -> bool:
         """Wait before the next attempt; False, and written into the run folder, after a request to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop_requested:
             time.sleep(0.1)
         if self._stop_requested:
             text = "stopped before the run was started again: continue with --resume"
-            return self._gives_up(Interrupted(text), step)
+            return self._gives_up(Interrupted(text))
         return True
 
-    def _gives_up(self, error: SlipstreamError, step: int) -> bool:
+    def _gives_up(self, error: SlipstreamError) -> bool:
         """False, after it was written into the run folder, if there is one and nobody else uses it, why no further
         attempt follows."""
         self.error = error
         if holds_run(self._folder):
+            rows = read_metrics(self._folder)  # the last attempt may have none
+            step = int(rows[-1]["step"]) if rows else 0
             with contextlib.suppress(SlipstreamError), RunLog.create(self._folder, resume=True) as log:
                 log.exit(error, step=step)
         return False
