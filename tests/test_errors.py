@@ -30,4 +30,7 @@ def test_every_error_is_of_a_known_class_and_those_that_a_restart_may_mend_say_s
     }
     assert {kind.failure_class for kind in kinds.values()} <= set(get_args(FailureClass))
     retriable = {name for name, kind in kinds.items() if kind.is_retriable}
-    assert retriable == {"EngineError", "DeadlineError", "RankError", "OrchestratorError", "OutOfMemory", "Interrupted"}
+    assert retriable == {
+        *("EngineError", "DeadlineError", "RankError", "RankDeadlineError", "OrchestratorError", "TrainerLost"),
+        *("OutOfMemory", "Interrupted"),
+    }

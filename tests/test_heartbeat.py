@@ -35,6 +35,23 @@ def test_it_beats_while_the_run_lives_and_tells_progress_apart(tmp_path):
     assert read_heartbeat(log.folder) is None
 
 
+def test_how_long_a_repeated_phase_may_take(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.runlog.writer.LEAST_LIMIT_S", 1.0)
+    with RunLog.create(tmp_path / "run") as log:
+        for number in range(5):
+            with log.phase("batch"):
+                assert log.limit_s == 0.0
+            with log.phase("train"):  # one that has nothing to do says nothing
+                assert log.limit_s == (1.0 if number > 2 else 0.0)
+            with log.phase("train"), log.phase("forward"):
+                assert log.limit_s == (1.0 if number > 2 else 0.0)
+                log.repeats("train")
+                time.sleep(0.1 if number == 4 else 0.0)
+        with log.phase("train"):
+            assert 2.0 <= log.limit_s < 10.0
+        assert log.num_phases == 16
+
+
 PROGRAM = """
 import sys, time
 from pathlib import Path

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.envs.scoring import guard
-from slipstream.errors import DeadlineError, EngineError
+from slipstream.errors import DeadlineError, EngineError, RankDeadlineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.settings import EngineSettings
 from slipstream.runlog import stacks
@@ -168,16 +168,15 @@ class Told:
         self.events.append((kind, fields))
 
 
-def test_a_wait_that_runs_out_names_the_folder(tmp_path):
+@pytest.mark.parametrize("kind", [DeadlineError, RankDeadlineError])
+def test_a_wait_that_runs_out_names_the_folder(tmp_path, kind):
     log = Told(tmp_path)
     with (
         stacks.kept_in(tmp_path),
-        pytest.raises(
-            DeadlineError, match=r"^it took too long \(run-\d+ wrote the stacks of all threads into "
-        ) as raised,
+        pytest.raises(kind, match=r"^it took too long \(run-\d+ wrote the stacks of all threads into ") as raised,
         stacks.asked_at_deadlines(log),
     ):
-        raise DeadlineError("it took too long")
+        raise kind("it took too long")
     name = f"run-{os.getpid()}"
     folder = stacks.folder_of(tmp_path)
     assert log.events == [("stacks", {"folder": str(folder), "asked": [name], "missing": {}})]

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Literal
 
 FailureClass = Literal[
-    "bug", "config", "data", "disk", "engine", "environment", "guard", "memory", "orchestrator", "rank", "stopped"
+    "bug",
+    "config",
+    "data",
+    "disk",
+    "engine",
+    "environment",
+    "guard",
+    "memory",
+    "orchestrator",
+    "rank",
+    "stopped",
+    "trainer",
 ]
 """What kind of thing ended a run; `guard`: a check that the run computes what it should."""
 _MAX_CHARACTERS = 300
@@ -97,6 +108,10 @@ class RankError(SlipstreamError):
     is_retriable = True
 
 
+class RankDeadlineError(RankError):
+    """A wait for other trainer processes exceeded `training.rank_timeout_s`."""
+
+
 class OrchestratorError(SlipstreamError):
     """The process in which rollouts are generated died or did not answer."""
 
@@ -108,6 +123,18 @@ class OrchestratorError(SlipstreamError):
         super().__init__(*arguments)
         self.was_killed = was_killed
         """Whether somebody else has ended or stopped it by a signal, which says nothing of what it was doing."""
+
+
+class TrainerLost(SlipstreamError):
+    """The trainer's process was killed or stood still, and its supervisor does not start it again."""
+
+    failure_class = "trainer"
+    is_retriable = True
+
+    def __init__(self, *arguments: object, exit_code: int = 1) -> None:
+        super().__init__(*arguments)
+        self.exit_code = exit_code
+        """128 and the number of the signal."""
 
 
 class OutOfMemory(SlipstreamError):

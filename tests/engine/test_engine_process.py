@@ -256,6 +256,26 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
     os.rmdir(short)  # vLLM removes its files itself only where it ends by itself
 
 
+@pytest.mark.full
+@pytest.mark.real_start
+def test_the_engine_and_vllms_processes_live_on_when_all_are_signalled(tiny_model, tmp_path):
+    live = start(tiny_model, tmp_path, own_process=True)
+    process = psutil.Process(live.engine.process.process.pid)
+    family = [process, *process.children(recursive=True)]
+    try:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.killpg(process.pid, number)
+            time.sleep(1.0)
+            assert live.sample(f"after {number}", SamplingParams(max_tokens=4))
+        assert all(each.is_running() for each in family)
+        began = time.monotonic()
+    finally:
+        stop(live)
+    assert time.monotonic() - began < 10, "in order, and not at the deadline"
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert live.events == []
+
+
 @pytest.mark.real_start
 def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     script = tmp_path / "supervisor.py"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.inference import child_process
 from slipstream.runlog import temporary as temporary_folders
 from slipstream.runlog.temporary import make_temporary, note_shared, remove_temporary
 
@@ -35,6 +36,30 @@ def test_a_child_whose_supervisor_is_gone(tmp_path):
         child.stdin.close()
         assert child.wait(10) == -signal.SIGKILL
     assert not file.exists()
+
+
+SIGNALLED = """
+import os, signal, time
+from slipstream.inference.plugin import lifeline
+lifeline.leave_signals_to_trainer()
+if (fork := os.fork()) == 0:
+    time.sleep(60)
+    os._exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+time.sleep(0.5)
+os.kill(fork, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_lives_on_when_all_processes_are_signalled_and_ends_in_order():
+    with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout is not None
+        assert int(child.stdout.readline()) == -signal.SIGTERM, "what it forks ends as usual"
+        child_process.end(child, 20.0)
+        assert child.returncode == -child_process.END
 
 
 PARENT = """

@@ -2,14 +2,16 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
-from slipstream.envs.scoring import guard
+from slipstream.envs.scoring import guard, worker
 
 PYTHON = "/usr/bin/python3"  # a normal user may not be able to run the one of the tests
 BOMB = """
@@ -47,6 +49,29 @@ START = """
     )
     sys.exit(process.wait())
 """
+
+
+def test_a_signal_to_all_processes_ends_neither_guard_nor_worker():
+    command = [sys.executable, "-I", "-S", guard.__file__, "64", guard.NO_NAMESPACE]
+    command += [sys.executable, "-m", worker.__name__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        until = time.monotonic() + 60
+        while not (pids := guard.children_of(process.pid)) or not catches(pids[0], signal.SIGTERM):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for pid in (process.pid, *pids):
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.5)
+        assert guard.children_of(process.pid) == pids
+        process.send_signal(guard.END)
+        process.wait(20)
+        assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def catches(pid, number):
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return int(caught.split()[1], 16) >> (number - 1) & 1
 
 
 def has_namespaces():

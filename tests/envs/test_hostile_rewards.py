@@ -51,8 +51,8 @@ LEAVING = dict.fromkeys(
     0.5,
 )
 ENDING = {
-    **dict.fromkeys((f"dies {how}" for how in ("exit0", "exit3", "SEGV", "KILL", "TERM", "ABRT")), RewardFailed),
-    **dict.fromkeys(("forges x", "junk x", "closes x", "guard KILL", "guard TERM"), RewardFailed),
+    **dict.fromkeys((f"dies {how}" for how in ("exit0", "exit3", "SEGV", "KILL", "HUP", "ABRT")), RewardFailed),
+    **dict.fromkeys(("forges x", "junk x", "closes x", "guard KILL", "guard RTMIN"), RewardFailed),
 }
 HANGING = {
     **dict.fromkeys((f"hangs {how}" for how in ("sleep", "loop", "regex", "stop", "deaf", "program")), RewardTimeout),

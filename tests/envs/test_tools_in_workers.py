@@ -27,7 +27,7 @@ from slipstream.records import Message, ToolCall
 MARGIN_S = 8.0
 """Beyond its deadline: a hung worker's stacks (2 s), killing it, and a machine that does other things."""
 RAISING = ("exit", "interrupt", "base", "generator_exit", "cancelled", "unspeakable", "surrogate", "long", "group")
-DIES = [f"dies {how}" for how in ("exit0", "exit3", "SEGV", "KILL", "TERM")]
+DIES = [f"dies {how}" for how in ("exit0", "exit3", "SEGV", "KILL", "HUP")]
 DIES += ["forges x", "junk x", "closes x", "guard KILL", "fork_bomb x"]
 HANGS = [f"hangs {how}" for how in ("sleep", "loop", "regex", "sympy", "stop", "deaf", "program", "bomb")]
 HANGS += ["guard STOP", "awaits ever", "awaits blocked", "awaits stubborn"]

@@ -5,10 +5,12 @@ import signal
 import sys
 import time
 
+from slipstream.inference import child_process
+
 if sys.argv[1] == "say":
     print(os.environ.get("VLLM_PLUGINS"), os.environ.get("SECRET", ""), flush=True)
     sys.exit(3)
 if sys.argv[1] == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(child_process.END, signal.SIG_IGN)
     print("deaf", flush=True)
 time.sleep(600)

@@ -1,16 +1,18 @@
 """Processes that a command of the user's starts: orders, and the end of either side."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.inference import launchers
+from slipstream.inference import child_process, launchers
 from slipstream.inference.launchers import Elsewhere, Orders, is_locked, lock, name_of_part, take_orders
 
 MODULE = "tests.inference.quick_part"
@@ -81,7 +83,7 @@ def test_it_is_ended_when_that_is_ordered_and_another_one_follows(server, tmp_pa
     until(lambda: first.pid)
     assert first.poll() is None
     launcher.end(first, 5.0)
-    assert first.poll() == -signal.SIGTERM
+    assert first.poll() == -child_process.END
     second = launcher.launch("", ["stay"], {}, tmp_path / "engine.log")
     until(lambda: second.pid)
     assert second.pid != first.pid
@@ -190,6 +192,26 @@ def test_two_threads_may_end_it_and_the_shorter_deadline_counts(server, tmp_path
         assert not thread.is_alive()
     assert time.monotonic() - began < 10
     assert child.poll() == -signal.SIGKILL
+
+
+def test_one_that_is_stopped_goes_on_until_its_process_is_not_needed(tmp_path, orders):
+    told, ends = [], [math.inf]
+    serve = partial(take_orders, orders, MODULE, lambda: False, 60.0, print, lambda: ends[0])
+    for _ in ("ordered", "killed"):
+        ends[0] = math.inf
+        thread = threading.Thread(target=lambda: told.append(serve()))
+        thread.start()
+        child = order(tmp_path, "stay")
+        until(lambda child=child: child.pid)
+        ends[0] = time.monotonic() + (60.0 if not told else 1.0)
+        time.sleep(0.5)
+        assert child.poll() is None
+        if not told:
+            Elsewhere(tmp_path).end(child, 5.0)
+        thread.join(20)
+        assert child.poll() == (-child_process.END if len(told) == 1 else -signal.SIGKILL)
+        child.release()
+    assert told == [True, True]
 
 
 def test_what_cannot_be_started_is_said(server, tmp_path):

@@ -27,8 +27,8 @@ def test_so_often_as_is_allowed_with_waits_that_double_up_to_an_end():
 
 
 def test_not_where_one_died_at_the_same_step_before():
-    assert "died at step 7 before" in next_restart(7, died(7), 3)
-    assert "died at step 7 before" in next_restart(7, died(5, 7), 3)
+    assert "failed at step 7 before" in next_restart(7, died(7), 3)
+    assert "failed at step 7 before" in next_restart(7, died(5, 7), 3)
     assert next_restart(5, died(7), 3) == Restart(2, 4.0)
 
 
@@ -36,7 +36,7 @@ def test_what_others_have_killed_says_nothing_of_a_step():
     killed = [{"kind": "restart", "step": 7, "outside": True}]
     assert next_restart(7, killed, 3) == Restart(2, 4.0)
     assert next_restart(None, [*killed, *died(7)], 3) == Restart(3, 8.0)
-    assert "died at step 7 before" in next_restart(7, [*killed, *died(7)], 3)
+    assert "failed at step 7 before" in next_restart(7, [*killed, *died(7)], 3)
 
 
 def test_only_the_attempts_of_one_command_count():

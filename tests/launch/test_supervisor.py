@@ -37,6 +37,8 @@ with RunLog.create(folder, resume=resume and folder.exists()) as log, Beating(lo
 {body}
 """
 
+REGISTER = 'from slipstream.runlog import stacks; stacks.register(stacks.folder_of(folder) / "run")'
+
 
 class Supervised:
     """A supervisor in a process of its own, and the programs that it has started."""
@@ -153,6 +155,10 @@ def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_p
     code, err = run.wait()
     assert code == 128 + signal.SIGKILL
     assert "run.max_restarts = 1 allows no further restart" in err
+    report = read_exit(run.folder)
+    assert (report.status, report.exit_code, report.error, report.step) == ("failed", code, "TrainerLost", 3)
+    assert (report.failure_class, report.retriable) == ("trainer", True)
+    assert "the trainer was ended by SIGKILL" in report.message
     assert len(run.attempts) == 2
     for line in pids.read_text().splitlines():
         assert not psutil.pid_exists(int(line.split()[0]))
@@ -169,6 +175,13 @@ def test_killed_before_it_has_opened_the_run(supervised):
     run = supervised("sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL)", max_restarts=2)
     run.calls.unlink()
     assert run.wait()[0] == 128 + signal.SIGKILL
+
+
+def test_the_step_of_a_run_whose_last_attempt_made_none(supervised):
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    run = supervised(kill, before=f"{kill} if number else None", max_restarts=1)
+    assert run.wait()[0] == 128 + signal.SIGKILL
+    assert (read_exit(run.folder).error, read_exit(run.folder).step, len(run.attempts)) == ("TrainerLost", 2, 2)
 
 
 def test_a_restart_that_the_trainer_has_written_itself(supervised):
@@ -203,6 +216,31 @@ def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     code, err = run.wait()
     assert (code, len(run.attempts)) == (130, 1)
     assert "stopped, but the trainer was ended by SIGKILL: continue with --resume" in err
+    assert (read_exit(run.folder).status, read_exit(run.folder).step) == ("interrupted", 2)
+
+
+def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised):
+    body = f"""
+        (folder / "ready").touch()
+        while not (folder / "asked").exists():
+            time.sleep(0.01)
+        {REGISTER}
+        (folder / "registered").touch()
+        time.sleep(1000)
+    """
+    run = supervised(body)
+    run.until((run.folder / "ready").exists)
+    run.process.send_signal(signal.SIGUSR2)  # the trainer cannot answer yet
+    time.sleep(0.5)
+    (run.folder / "asked").touch()
+    run.until((run.folder / "registered").exists)
+    run.process.send_signal(signal.SIGUSR2)
+    file = run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt"
+    run.until(lambda: "trainer.py" in file.read_text())
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (130, 1)
+    assert err.count("in _watch") == 2
 
 
 def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
@@ -222,12 +260,43 @@ def test_a_trainer_without_a_sign_of_life(supervised):
             while not (folder / "heartbeat.json").exists():
                 time.sleep(0.01)
             heartbeat.write_whole = lambda *values, **options: None
+            REGISTER
             time.sleep(1000)
-    """
+    """.replace("REGISTER", REGISTER)
     run = supervised(body, options="supervisor.SILENT_POLLS = 20")
     code, err = run.wait()
     assert code == 0, err
     assert "gives no sign of life (state S)" in err
+    name = f"run-{run.attempts[0][0]}"
+    (told,) = run.kinds("restart")
+    assert f"was killed ({name} wrote the stacks of all threads into" in told["reason"]
+    assert "trainer.py" in (run.folder / "logs" / "stacks" / f"{name}.txt").read_text()
+
+
+def test_a_trainer_that_does_not_get_on(supervised):
+    body = """
+        from slipstream.runlog import writer
+        writer.LEAST_LIMIT_S = 2.0
+        REGISTER
+        for _ in range(4):
+            with log.phase("batch"):
+                time.sleep(0.5)
+            with log.phase("train"):
+                log.repeats("train")
+        with log.phase("train"):
+            time.sleep(1.0)
+        if number == 0:
+            with log.phase("train"):
+                time.sleep(1000)
+        with log.phase("batch"):
+            time.sleep(4)
+    """.replace("REGISTER", REGISTER)
+    run = supervised(body)
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (0, 2), err
+    (told,) = run.kinds("restart")
+    assert "does not get on at step 2 in train (state S) for 2 s and was killed" in told["reason"]
+    assert "trainer.py" in (run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt").read_text()
 
 
 def test_nobody_is_blamed_while_all_stand(supervised):

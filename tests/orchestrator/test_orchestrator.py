@@ -521,6 +521,8 @@ def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_reques
     with pytest.raises(Interrupted, match="--resume"):
         thread.call(forever(), 60.0, "the sun")
     assert time.monotonic() - began < 30
+    with pytest.raises(Interrupted, match="meanwhile: gone"):
+        thread.call(fail(), 5.0, "what got the same signal")
     thread.submit(forever())
     thread.stop(asyncio.sleep(0))
     assert len(cancelled) == 3

@@ -104,12 +104,13 @@ class Scripted:
         scores = score(model, [sequence], request.sampling, micro_batch_tokens=256)
         return scores.logprobs[0].tolist()
 
-    def run(self, *overrides, script=None, change=lambda engine: None, resume=False, view=None, kind=ScriptedEngine):
-        """Train; returns how it ended. `change` sets what is to go wrong with each engine, `view` shows the run."""
+    def run(self, *overrides, script=None, change=lambda engine: None, view=None, kind=ScriptedEngine, **how):
+        """Train; returns how it ended. `change` sets what is to go wrong with each engine, `view` shows the run; `how`:
+        `resume`, `supervisor`."""
 
         def make_engine(plan, logs, on_event):
-            how = {"max_restarts": plan.max_restarts, "on_event": on_event}
-            self.engines = [kind(script or self.letter, self._logprobs, **how) for _ in plan.gpus]
+            options = {"max_restarts": plan.max_restarts, "on_event": on_event}
+            self.engines = [kind(script or self.letter, self._logprobs, **options) for _ in plan.gpus]
             for engine in self.engines:
                 change(engine)
             several = len(self.engines) > 1
@@ -119,7 +120,7 @@ class Scripted:
         prepared = prepare(load_config(self._run_file, overrides))
         self.error = None
         try:
-            train(prepared, self.folder, view or make_view("none"), resume=resume, make_engine=make_engine)
+            train(prepared, self.folder, view or make_view("none"), make_engine=make_engine, **how)
         except SlipstreamError as error:
             self.error = error
         report = read_exit(self.folder)

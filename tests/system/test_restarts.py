@@ -1,5 +1,7 @@
 """A run whose engine dies with the only copy of the weights goes on by itself: the bound, and what ends it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from slipstream.errors import EngineError, StartsAgain
@@ -14,13 +16,13 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
 
 
-def dies_at(step):
-    """An engine that dies with its weights when it is asked for the batch of `step`."""
+def dies_at(step, in_memory=True):
+    """An engine that dies, by default with its weights, when it is asked for the batch of `step`."""
 
     def change(engine):
         def on_request(request):
             if engine.version is not None and engine.version.step == step and not request.id.startswith("probe"):
-                engine.is_in_memory_only, engine.is_alive = True, False
+                engine.is_in_memory_only, engine.is_alive = in_memory, False
 
         engine.on_request = on_request
 
@@ -78,7 +80,24 @@ def test_none_where_it_is_switched_off(scripted):
 def test_no_progress_ends_it_with_the_last_error(scripted):
     report, number = attempts(scripted, 3, 3, 3)
     assert (report.status, report.error, number) == ("failed", "EngineError", 2)
-    assert any("died at step 3 before" in event["message"] for event in scripted.events("warning"))
+    assert any("failed at step 3 before" in event["message"] for event in scripted.events("warning"))
+
+
+def test_under_a_supervisor_whatever_is_retriable(scripted):
+    """The engine dies once too often, while files hold its weights."""
+    supervised = {"supervisor": SimpleNamespace(), "change": dies_at(3, in_memory=False)}
+    options = (*STEPS, "--inference.max_restarts", "0")
+    report = scripted.run(*options, change=dies_at(3, in_memory=False))
+    assert (report.error, report.failure_class, report.retriable) == ("EngineError", "engine", True)
+    with pytest.raises(StartsAgain):
+        scripted.run(*options, resume=True, **supervised)
+    assert read_exit(scripted.folder) is None
+    (told,) = scripted.events("restart")
+    assert (told["number"], told["outside"]) == (1, False)
+    report = scripted.run(*options, resume=True, **supervised)
+    assert (report.status, report.error) == ("failed", "EngineError"), "twice at one step"
+    report = scripted.run(*options, resume=True)
+    assert report.status == "finished"
 
 
 def test_what_would_fail_again_does_not_start_again(scripted):

@@ -400,8 +400,8 @@ class RunSection(Section):
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast` (not when one died
-    at the same step before), and with `streams` when the orchestrator died or the trainer was killed. 0: never, and the
-    run ends."""
+    at the same step before), and with `streams` when the orchestrator died, the trainer was killed or a failure may be
+    gone the next time, as `exit.json` says. 0: never, and the run ends."""
     allow_changes: Annotated[tuple[SourceKind, ...], Field(strict=False)] = ()
     """What `--resume` may find changed since the checkpoint was made: without it, another environment, reward, tool,
     data file, tokenizer, or loss or advantage of your own (`algorithm`) is refused. What is allowed is recorded in

@@ -2,7 +2,8 @@
 input.
 
 A child ends when its standard input closes (`plugin/lifeline.py`), which happens however this process ends, or when
-another inherited descriptor does. `leave` is how a child ends itself.
+another inherited descriptor does. `leave` is how a child ends itself. `END` asks it to: SIGTERM may come from whoever
+signals all processes of a run, which is the trainer's matter.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|
 _SECOND_HAND = re.compile(r"Engine core initialization failed|root cause")
 """Errors of vLLM that only say that another of its processes raised."""
 
+END = signal.SIGRTMIN
+"""Asks a child of a run to end in order."""
 _DYING_S = 30.0
 """How long a killed process may take to end."""
 
@@ -156,11 +159,11 @@ def private_folder(kind: str) -> Path:
     )
 
 
-def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """End a child and its process group: SIGTERM first, unless `timeout_s` is 0, and SIGKILL at the deadline. One that
-    hangs in the kernel (in a driver) lives on, as `process.poll` then says."""
+def end(process: subprocess.Popen[bytes], timeout_s: float, first: int = END) -> None:
+    """End a child and its process group: the signal `first`, unless `timeout_s` is 0, and SIGKILL at the deadline. One
+    that hangs in the kernel (in a driver) lives on, as `process.poll` then says."""
     if process.poll() is None and timeout_s > 0:
-        process.terminate()
+        process.send_signal(first)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
     # The group outlives its leader when the leader died alone: always end the group too.

@@ -181,7 +181,7 @@ class EngineProcess:
         await self.wait_ready()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process and its group: SIGTERM first, SIGKILL after `timeout_s`."""
+        """End the process and its group: `child_process.END` first, SIGKILL after `timeout_s`."""
         await self.client.close()
         await asyncio.to_thread(self.kill, timeout_s)
 

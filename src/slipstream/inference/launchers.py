@@ -77,7 +77,8 @@ class Launcher(Protocol):
         ...
 
     def end(self, child: Child, timeout_s: float) -> None:
-        """End it and its process group: SIGTERM first, unless `timeout_s` is 0, and SIGKILL at the deadline."""
+        """End it and its process group: `child_process.END` first, unless `timeout_s` is 0, and SIGKILL at the
+        deadline."""
         ...
 
     def kill(self, child: Child) -> None:
@@ -116,7 +117,7 @@ class Order(msgspec.Struct, frozen=True):
     variables: dict[str, str]
     log: str
     ends_in_s: float | None = None
-    """Set when the process is to end: seconds from SIGTERM to SIGKILL, 0 for SIGKILL at once."""
+    """Set when the process is to end: seconds from `child_process.END` to SIGKILL, 0 for SIGKILL at once."""
 
 
 class State(msgspec.Struct, frozen=True):
@@ -270,10 +271,16 @@ class ChildElsewhere:
 
 
 def take_orders(
-    orders: Orders, module: str, is_over: Callable[[], bool], patience_s: float, say: Callable[[str], None]
+    orders: Orders,
+    module: str,
+    is_over: Callable[[], bool],
+    patience_s: float,
+    say: Callable[[str], None],
+    ends_at: Callable[[], float] = lambda: math.inf,
 ) -> bool:
     """Start what is ordered, one process after the other, until `is_over` and nobody is left who could order. Returns
-    False where nobody has ordered anything for `patience_s`. Raises ConfigError where another command does the same."""
+    False where nobody has ordered anything for `patience_s`. Raises ConfigError where another command does the same.
+    `ends_at`: by `time.monotonic`, when a process that is still needed is killed; once it is known, none follows."""
     with _serving(orders):
         last, until = "", time.monotonic() + patience_s
         if (before := orders.read_state()) is not None:  # of a command that was killed, and its process with it
@@ -282,9 +289,11 @@ def take_orders(
                 _write(orders.state, msgspec.structs.replace(before, code=-signal.SIGKILL))
         while True:
             order, has_owner = orders.read_order(), is_locked(orders.owner)
+            if ends_at() < math.inf:
+                return True
             if order is not None and order.id != last and order.ends_in_s is None and has_owner:
                 last = order.id
-                code = _carry_out(orders, order, module, say)
+                code = _carry_out(orders, order, module, say, ends_at)
                 say(f"{orders.name} ended with code {code}")
                 until = time.monotonic() + patience_s
             elif not has_owner and is_over():
@@ -294,8 +303,10 @@ def take_orders(
             time.sleep(_POLL_S)
 
 
-def _carry_out(orders: Orders, order: Order, module: str, say: Callable[[str], None]) -> int:
-    """Start the process of an order, and end it when that is ordered or nobody waits for it any more."""
+def _carry_out(
+    orders: Orders, order: Order, module: str, say: Callable[[str], None], ends_at: Callable[[], float]
+) -> int:
+    """Start the process of an order; end it when that is ordered, when nobody waits for it, or at `ends_at`."""
     own = {name: value for name, value in order.variables.items() if name in SENT}
     try:
         child = SUBPROCESSES.launch(module, order.arguments, {**os.environ, **own}, Path(order.log))
@@ -313,11 +324,11 @@ def _carry_out(orders: Orders, order: Order, module: str, say: Callable[[str], N
             if not is_locked(orders.owner):
                 say(f"{orders.name} ends: the process that needed it has ended")
                 killed_at = now
-            elif newest is None or newest.id != order.id:
+            elif newest is None or newest.id != order.id or now >= ends_at():
                 killed_at = now
             elif newest.ends_in_s is not None:
                 if killed_at is None and newest.ends_in_s:
-                    child.terminate()
+                    child.send_signal(child_process.END)
                 killed_at = min(killed_at or math.inf, now + newest.ends_in_s)  # a later order may be shorter
             if killed_at is not None and now >= killed_at:
                 child_process.end(child, 0.0)

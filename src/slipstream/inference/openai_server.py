@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -82,7 +83,7 @@ class OpenAIServer:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it and its process group: SIGTERM first, SIGKILL after `timeout_s`."""
         if self._process is not None:
-            child_process.end(self._process, timeout_s)
+            child_process.end(self._process, timeout_s, signal.SIGTERM)
 
 
 class KeyGuard:

@@ -67,6 +67,8 @@ class RunContext(Context):
     log: RunLog
     may_differ: frozenset[str] = frozenset()
     """Names of the checkpoint's digests that a resume may find changed."""
+    is_supervised: bool = False
+    """Whether another process starts the run again where it says so."""
 
 
 class Children:

@@ -39,7 +39,7 @@ from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.fallbacks import with_fallbacks
 from slipstream.launch.recovery.grace import GraceEnd, LastWords
 from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
-from slipstream.launch.recovery.restarts import WeightsLost, has_lost_weights, start_again
+from slipstream.launch.recovery.restarts import AttemptFailed, has_lost_weights, is_retriable, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.recovery.retry_policy import earlier_attempts
 from slipstream.launch.recovery.shortages import memory_at_start
@@ -140,12 +140,16 @@ def train(
                     return with_fallbacks(
                         prepared,
                         lambda planned: _carry_out(
-                            RunContext(planned, log, progress, stages, stop, make_engine, may_differ=stock.may_differ),
+                            RunContext(
+                                *(planned, log, progress, stages, stop, make_engine),
+                                may_differ=stock.may_differ,
+                                is_supervised=supervisor is not None,
+                            ),
                             resume,
                         ),
                         log,
                     )
-            except WeightsLost as lost:
+            except AttemptFailed as lost:
                 start_again(lost, log, progress, prepared.config.run.max_restarts, stop)
             finally:
                 stages.end()
@@ -169,9 +173,10 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
                 loop.run()
                 return _result_of(loop)
         except Exception as error:
-            if not has_lost_weights(error, generation.caller if generation else None):
+            may_go_on = run.is_supervised and is_retriable(error)
+            if not may_go_on and not has_lost_weights(error, generation.caller if generation else None):
                 raise
-            raise WeightsLost(error, loop.trained_s if loop else 0.0) from error
+            raise AttemptFailed(error, loop.trained_s if loop else 0.0) from error
 
 
 def _result_of(loop: TrainingLoop) -> RunResult:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from slipstream.errors import DeadlineError, Interrupted
+from slipstream.errors import DeadlineError, Interrupted, SlipstreamError, first_line
 from slipstream.orchestrator.event_loop_watch import LoopWatch
 from slipstream.patience import passing_tasks
 
@@ -49,8 +49,9 @@ def wait_for(
     may_stop: bool = True,
 ) -> T:
     """Wait for the result of work in another thread or process; a stop request (if it `may_stop`) or the deadline ends
-    the wait and cancels the work. The deadline restarts whenever `activity` has changed."""
-    silence = Silence(activity)
+    the wait and cancels the work. The deadline restarts whenever `activity` has changed. Of a retriable failure after a
+    stop request only the request counts: it may come of the same signal."""
+    silence, stopped = Silence(activity), f"stopped while waiting for {waits_for}: continue with --resume"
     while True:
         try:
             return future.result(POLL_S)
@@ -58,9 +59,13 @@ def wait_for(
             if future.done():
                 return future.result()
             silence.poll()
+        except SlipstreamError as error:
+            if not (error.is_retriable and may_stop and should_stop()):
+                raise
+            raise Interrupted(f"{stopped}; meanwhile: {first_line(error)}") from error
         if may_stop and should_stop():
             future.cancel()
-            raise Interrupted(f"stopped while waiting for {waits_for}: continue with --resume")
+            raise Interrupted(stopped)
         if silence.seconds >= timeout_s:
             future.cancel()
             raise DeadlineError(f"{waits_for} did not end within {timeout_s:.0f} s")

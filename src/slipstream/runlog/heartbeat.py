@@ -2,7 +2,8 @@
 
 Life and progress are two clocks: `time` says that the process lives, `progress_at` when it last wrote anything of its
 work. The thread that writes needs the interpreter for an instant only, so it also beats during imports, the loading of
-a model and compilation.
+a model and compilation. Of a phase that is repeated, which is training on a batch, it tells how long it may take at
+most; of others, whose waits have deadlines of their own, it does not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ FILE = "heartbeat.json"
 INTERVAL_S = 5.0
 SILENT_S = 3 * INTERVAL_S
 """From then on a process is taken for stopped, or its host for lost."""
+LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS = 600.0, 20.0, 3
+"""A phase that has been repeated so often may take so many times as long as the longest before, and at least this."""
 _END_S = 2.0
 
 
@@ -40,14 +43,22 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """What the process is doing: phases of a step, outermost first; empty between two."""
     progress_at: float
     """When it last wrote an event, a row of metrics or a sample."""
+    num_phases: int = 0
+    """How many outermost phases have begun."""
+    limit_s: float = 0.0
+    """How long the outermost phase may take; 0 where nobody can say."""
 
     def silence(self, now: float) -> str:
         """A sentence on a process that has stopped beating; empty for one that beats."""
         seconds = now - self.time
         if seconds <= SILENT_S:
             return ""
-        place = f"step {self.step} in {self.phases[-1]}" if self.phases else f"step {self.step}"
-        return f"no heartbeat for {seconds:.0f} s of process {self.pid} on {self.host}, which was at {place}"
+        return f"no heartbeat for {seconds:.0f} s of process {self.pid} on {self.host}, which was at {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Step and phase."""
+        return f"step {self.step} in {self.phases[-1]}" if self.phases else f"step {self.step}"
 
 
 class _Log(Protocol):
@@ -60,6 +71,10 @@ class _Log(Protocol):
     def phases(self) -> list[str]: ...
     @property
     def progress_at(self) -> float: ...
+    @property
+    def num_phases(self) -> int: ...
+    @property
+    def limit_s(self) -> float: ...
 
 
 class Beating:
@@ -82,6 +97,8 @@ class Beating:
                 log.step,
                 log.phases,
                 round(log.progress_at, 3),
+                log.num_phases,
+                log.limit_s,
             )
             # A full disk ends the run elsewhere, with its own words.
             with contextlib.suppress(SlipstreamError, OSError):

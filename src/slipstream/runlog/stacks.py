@@ -14,12 +14,12 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.errors import DeadlineError, SlipstreamError
+from slipstream.errors import DeadlineError, RankDeadlineError, SlipstreamError
 
 FOLDER = "stacks"
 """Below the run's `logs`."""
@@ -62,6 +62,27 @@ def register(prefix: Path | None = None) -> None:
         faulthandler.register(_SIGNAL, handle, all_threads=True)
         _drop_own()
         _own = os.getpid(), path, handle
+
+
+@contextlib.contextmanager
+def on_stderr(also: Callable[[], None] = lambda: None) -> Generator[None]:
+    """In this context, of a command that writes no run folder, SIGUSR2 shows the stacks on standard error and calls
+    `also`."""
+    before = signal.signal(_SIGNAL, lambda number, frame: also())
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # no standard error
+        faulthandler.register(_SIGNAL, all_threads=True, chain=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(_SIGNAL)
+        signal.signal(_SIGNAL, before)
+
+
+def pass_on(pid: int) -> None:
+    """Have a child of this process dump its stacks, if it can."""
+    if _catching_state(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _SIGNAL)
 
 
 def unregister() -> None:
@@ -160,7 +181,7 @@ def asked_at_deadlines(log: _Log) -> Generator[None]:
     still live, and name the folder in the error and in an event `stacks`."""
     try:
         yield
-    except DeadlineError as error:
+    except (DeadlineError, RankDeadlineError) as error:
         folder = folder_of(log.folder)
         answers = ask(folder)
         text = sentence(folder, answers)
@@ -211,14 +232,20 @@ def _group_of(pid: int) -> int:
 def _registered_state(pid: int, path: Path) -> str:
     """The state of process `pid` in one letter, as /proc has it, if it holds `path` open and catches the signal; else
     empty. A later process of the same number does neither."""
-    process = Path("/proc") / str(pid)
+    state = _catching_state(pid)
     try:
-        lines = (process / "status").read_text(errors="replace").splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        if not int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1:
-            return ""
         ours = path.stat()
-        return status["State"][0] if any(_is_same(file, ours) for file in (process / "fd").iterdir()) else ""
+        return state if state and any(_is_same(file, ours) for file in Path(f"/proc/{pid}/fd").iterdir()) else ""
+    except OSError:
+        return ""
+
+
+def _catching_state(pid: int) -> str:
+    """The state of process `pid` if it catches the signal; else empty."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        return status["State"][0] if int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1 else ""
     except (OSError, KeyError, ValueError):
         return ""
 

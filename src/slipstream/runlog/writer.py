@@ -21,6 +21,7 @@ import msgspec
 from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
 from slipstream.records import Ticket
 from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, cannot_write, read_lines, reserve, write_whole
+from slipstream.runlog.heartbeat import LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS
 from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
@@ -76,6 +77,10 @@ class RunLog:
         self._secrets: set[str] = set()
         self._phase_seconds: dict[str, float] = {}
         self._phases: list[str] = []
+        self._repeats: dict[str, list[float]] = {}
+        self._is_repeated = ""
+        self.num_phases = 0
+        """How many outermost phases have begun."""
         self._progress_at = time.time()
         self._noted: dict[str, float] = {}
         self._counted: dict[str, float] = {}
@@ -145,6 +150,13 @@ class RunLog:
         """The phases that have begun and not ended, outermost first."""
         with self._guard:
             return [*self._phases]
+
+    @property
+    def limit_s(self) -> float:
+        """How long the outermost phase may take, see `repeats`; 0 where nobody can say."""
+        with self._guard:
+            seconds = self._repeats.get(self._phases[0], []) if self._phases else []
+        return max(LEAST_LIMIT_S, LIMIT_FACTOR * max(seconds)) if len(seconds) >= MIN_REPEATS else 0.0
 
     @property
     def progress_at(self) -> float:
@@ -248,6 +260,7 @@ class RunLog:
         repeats."""
         begin = time.monotonic()
         with self._guard:
+            self.num_phases += not self._phases
             self._phases.append(name)
         try:
             yield
@@ -256,6 +269,15 @@ class RunLog:
                 self._phases.remove(name)
                 seconds = time.monotonic() - begin
                 self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
+                if name == self._is_repeated:
+                    known = self._repeats.get(name, [])
+                    self._repeats[name] = sorted([*known, seconds])[-MIN_REPEATS:]
+                    self._is_repeated = ""
+
+    def repeats(self, name: str) -> None:
+        """The phase `name`, which is under way, has done all that it ever does: others of the name take about as
+        long."""
+        self._is_repeated = name
 
     def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
         """Writes `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics. Raises

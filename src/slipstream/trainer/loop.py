@@ -113,6 +113,10 @@ class Log(Protocol):
         """Measure the duration of a phase of a step."""
         ...
 
+    def repeats(self, name: str) -> None:
+        """The phase under way has done all that it ever does."""
+        ...
+
 
 @dataclass
 class TrainingLoop:
@@ -322,6 +326,7 @@ class TrainingLoop:
         if result.no_signal is not None:
             return result.metrics | self._skip(batch.step, result.no_signal)
         self._trained_steps += 1
+        self.log.repeats("train")
         if not result.is_critic_only:
             self._steps_without_signal = 0
         if result.credit is not None:

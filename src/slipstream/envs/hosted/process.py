@@ -245,7 +245,7 @@ class Host:
 
     async def _finish(self) -> None:
         self._signal(signal.SIGCONT)
-        self._signal(signal.SIGTERM)
+        self._signal(guard.END)
         self._stdin.close()
         if not await self._has_ended(guard.END_S + _OUTPUT_WAIT_S):
             self._signal(signal.SIGKILL)

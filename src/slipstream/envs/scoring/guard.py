@@ -2,11 +2,11 @@
 descendants.
 
 It kills them, including daemons and processes in sessions of their own, when the worker has ended, when the run asks
-for it (SIGTERM), or when the run is gone: one second after its standard input closes, which also tells the worker to
-end. Then it exits with the worker's status. Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), so that
-none is missed. SIGUSR1 is forwarded to the worker. On SIGUSR2 both write their stacks, as all processes of a run do
-(`runlog/stacks.py`); the guard removes the files that stayed empty. It imports only the standard library and is started
-by path, so that it starts fast.
+for it (`END`; SIGTERM, which may come to all processes of a run, changes nothing), or when the run is gone: one second
+after its standard input closes, which also tells the worker to end. Then it exits with the worker's status. Orphaned
+descendants become its children (PR_SET_CHILD_SUBREAPER), so that none is missed. SIGUSR1 is forwarded to the worker. On
+SIGUSR2 both write their stacks, as all processes of a run do (`runlog/stacks.py`); the guard removes the files that
+stayed empty. It imports only the standard library and is started by path, so that it starts fast.
 
 It also ends them all, with the status `TOO_MANY`, when there are more than MAX_PROCESSES descendants, which it counts
 20 times a second; it runs before them, where it may have a priority of real time.
@@ -31,6 +31,8 @@ import time
 
 GRACE_S = 1.0
 """Time that the worker may continue after its input has closed."""
+END = signal.SIGRTMIN
+"""By it the run asks for the end."""
 END_S = 20.0
 """Time limit for killing; processes left after it cannot be killed."""
 STACKS = "SLIPSTREAM_STACKS"
@@ -57,7 +59,7 @@ def main(max_processes: int, namespace: bool, command: list[str]) -> None:
     for end in (woken, wake):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, END):
         signal.signal(number, lambda *_: None)
     worker = (namespace and _start(command, max_processes)) or _start(command)
     with contextlib.suppress(OSError):  # only root may
@@ -189,7 +191,7 @@ def _wait(worker: int, run: int, woken: int, max_processes: int) -> int | None:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == worker:
                     return ended[1]
-        if signal.SIGTERM in received:
+        if END in received:
             return None
         if _has_more(max_processes):
             os.write(2, f"\nmore than {max_processes} processes were started and live\n".encode())

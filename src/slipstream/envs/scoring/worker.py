@@ -47,6 +47,8 @@ def main() -> int:
     """Serves until the input ends; the exit code is 1 if the environment could not be constructed."""
     stacks.register()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _live_on)
+    os.register_at_fork(after_in_child=_as_usual)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     requests, answers = _take_standard_streams()
     data = requests.next()
@@ -205,6 +207,15 @@ class _Work:
         self._loop.stop()
 
 
+def _live_on(number: int, frame: FrameType | None) -> None:
+    """SIGTERM may come to all processes of a run: the trainer ends it. The guard ends this one."""
+
+
+def _as_usual() -> None:
+    if signal.getsignal(signal.SIGTERM) is _live_on:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _where(coming: Any) -> str:
     """Where a coroutine is waiting, as in a traceback."""
     frames: list[tuple[FrameType, int]] = []
@@ -237,6 +248,7 @@ def _work_apart(environment: Environment, requests: _Requests, answers: _Answers
 def _work_in_fork(environment: Environment, request: Request, shared: mmap.mmap) -> NoReturn:
     own = os.getpid()
     try:
+        signal.signal(signal.SIGTERM, _live_on)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         found = _called(environment, request)

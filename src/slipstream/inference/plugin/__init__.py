@@ -13,8 +13,8 @@ ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 
 
 def register() -> None:
-    """Apply the patches, end this process with its parent, name its shared memory, and answer for its stacks; called by
-    vLLM."""
+    """Apply the patches, end this process with its parent and not by the trainer's signals, name its shared memory, and
+    answer for its stacks; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         return
     from slipstream.inference.plugin import lifeline, start_marks
@@ -26,3 +26,4 @@ def register() -> None:
     patch_table.apply_all()
     start_marks.follow_executor()
     lifeline.follow_parent()
+    lifeline.follow_end()

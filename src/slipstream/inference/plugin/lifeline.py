@@ -1,5 +1,6 @@
-"""Ends a child process with its parent: by polling the parent's pid, or when standard input closes. What it would
-leave in shared memory belongs to its temporary folder, whose owner removes it where the child itself was killed."""
+"""Ends a child process with its parent, by polling the parent's pid or when standard input closes, and not by signals
+that are meant for the trainer. What it would leave in shared memory belongs to its temporary folder, whose owner
+removes it where the child itself was killed."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ import time
 from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import FrameType
 
 from slipstream.runlog.temporary import PREFIX, named_after, note_shared, remove_shared
 
 _POLL_S = 0.5
 _PIPE_BYTES = 1 << 16
+_FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ENDING = "SLIPSTREAM_ENDING"
+"""Environment variable of vLLM's processes: a file that exists from when their engine ends."""
 _to_remove: set[str] = set()
 _following: set[int] = set()
 
@@ -64,6 +69,55 @@ def follow_stdin() -> Callable[[], bytes]:
 
     threading.Thread(target=watch, name="follow-stdin", daemon=True).start()
     return lines.get
+
+
+def leave_signals_to_trainer() -> None:
+    """Live on when a scheduler or systemd signals all processes of a run: the trainer saves a checkpoint first, for
+    which it needs this one. What this process forks or executes is ended by such a signal as usual."""
+    for number in _FOR_THE_TRAINER:
+        signal.signal(number, _live_on)
+    os.register_at_fork(after_in_child=_as_usual)
+
+
+def _live_on(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _as_usual() -> None:
+    for number in _FOR_THE_TRAINER:
+        if signal.getsignal(number) is _live_on:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def shield_children(folder: Path) -> None:
+    """Have vLLM's other processes, which end on SIGTERM, do so only after `begin_end`; `folder` is this engine's."""
+    path = folder / "ending"
+    path.unlink(missing_ok=True)  # of the one before
+    os.environ[_ENDING] = str(path)
+
+
+def begin_end() -> None:
+    """From now on SIGTERM ends them."""
+    if path := os.environ.get(_ENDING):
+        with contextlib.suppress(OSError):
+            Path(path).touch()
+
+
+def follow_end() -> None:
+    """In one of them, after vLLM has set its handlers."""
+    path = os.environ.get(_ENDING)
+    if path is None or multiprocessing.parent_process() is None:
+        return
+    signal.signal(signal.SIGUSR1, _live_on)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        ends = signal.getsignal(number)
+
+        def handle(number: int, frame: FrameType | None, ends: object = ends) -> None:
+            if os.path.exists(path) and callable(ends):
+                ends(number, frame)
+
+        if callable(ends):
+            signal.signal(number, handle)
 
 
 def remove_at_end(path: str) -> None:

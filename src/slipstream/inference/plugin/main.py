@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import gc
 import os
-import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
-from slipstream.inference.child_process import leave
+from slipstream.inference.child_process import END, leave
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, start_marks
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.plugin.hosts import create_host
@@ -28,12 +28,13 @@ from slipstream.runlog import stacks
 
 
 async def serve(settings: EngineSettings) -> bool:
-    """Serve on the socket until SIGTERM, or until vLLM dies or hangs; returns False when it died."""
+    """Serve on the socket until `END`, or until vLLM dies or hangs; returns False when it died."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     start_marks.mark("verify")
     try:
         await server.start()
     except BaseException:
+        lifeline.begin_end()
         server.host.shutdown()  # a vLLM in processes of its own would keep this one from ending
         raise
     gc.collect()
@@ -42,8 +43,7 @@ async def serve(settings: EngineSettings) -> bool:
     runner = await listen(server, settings.socket)
     start_marks.mark(start_marks.READY)
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    asyncio.get_running_loop().add_signal_handler(END, stop.set)
     while not (stop.is_set() or server.host.is_dead or server.is_hung()):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 0.2)
@@ -52,6 +52,7 @@ async def serve(settings: EngineSettings) -> bool:
         lifeline.remove_files()
         os._exit(1)  # what hangs would not let itself be shut down
     died = server.host.is_dead
+    lifeline.begin_end()
     await runner.cleanup()
     server.host.shutdown()
     lifeline.remove_files()
@@ -62,12 +63,14 @@ def main() -> None:
     """Run an engine; its settings are a JSON file, named on the command line or in one line of standard input."""
     gc.disable()  # until `serve` has loaded all: collections take a fifth of the start and free nothing
     os.environ[ENGINE_VARIABLE] = "1"
+    lifeline.leave_signals_to_trainer()
     if len(sys.argv) > 1:
         stacks.register()
     order = lifeline.follow_stdin()
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     lifeline.name_shared_memory()
+    lifeline.shield_children(Path(settings.socket).parent)
     os.environ[patch_table.VARIABLE] = settings.patches
     if settings.fp32_residual:
         os.environ[patch_table.FP32_RESIDUAL] = "1"

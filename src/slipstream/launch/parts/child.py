@@ -38,6 +38,7 @@ def main(path: str) -> int:
     """Serve until the end; returns the exit code."""
     stacks.register()
     lifeline.follow_stdin()
+    lifeline.leave_signals_to_trainer()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
     config = RunConfig.model_validate_json(settings.config)
     planned = PlannedConfig.model_validate_json(settings.planned)

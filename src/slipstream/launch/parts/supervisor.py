@@ -1,10 +1,11 @@
 """`slipstream train` where the run is several processes (`run.streams`): it starts `slipstream trainer`, and starts it
-again when it was killed or is stopped for long.
+again when it was killed, is stopped for long, or does not come to the end of a step's training.
 
 Guarantees: the trainer ends with its supervisor (`supervised.py`); what a killed trainer had started has ended before
-the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; a signal to the
-supervisor is passed on to the trainer, and no restart follows it; the trainer is not blamed for time in which the
-supervisor itself was stopped. Needs neither torch nor vLLM.
+the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; where none follows,
+`exit.json` says why; a signal to the supervisor is passed on to the trainer, and no restart follows it, unless it asks
+for stacks (SIGUSR2); the trainer is not blamed for time in which the supervisor itself was stopped. Needs neither torch
+nor vLLM.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from types import FrameType
 from typing import Any
 
 from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
-from slipstream.errors import ConfigError, Interrupted, SlipstreamError
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
-from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics
-from slipstream.runlog.heartbeat import read_heartbeat
+from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
+from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat
 
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""
@@ -55,6 +56,8 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_requested = False
         self._lineage_before = -1
+        self._killed = ""
+        """Why this process has killed the attempt; empty where it has not."""
         self._early: list[dict[str, Any]] = []
         """Attempts that were killed before they had opened the run folder, which stand in no event."""
         self.error: SlipstreamError | None = None
@@ -63,7 +66,7 @@ class Supervisor:
     def run(self, resume: Sequence[str]) -> int:
         """Run the first attempt with the options `resume`, and those that follow. Returns the run's exit code."""
         adopt()
-        with self._passing_signals_on():
+        with self._passing_signals_on(), stacks.on_stderr(self._ask_trainer):
             while True:
                 self._lineage_before = _lineage_of(read_events(self._folder) if holds_run(self._folder) else [])
                 code = self._attempt(resume)
@@ -74,6 +77,7 @@ class Supervisor:
 
     def _attempt(self, resume: Sequence[str]) -> int:
         """Run the trainer to its end; its exit code, or minus the signal that ended it."""
+        self._killed = ""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         try:
@@ -97,9 +101,8 @@ class Supervisor:
             _end_orphans()
 
     def _watch(self, child: subprocess.Popen[bytes], write_end: int) -> None:
-        """Wait for the trainer's end, and kill it when it stands still. Counts looks and not seconds: while this
-        process is stopped, it does not look."""
-        num_silent, num_stopped, last = 0, 0, 0.0
+        """Wait for the trainer's end, and kill it when it stands still."""
+        looks = _Looks()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
@@ -108,32 +111,34 @@ class Supervisor:
                 os.write(write_end, b".")
             _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), child_process.state_of(child.pid)
-            now = beat.time if beat is not None and beat.pid == child.pid else 0.0
-            num_silent, last = (num_silent + 1 if now and now == last else 0), now
-            num_stopped = num_stopped + 1 if state and state in "Tt" else 0
-            if num_stopped >= STOPPED_POLLS or num_silent >= SILENT_POLLS:
-                seconds = POLL_S * (num_stopped or num_silent)
-                what = f"is stopped (state {state})" if num_stopped else f"gives no sign of life (state {state})"
-                self._say(f"the trainer, process {child.pid}, {what} for {seconds:.0f} s: it is killed")
-                child.kill()
-                num_silent = num_stopped = 0
+            if why := looks.add(state, beat if beat is not None and beat.pid == child.pid else None):
+                self._kill(child, f"the trainer, process {child.pid}, {why}")
+                looks = _Looks()
+
+    def _kill(self, child: subprocess.Popen[bytes], why: str) -> None:
+        """Kill a trainer that stands still, after all processes of the run that can have dumped their stacks."""
+        self._say(f"{why}: it is killed")
+        folder = stacks.folder_of(self._folder)
+        told = stacks.sentence(folder, stacks.ask(folder))
+        child.kill()
+        self._killed = f"{why} and was killed{f' ({told})' if told else ''}"
 
     def _starts_again(self, number: int) -> bool:
-        """Whether another attempt follows one that a signal has ended; writes why, and waits."""
+        """Whether another attempt follows one that a signal has ended; writes why or why not, and waits."""
         name = signal.Signals(number).name
-        how = f"the trainer was ended by {name}"
-        if self._stop_requested:
-            self.error = Interrupted(f"stopped, but {how}: continue with --resume")
-            return False
-        how += _MEMORY if number == signal.SIGKILL else ""
+        how = self._killed or f"the trainer was ended by {name}"
         events = read_events(self._folder) if holds_run(self._folder) else []
         lineage = _lineage_of(events)
         has_opened = lineage > self._lineage_before
         attempts = earlier_attempts(events, lineage if has_opened else lineage + 1)
+        progress = _progress_of(self._folder, lineage if has_opened else None, attempts)
+        if self._stop_requested:
+            return self._gives_up(Interrupted(f"stopped, but {how}: continue with --resume"))
+        how += _MEMORY if number == signal.SIGKILL and not self._killed else ""
         found = next_restart(None, [*attempts, *self._early], self._max_restarts)
         if isinstance(found, str):
-            self.error = SlipstreamError(f"{how}, and the run is not started again: {found}; continue with --resume")
-            return False
+            text = f"{how}, and the run is not started again: {found}; continue with --resume"
+            return self._gives_up(TrainerLost(text, exit_code=128 + number))
         checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
         fields: dict[str, Any] = {
             "number": found.number,
@@ -142,7 +147,7 @@ class Supervisor:
             "signal": name,
             "outside": True,
             "reason": how,
-            **_progress_of(self._folder, lineage if has_opened else None, attempts),
+            **progress,
         }
         if not has_opened:
             self._early.append(fields)
@@ -155,19 +160,32 @@ class Supervisor:
         after = f"from checkpoint {checkpoints[-1]}" if checkpoints else "from the beginning, as there is no checkpoint"
         which = f"restart {found.number} of run.max_restarts = {self._max_restarts}"
         self._say(f"{how}; the run starts again {after} ({which}) in {found.wait_s:g} s")
-        return self._waits(found.wait_s, fields["step"])
+        return self._waits(found.wait_s)
 
-    def _waits(self, seconds: float, step: int) -> bool:
+    def _waits(self, seconds: float) -> bool:
         """Wait before the next attempt; False, and written into the run folder, after a request to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop_requested:
             time.sleep(0.1)
         if self._stop_requested:
-            self.error = Interrupted("stopped before the run was started again: continue with --resume")
-            if holds_run(self._folder):
-                with RunLog.create(self._folder, resume=True) as log:
-                    log.exit(self.error, step=step)
-        return not self._stop_requested
+            text = "stopped before the run was started again: continue with --resume"
+            return self._gives_up(Interrupted(text))
+        return True
+
+    def _gives_up(self, error: SlipstreamError) -> bool:
+        """False, after it was written into the run folder, if there is one and nobody else uses it, why no further
+        attempt follows."""
+        self.error = error
+        if holds_run(self._folder):
+            rows = read_metrics(self._folder)  # the last attempt may have none
+            step = int(rows[-1]["step"]) if rows else 0
+            with contextlib.suppress(SlipstreamError), RunLog.create(self._folder, resume=True) as log:
+                log.exit(error, step=step)
+        return False
+
+    def _ask_trainer(self) -> None:
+        if self._child is not None:
+            stacks.pass_on(self._child.pid)
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Generator[None]:
@@ -187,6 +205,34 @@ class Supervisor:
                 self._child.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
         if number == signal.SIGTSTP:  # stop as the terminal asked
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class _Looks:
+    """What was found of a trainer, look by look. Counts looks and not seconds: while this process is stopped, it does
+    not look."""
+
+    def __init__(self) -> None:
+        self._num_stopped = self._num_silent = self._num_in_phase = 0
+        self._last: Heartbeat | None = None
+
+    def add(self, state: str, beat: Heartbeat | None) -> str:
+        """Add a look at the trainer's state and last heartbeat; why it is to be killed, empty if it is not."""
+        last, self._last = self._last, beat
+        is_stopped = bool(state) and state in "Tt"
+        self._num_stopped = self._num_stopped + 1 if is_stopped else 0
+        is_same = beat is not None and last is not None and beat.time == last.time
+        self._num_silent = self._num_silent + 1 if is_same else 0
+        if beat is None or last is None or beat.num_phases != last.num_phases:
+            self._num_in_phase = 0
+        elif not is_stopped:
+            self._num_in_phase += 1
+        if self._num_stopped >= STOPPED_POLLS:
+            return f"is stopped (state {state}) for {POLL_S * self._num_stopped:.0f} s"
+        if self._num_silent >= SILENT_POLLS:
+            return f"gives no sign of life (state {state}) for {POLL_S * self._num_silent:.0f} s"
+        if beat is not None and 0 < beat.limit_s <= POLL_S * self._num_in_phase:
+            return f"does not get on at {beat.place} (state {state}) for {POLL_S * self._num_in_phase:.0f} s"
+        return ""
 
 
 def _lineage_of(events: Sequence[dict[str, Any]]) -> int:

@@ -22,6 +22,7 @@ import msgspec
 from slipstream.config import PlannedConfig
 from slipstream.errors import ZeroGradientError, first_line
 from slipstream.inference.child_process import leave
+from slipstream.inference.plugin import lifeline
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
 from slipstream.runlog import stacks
@@ -30,6 +31,7 @@ from slipstream.runlog import stacks
 def main(path: str, descriptor: str) -> int:
     """Execute commands until the channel closes."""
     stacks.register()
+    lifeline.leave_signals_to_trainer()
     file = Path(path)
     settings = msgspec.json.decode(file.read_bytes(), type=RankSettings)
     channel = Channel(socket.socket(fileno=int(descriptor)))

@@ -24,7 +24,7 @@ import msgspec
 
 from slipstream import errors
 from slipstream.config import PlannedConfig
-from slipstream.errors import RankError, SlipstreamError, ZeroGradientError
+from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
 from slipstream.inference import child_process
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
 from slipstream.records import SamplingParams
@@ -184,7 +184,7 @@ class RankProcesses:
             except ChannelClosed as error:
                 raise self._failure() or RankError(f"{self._name(rank)} ended while it was to {doing}") from error
             except TimeoutError as error:
-                raise RankError(
+                raise RankDeadlineError(
                     f"{self._name(rank)} did not {doing} within {longest_s:g} s (training.rank_timeout_s): raise it, "
                     f"or look at {rank.log}"
                 ) from error
@@ -206,7 +206,7 @@ class RankProcesses:
             if (failure := self._failure()) is not None:
                 raise failure from error
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise RankError(
+                raise RankDeadlineError(
                     f"the trainer's {self._size} processes did not all {doing} within {self._timeout_s:g}"
                     " s (training.rank_timeout_s): look at logs/rank-*.log"
                 ) from error

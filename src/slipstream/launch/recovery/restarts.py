@@ -1,4 +1,5 @@
-"""Restarts a run from its last checkpoint when its engine died with the only copy of the weights.
+"""Restarts a run from its last checkpoint: when its engine died with the only copy of the weights, and under a
+supervisor after every failure that `exit.json` would call retriable.
 
 Guarantees: at most `run.max_restarts` times for one command, each time after a longer wait, and never twice at the same
 step unless somebody else has killed a process: the error of the last attempt then ends the run. Errors of the run file,
@@ -21,6 +22,7 @@ from slipstream.errors import (
     IntegrityError,
     Interrupted,
     OrchestratorError,
+    SlipstreamError,
     StartsAgain,
     TrainingError,
 )
@@ -35,14 +37,19 @@ _FINAL = (ConfigError, DataError, EnvironmentFault, IntegrityError, TrainingErro
 """Errors whose cause is not the engine, even where it has died too."""
 
 
-class WeightsLost(Exception):
-    """The engine died with the only copy of the weights, and `error` ended the attempt."""
+class AttemptFailed(Exception):
+    """`error` ended the attempt, and another one may follow."""
 
     def __init__(self, error: Exception, trained_s: float) -> None:
         super().__init__(str(error))
         self.error = error
         self.trained_s = trained_s
         """Seconds of training of this command so far, as `training.max_seconds` counts them."""
+
+
+def is_retriable(error: Exception) -> bool:
+    """Whether the same command with --resume may succeed as it is, and nobody has asked for the stop."""
+    return isinstance(error, SlipstreamError) and error.is_retriable and not isinstance(error, Interrupted)
 
 
 def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
@@ -59,7 +66,7 @@ def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
 
 
 def start_again(
-    lost: WeightsLost, log: RunLog, progress: Progress, max_restarts: int, should_stop: Callable[[], bool]
+    lost: AttemptFailed, log: RunLog, progress: Progress, max_restarts: int, should_stop: Callable[[], bool]
 ) -> NoReturn:
     """Report the restart, wait and raise `StartsAgain`; raises the error itself where there is no further attempt."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore

@@ -30,11 +30,11 @@ def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dic
 
 
 def next_restart(step: int | None, attempts: Sequence[dict[str, Any]], max_restarts: int) -> Restart | str:
-    """Decide what follows these attempts after another has failed: a restart, or the reason for none. `step`: where the
-    engine died, which it may do once at each step; None where the cause lies outside the run (a process was killed, a
+    """Decide what follows these attempts after another has failed: a restart, or the reason for none. `step`: where it
+    failed, which it may do once at each step; None where the cause lies outside the run (a process was killed, a
     server lost its records), which says nothing of a step."""
     if len(attempts) >= max_restarts:
         return f"run.max_restarts = {max_restarts} allows no {'further ' if max_restarts else ''}restart"
     if step is not None and any(attempt["step"] == step and not attempt.get("outside") for attempt in attempts):
-        return f"an engine died at step {step} before, and would again"
+        return f"an attempt failed at step {step} before, and the next would again"
     return Restart(len(attempts) + 1, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** len(attempts)))

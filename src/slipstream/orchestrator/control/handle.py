@@ -281,21 +281,25 @@ class RolloutReader:
             try:
                 receipt, batch = self._transport.take(POLL_S)
             except DeadlineError:
+                self._refuse_stop(step)  # first: what makes the batches may have got the same signal
                 self._raise_failure(0.0)
                 silence.poll()
             except TransportClosed:
+                self._refuse_stop(step)
                 self._raise_failure(_CAUSE_S)
                 raise
             else:
                 self._transport.ack(receipt)
                 self._hooks.batch_taken()
                 return batch
-            if self._caller.should_stop():
-                raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
             if silence.seconds >= limit_s:
                 raise DeadlineError(
                     f"the rollouts of step {step} are not ready, and none has gone on for {limit_s:.0f} s"
                 )
+
+    def _refuse_stop(self, step: int) -> None:
+        if self._caller.should_stop():
+            raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
 
     def _raise_failure(self, within_s: float) -> None:
         """Raise what the making of batches failed with, if it does so in time."""

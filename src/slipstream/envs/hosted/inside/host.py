@@ -282,6 +282,8 @@ def load(setup: dict[str, Any]) -> Hosted:
 def main() -> int:
     """Loads the environment and serves; the exit code is 1 if it could not be loaded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _live_on)
+    os.register_at_fork(after_in_child=_as_usual)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     channel = _take_standard_streams()
     setup = channel.read()
@@ -299,6 +301,15 @@ def main() -> int:
     channel.send({"op": "ready", **facts})
     asyncio.run(serve(channel, hosted, setup.get("interrupt_s")))
     return 0
+
+
+def _live_on(*_: object) -> None:
+    """SIGTERM may come to all processes of a run: the trainer ends it. The guard ends this one."""
+
+
+def _as_usual() -> None:
+    if signal.getsignal(signal.SIGTERM) is _live_on:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,85 @@
+"""A signal to every process of a run, as systemd and Slurm send it: the trainer alone answers it, maybe last."""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.runlog.ledger import balance
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+
+from .test_real_runs import ENDLESS, num_steps
+from .test_separate_parts import ELSEWHERE
+
+pytestmark = pytest.mark.engine
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+SLOW = ("--environment.settings", "{coin = true, pause = 0.2}", "--evaluation", "false")
+"""The trainer waits for rollouts nearly all the time."""
+
+
+def signal_all(run, number, parts=()):
+    """Signal each process of the run, first all but trainer and supervisor; returns how many they are."""
+    firsts = {run.process.pid, *(each.pid for each in run.running("slipstream.cli"))}
+    others = {pid for each in (run, *parts) for pid in (each.process.pid, *each.children())} - firsts
+    for pids, pause_s in ((others, 1.5), (firsts, 0.0)):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(pause_s)
+    return len(others)
+
+
+@pytest.mark.parametrize(
+    ("streams", "number", "options"),
+    [
+        ("files", TERM, ()),
+        ("memory", TERM, ("--weights.bridge", "single_copy")),
+        pytest.param("files", USR1, ("--run.orchestrators", "2"), marks=pytest.mark.full),
+        pytest.param("memory", USR1, ("--weights.bridge", "disk"), marks=pytest.mark.full),
+        pytest.param("memory", TERM, ("--training.ranks", "2"), marks=pytest.mark.full),
+    ],
+)
+def test_the_last_step_is_saved_and_the_run_resumes(command, run_file, tmp_path, streams, number, options):
+    folder = tmp_path / "run"
+    settings = ("--run.streams", streams, "--run.checkpoint_every", "100000", *options, "--run.folder", folder)
+    run = command("train", run_file, *SLOW, *ENDLESS, *settings)
+    run.until(lambda: num_steps(folder) >= 2)
+    assert signal_all(run, number) >= 3, "engine, guard and worker"
+    last = check_saved(run, folder)
+    again = command("train", run_file, *SLOW, *settings, "--training.steps", last + 2, "--resume")
+    code, _, err = again.wait()
+    assert code == 0, err
+    assert read_exit(folder).step == last + 2
+    assert [row["step"] for row in read_metrics(folder)] == list(range(last + 3))
+    assert balance(folder).num_open == 0
+    assert again.left_behind() == []
+
+
+@pytest.mark.full
+def test_parts_in_commands_of_their_own(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    parts = [command(kind, folder) for kind in ("engine", "orchestrator")]
+    settings = (*ELSEWHERE, "--run.checkpoint_every", "100000", "--run.folder", folder)
+    run = command("train", run_file, *SLOW, *ENDLESS, *settings)
+    run.until(lambda: num_steps(folder) >= 2)
+    signal_all(run, TERM, parts)
+    check_saved(run, folder)
+    for part in parts:
+        assert part.wait(60)[0] == 130
+        assert part.left_behind() == []
+
+
+def check_saved(run, folder):
+    """The run was stopped, and nothing of it is lost; returns its last step."""
+    code, _, err = run.wait()
+    report = read_exit(folder)
+    assert (code, report.status) == (130, "interrupted"), err
+    assert [event for event in read_events(folder) if event["kind"] in ("restart", "engine_restart")] == []
+    last = read_metrics(folder)[-1]["step"]
+    assert CheckpointStore(folder / "checkpoints").latest().name == f"step-{last:06d}"
+    assert report.step == last
+    assert run.left_behind() == []
+    return last
