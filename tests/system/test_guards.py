@@ -89,6 +89,8 @@ def test_steps_of_truncated_completions_only_are_skipped_where_these_are_not_tra
     assert "truncated ones are not trained on, in 2 consecutive steps" in report.message
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[0]["eval/truncated_fraction"] == 1.0
+    row = scripted.metrics[1]
+    assert (row["tokens/trained"], row["dropped_tokens/skipped"]) == (0.0, row["tokens/generated"])
 
 
 def off_by(offset, *, until=10**9):
@@ -555,7 +557,36 @@ def test_staleness(scripted, staleness, order):
     assert stale[0] == 0.0
     assert 1.0 <= max(stale) <= float(staleness)
     assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5
-    assert not any(name.startswith("dropped/") for row in scripted.metrics for name in row)
+    assert not any(name.startswith("dropped") for row in scripted.metrics for name in row)
+    for row in scripted.metrics[1:]:
+        assert sum(value for name, value in row.items() if name.startswith("staleness/age_")) == pytest.approx(1.0)
+        assert 0 <= row["idle/trainer_s"] < 60
+        assert 0 <= row["idle/engine_s"] < 60
+        assert row["rollout/batches_ready"] <= float(staleness)
+        assert ("rollout/requests_open" in row) == (order != "data")
+    assert sum_of(scripted.metrics, "tokens/generated") == sum_of(scripted.metrics, "tokens/trained") > 0
+
+
+def test_all_tokens_that_were_sampled_are_trained_on_or_counted_by_reason(scripted):
+    """Half of the groups have no signal, and of two in a row both are skipped."""
+    settings = ("--algorithm.max_refills", "1", "--run.max_steps_without_signal", "9", "--training.steps", "5")
+
+    def script(prompt, seed):
+        return scripted.say("ab"[seed % 2] if sum(prompt) % 2 else "a")
+
+    report = scripted.run(*WITHOUT_EVALUATION, *settings, script=script)
+    assert (report.status, report.message) == ("finished", "")
+    dropped = {name for row in scripted.metrics for name in row if name.startswith("dropped_tokens/")}
+    assert dropped
+    num_dropped = sum(sum_of(scripted.metrics, name) for name in dropped)
+    assert sum_of(scripted.metrics, "tokens/generated") == sum_of(scripted.metrics, "tokens/trained") + num_dropped
+    found = balance(scripted.folder)
+    of_groups = sum(entry.num_tokens for entry in found.entries)
+    assert sum_of(scripted.metrics, "tokens/generated") == of_groups
+
+
+def sum_of(rows, name):
+    return sum(row.get(name, 0.0) for row in rows)
 
 
 def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):

@@ -26,7 +26,7 @@ from .test_real_runs import COIN, ENDLESS, check_run, num_steps
 
 FILES = ("--run.streams", "files")
 OPTIONS = ("--training.steps", "5", "--run.checkpoint_every", "2", "--weights.bridge", "disk")
-_TIMES = ("time/", "throughput/", "update/stall", "memory/")
+_TIMES = ("time/", "throughput/", "idle/", "update/stall", "memory/")
 
 
 @pytest.fixture

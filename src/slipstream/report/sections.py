@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.errors import DataError
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
 from slipstream.report.markup import NONE, Child, Html, breakable, details, duration, h, join, key, number, table
 from slipstream.report.plot import linear_scale
 from slipstream.runlog import RunRecord, RunSummary
+from slipstream.runlog.ledger import balance
 
 _STATE_WORDS = {
     "finished": "finished",
@@ -134,6 +136,22 @@ def ending(record: RunRecord) -> Html:
     return join(*parts)
 
 
+def groups(record: RunRecord) -> Html | None:
+    """Where the groups of rollouts are, as the ledger has it; None without one."""
+    try:
+        found = balance(record.summary.folder)
+    except DataError as error:
+        return h("p", str(error), class_="alert")
+    if found is None or not found.num_begun:
+        return None
+    rows: list[list[Child]] = [
+        [f"{entry.state}{entry.reason and f': {entry.reason}'}", f"{entry.num_groups:,}", f"{entry.num_tokens:,}"]
+        for entry in found.entries
+    ]
+    words = f"{found.num_begun:,} groups were begun in all attempts, {found.num_open:,} of them have not ended."
+    return join(h("p", words), table(["group", "groups", "sampled tokens"], rows, caption="Groups of rollouts"))
+
+
 def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
     """Metrics of each of several engines, from `replica_<number>/...`; empty if there was one."""
     found = {match[1] for row in metrics for name in row if (match := _REPLICA.match(name))}
@@ -150,11 +168,12 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
             str(replica),
             f"{sum(values(replica, 'requests')):,.0f}",
             f"{statistics.median(values(replica, 'tokens_per_s') or [0.0]):,.0f}",
+            duration(sum(values(replica, "idle_s"))),
             f"{max(values(replica, 'restarts'), default=0):.0f}",
         ]
         for replica in numbers
     ]
-    head = ["engine", "requests answered", "tokens a second while it had any, median of the steps", "restarts"]
+    head = ["engine", "requests answered", "tokens a second while it had any, median of the steps", "idle", "restarts"]
     return join(h("h3", "Engines"), table(head, rows, caption="What each engine did"))
 
 

@@ -91,12 +91,15 @@ class Ledger:
         orchestrator: int = 0,
         later: Callable[[float, Callable[[], None]], object] | None = None,
         keep_bytes: bool = False,
+        on_drop: Callable[[str, int], None] = lambda reason, tokens: None,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
         on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
         `later` calls a function in so many seconds, in the thread that writes; without it all is written at once.
-        `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch."""
+        `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch. `on_drop` is told
+        of each group of an earlier attempt that is dropped, with its reason and its sampled tokens."""
+        self._on_drop = on_drop
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
         self._later, self._keep_bytes = later, keep_bytes
         self._unwritten: list[tuple[str, tuple[object, ...]]] = []
@@ -125,13 +128,14 @@ class Ledger:
         """The oldest version's step, and the rollouts, of a group that an earlier attempt finished; None where there is
         none that may be trained on at `step`, and, as `is_in_time` says of that version, will be in time. The group is
         ready then."""
-        query = "SELECT lineage, oldest, data FROM groups JOIN rollouts USING (id, lineage) WHERE id = ? AND state = ?"
-        row = self._data.execute(query, (group, "kept")).fetchone()
+        query = "SELECT lineage, oldest, tokens, data FROM groups JOIN rollouts USING (id, lineage)"
+        row = self._data.execute(f"{query} WHERE id = ? AND state = ?", (group, "kept")).fetchone()
         if row is None:
             return None
-        lineage, oldest, data = row
+        lineage, oldest, tokens, data = row
         if oldest + self._staleness < step or not is_in_time(oldest):
             self._set(group, "dropped", "stale", lineage=lineage)
+            self._on_drop("stale", tokens)
             return None
         self._set(group, "ready", lineage=lineage)
         return oldest, _decoder.decode(data)
@@ -204,13 +208,14 @@ class Ledger:
         self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'process died' WHERE state = 'running'")
         self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (self._first,))
         left = self._data.execute(
-            "SELECT id, lineage, data FROM groups LEFT JOIN rollouts USING (id, lineage) "
+            "SELECT id, lineage, tokens, data FROM groups LEFT JOIN rollouts USING (id, lineage) "
             "WHERE state IN ('ready', 'batched', 'kept') OR (state = 'trained' AND step >= ?)",
             (self._first,),
         ).fetchall()
-        for group, lineage, data in left:
+        for group, lineage, tokens, data in left:
             if data is None or last is None or last[0] != shape or not self._descends(_decoder.decode(data)):
                 state, reason = "dropped", "other settings" if last and last[0] != shape else "undone by a resume"
+                self._on_drop(reason, tokens)
             else:
                 state, reason = "kept", ""
             self._data.execute(

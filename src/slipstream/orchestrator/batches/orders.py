@@ -21,7 +21,7 @@ from slipstream.orchestrator.batches.staleness import oldest_version
 from slipstream.orchestrator.concurrency import task_group
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
+from slipstream.records import Batch, Rollout, Task, Version
 
 Put = Callable[[Batch], Awaitable[None]]
 
@@ -51,6 +51,8 @@ class InDataOrder:
             # A resumed run's first version is the one it begins with.
             # No deadline: when the trainer ends, so does this wait.
             version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
+            if step == first:
+                self._batcher.idle.begin(step)
             self._batcher.trained(self._versions.released)
             tasks = self._batcher.share.part(self._tasks_of_step(step))
             self._hooks.round_began(self._batcher.num_rollouts(tasks))
@@ -95,6 +97,7 @@ class ReadyFirst:
         await self._versions.wait_for(first, None)
         slots = Slots(self._size, self._batcher.staleness, first, num_steps)
         self._pace.begin(time.monotonic())
+        self._batcher.idle.begin(first)
         async with task_group() as tasks:
             watch = tasks.create_task(self._watch(slots))
             for step in range(first, num_steps):
@@ -103,6 +106,7 @@ class ReadyFirst:
                     self._changed.clear()
                     for _ in range(slots.num_free):
                         self._begin(slots, next(self._draws), tasks)
+                    self._batcher.idle.is_due(slots.num_ready >= self._size)
                     await self._changed.wait()
                 self._hooks.batch_ended()
                 await put(self._batch(step, numbers, slots))
@@ -157,12 +161,12 @@ class ReadyFirst:
         oldest = min((self._began[number] for number in numbers), key=lambda version: version.step)
         for number in (*numbers, *silent):
             del self._began[number]
-        usable = sum(rollout.outcome in TRAINABLE_OUTCOMES for group in silent.values() for rollout in group)
         metrics = {"rollout/groups_running": float(slots.num_running), "rollout/groups_ready": float(slots.num_ready)}
+        metrics |= self._batcher.idle.queues()
         if self._batcher.refills is not None:
             metrics |= drawn_metrics(groups, len(chosen), len(silent))
         self._batcher.check(step, oldest, groups)
-        left_out = {"no_signal": usable} if usable else {}
-        batch = self._batcher.batch(step, oldest, groups, chosen, left_out, metrics, self._pace.cut(time.monotonic()))
+        reasons = {group[0].group_id: "no_signal" for group in silent.values()}
+        batch = self._batcher.batch(step, oldest, groups, chosen, reasons, metrics, self._pace.cut(time.monotonic()))
         batch.draws = sorted((*numbers, *silent))
         return batch

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Values
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import RunEngine, ends_soon
+from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
@@ -35,11 +36,13 @@ class Executor:
         num_ended: Callable[[], int] = lambda: 0,
         change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None,
         teacher_digest: str = "",
+        idle: IdleTime | None = None,
     ) -> None:
         """`engine_ready` and `start` end when the engine, or everything, is ready; `change_weights` gets those of a
         mixture, with the first step of the order of the tasks for which they hold."""
         self._engine = engine
         self._versions = versions
+        self._idle = idle or IdleTime()
         self._probe = probe
         self._evaluate = evaluate
         self._roll_out = roll_out
@@ -68,16 +71,19 @@ class Executor:
             case commands.MakeBatches():
                 await self._make_batches(command)
             case commands.Apply(ticket):
-                report = await self._versions.apply(ticket)
-                return commands.Applied(report, await self._probe(), self._engine.take_metrics())
+                with self._idle.updating():
+                    report = await self._versions.apply(ticket)
+                    return commands.Applied(report, await self._probe(), self._engine.take_metrics())
             case commands.Fence():
-                await self._versions.fence()
+                with self._idle.updating():
+                    await self._versions.fence()
             case commands.GoOn(version, timeout_s):
                 await self._engine.go_on(version, timeout_s)
             case commands.Release(step, saved_step, change):
                 self.saved_step = saved_step
                 if change is not None:
                     self._change_weights(*change)
+                self._idle.released(step)
                 await self._versions.release(step)
             case commands.RollOut():
                 return commands.RolledOut(await self._roll_out(command))
