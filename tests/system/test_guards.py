@@ -567,6 +567,32 @@ def test_staleness(scripted, staleness, order):
     assert sum_of(scripted.metrics, "tokens/generated") == sum_of(scripted.metrics, "tokens/trained") > 0
 
 
+@pytest.mark.parametrize("staleness", ["0", "2"])
+def test_over_provision(scripted, staleness):
+    """Groups of every fifth task finish only when they are cancelled."""
+    ready = ("--training.staleness", staleness, "--training.order", "ready", "--training.overprovision", "0.5")
+
+    def change(engine):
+        generate = engine.generate
+
+        async def sometimes_slow(request):
+            if request.group_id and not request.id.startswith("probe") and sum(request.prompt_ids) % 5 == 0:
+                await asyncio.sleep(600)
+            return await generate(request)
+
+        engine.generate = sometimes_slow
+
+    report = scripted.run(*WITHOUT_EVALUATION, *ready, "--training.steps", "6", change=change)
+    assert (report.status, report.step, report.message) == ("finished", 6, "")
+    found = balance(scripted.folder)
+    assert (found.num("trained"), found.num_open) == (6 * 4, 0)
+    cancelled = sum_of(scripted.metrics, "rollout/groups_cancelled")
+    assert {entry.reason for entry in found.entries if entry.state != "trained"} == {"surplus"}
+    assert found.num("cancelled") == cancelled > 0
+    assert {row["rollout/num"] for row in scripted.metrics[1:]} == {16.0}
+    assert max(row["staleness/max"] for row in scripted.metrics[1:]) <= float(staleness)
+
+
 def test_all_tokens_that_were_sampled_are_trained_on_or_counted_by_reason(scripted):
     """Half of the groups have no signal, and of two in a row both are skipped."""
     settings = ("--algorithm.max_refills", "1", "--run.max_steps_without_signal", "9", "--training.steps", "5")

@@ -119,7 +119,8 @@ class _Generation:
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)
-            made = ReadyFirst(batcher, self._versions, self._order.tasks, hooks, size, draws)
+            further = config.training.overprovision
+            made = ReadyFirst(batcher, self._versions, self._order.tasks, hooks, size, draws, further)
 
         async def put(batch: Batch) -> None:
             await self._batches.put_async(batch, silence_limit_s(config))

@@ -164,6 +164,10 @@ class Ledger:
         """A finished group will not be trained on."""
         self._set(group, "dropped", reason)
 
+    def cancel(self, group: str, reason: str) -> None:
+        """A running group is given up."""
+        self._set(group, "cancelled", reason)
+
     def batch(self, step: int, groups: Iterable[str]) -> None:
         """These groups are the batch of `step`."""
         with self._writing():

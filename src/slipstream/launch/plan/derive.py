@@ -406,6 +406,11 @@ def _plan_order(builder: PlanBuilder) -> None:
         return
     if restarts:
         builder.derive_auto("training.order", "data", "the engine ends at every update")
+        if part := builder.original.training.overprovision:
+            raise ConfigError(
+                f"training.overprovision = {part:g} has the groups that finish last cancelled, and weights.bridge = "
+                '"restart" needs the order of the data: use another bridge, or remove it'
+            )
     else:
         reason = f"groups for {staleness + 1} batches at once: the engine need not wait for the longest of each"
         builder.derive_auto("training.order", "ready", reason)

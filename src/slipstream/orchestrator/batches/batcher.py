@@ -10,6 +10,7 @@ the first failure's text; a turn whose engine died is requested again once the e
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
 from slipstream.orchestrator.teacher import Scores
+from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger
 
@@ -85,6 +87,8 @@ class Batcher:
             self.ledger.begin(group_id)
         with self.idle.group():
             rollouts = await self._generate(group_id, step, place, task)
+        if is_cancelled():  # the environment has suppressed it
+            raise asyncio.CancelledError
         if self.ledger is not None:
             self.ledger.finish(group_id, rollouts)
         self._num_generated += sum(rollout.num_sampled for rollout in rollouts)
@@ -108,6 +112,11 @@ class Batcher:
         """A finished group will be in no batch."""
         if self.ledger is not None:
             self.ledger.drop(group_id, reason)
+
+    def cancel(self, group_id: str, reason: str) -> None:
+        """A group that is being generated is given up."""
+        if self.ledger is not None:
+            self.ledger.cancel(group_id, reason)
 
     def batch(
         self,
