@@ -46,6 +46,17 @@ def test_a_group_ends_once_and_the_balance_says_how(tmp_path):
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
+def test_the_last_attempt_says_at_which_step_it_ended_and_why(tmp_path):
+    made = ledger(tmp_path)
+    assert balance(tmp_path).ended == ""
+    made.close(3, reason="DeadlineError: too late")
+    assert balance(tmp_path).ended == "at step 3: DeadlineError: too late"
+    again = ledger(tmp_path, 1, 3)
+    assert balance(tmp_path).ended == "", "it goes on, or was killed"
+    again.close(4, is_whole=True, reason="all 4 steps are made")
+    assert balance(tmp_path).ended == "at step 4: all 4 steps are made"
+
+
 def test_what_is_written_later_is_written_in_order_and_with_what_is_written_before(tmp_path):
     timers = []
     made = ledger(tmp_path, later=lambda seconds, write: timers.append(write))

@@ -615,6 +615,22 @@ def sum_of(rows, name):
     return sum(row.get(name, 0.0) for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "all 3 steps are made"),
+        (("--training.max_seconds", "1e-3"), "training.max_seconds = 0.001 has passed"),
+        (("--evaluation.stop_at", "0.01", "--evaluation.every", "1"), "evaluation.stop_at"),
+        (("--run.max_steps_without_signal", "1"), "TrainingError: "),
+    ],
+)
+def test_the_ledger_knows_why_the_run_ended(scripted, options, reason):
+    scripted.run(*options, script=None if "TrainingError" not in reason else lambda prompt, seed: scripted.say("a"))
+    (event,) = scripted.events("generation_ended")
+    assert reason in event["reason"]
+    assert balance(scripted.folder).ended == f"at step {event['step']}: {event['reason']}"
+
+
 def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):
     """Each task of the order is trained on once, although batches do not follow the order."""
     options = (*WITHOUT_EVALUATION, "--training.staleness", "2", "--run.save_samples", "16")

@@ -347,6 +347,9 @@ def test_two_orchestrators_with_real_engines(command, run_file, tmp_path, how):
     assert code == 0, err
     check_run(folder, steps=6)
     assert balance(folder).num_open == 0
+    assert balance(folder).ended == "at step 6: all 6 steps are made"
+    left = [event["problem"] for event in read_events(folder) if event["kind"] == "weight_group_left"]
+    assert left == [""] * (bridge == "broadcast")
     assert run.left_behind() == []
 
 

@@ -366,6 +366,10 @@ class EngineReplicas:
         """See `RunEngine`."""
         await self._all(lambda engine: engine.wake(timeout_s))
 
+    async def leave(self, timeout_s: float) -> None:
+        """See `RunEngine`."""
+        await self._all(lambda engine: engine.leave(timeout_s))
+
     def take_metrics(self) -> dict[str, float]:
         """For each engine since the last call: requests, seconds without any, tokens per second of the others; and
         restarts in all. Failures

@@ -153,13 +153,14 @@ class _Generation:
             raise EngineError(f"version {command.step} is to roll out, and the engine holds {version}: report this")
         return await _rolled_out(self._context, self._runner, version, command)
 
-    def _close(self, step: int) -> None:
-        """Write how the last groups ended."""
+    def _close(self, end: commands.Close) -> None:
+        """Write how the last groups ended, and why no more are made."""
         ledger, self._ledger = self._ledger, None
         if ledger is None:
             return
         try:
-            ledger.close(step, is_whole=step >= self._context.config.training.steps)
+            ledger.close(end.step, is_whole=end.step >= self._context.config.training.steps, reason=end.reason)
+            self._context.log.event("generation_ended", step=end.step, reason=end.reason)
         except SlipstreamError as error:  # the error that ended the run is worth more
             with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
                 self._context.log.warning(f"the ledger lacks how the last groups ended: {error}")

@@ -149,6 +149,7 @@ def groups(record: RunRecord) -> Html | None:
         for entry in found.entries
     ]
     words = f"{found.num_begun:,} groups were begun in all attempts, {found.num_open:,} of them have not ended."
+    words += f" The last attempt ended {found.ended}." if found.ended else ""
     return join(h("p", words), table(["group", "groups", "sampled tokens"], rows, caption="Groups of rollouts"))
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -41,6 +42,8 @@ CREATE TABLE groups (
 CREATE INDEX of_state ON groups (state, step);
 CREATE TABLE rollouts (id TEXT NOT NULL, lineage INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (id, lineage));
 """
+_ENDS = "CREATE TABLE IF NOT EXISTS ends (lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, reason TEXT NOT NULL)"
+"""Ledgers of format 1 have it from the first attempt on that came to its end."""
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
 
@@ -60,6 +63,8 @@ class Balance:
     """Where all groups that were begun are."""
 
     entries: tuple[Entry, ...]
+    ended: str = ""
+    """At which step the last attempt ended, and why; empty while it goes on, and where it was killed."""
 
     def num(self, *states: str) -> int:
         """How many groups are in these states."""
@@ -188,13 +193,15 @@ class Ledger:
                 (saved, saved),
             )
 
-    def close(self, step: int, *, is_whole: bool = False) -> None:
+    def close(self, step: int, *, is_whole: bool = False, reason: str = "") -> None:
         """The attempt ends, with the batches of steps before `step` trained on: what is running is cancelled. Finished
         groups wait for the next attempt, unless the run `is_whole`: then what an earlier attempt had finished, and no
-        batch had room for any more, is dropped."""
+        batch had room for any more, is dropped. `reason`: why the attempt ends."""
         try:
             self.trained(step)
             with self._writing():
+                self._data.execute(_ENDS)
+                self._data.execute("INSERT OR REPLACE INTO ends VALUES (?, ?, ?)", (self._lineage, step, reason))
                 self._data.execute(
                     "UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'"
                 )
@@ -307,17 +314,24 @@ def balance(folder: Path) -> Balance | None:
     paths = [folder / FILE, *sorted(folder.glob(_OTHERS))]
     if not paths[0].is_file():
         return None
+    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
     found: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     for path in paths:
-        for state, reason, num_groups, num_tokens in _read(path):
+        for state, reason, num_groups, num_tokens in _read(path, query):
             found[state, reason] += num_groups
             tokens[state, reason] += num_tokens
-    return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)))
+    return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)), _end_of(paths[0]))
 
 
-def _read(path: Path) -> list[tuple[str, str, int, int]]:
-    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
+def _end_of(path: Path) -> str:
+    if not _read(path, "SELECT name FROM sqlite_master WHERE name = 'ends'"):
+        return ""
+    query = "SELECT ends.step, reason FROM ends WHERE lineage = (SELECT MAX(lineage) FROM attempts)"
+    return "".join(f"at step {step}: {reason or 'no reason was given'}" for step, reason in _read(path, query))
+
+
+def _read(path: Path, query: str) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
             return data.execute(query).fetchall()

@@ -32,7 +32,7 @@ class Executor:
         start: Callable[[], Awaitable[None]],
         open_ledger: Callable[[int], None],
         make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
-        close: Callable[[int], None],
+        close: Callable[[commands.Close], None],
         num_ended: Callable[[], int] = lambda: 0,
         change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None,
         teacher_digest: str = "",
@@ -51,7 +51,7 @@ class Executor:
         self._open_ledger = open_ledger
         self._make_batches = make_batches
         self.close = close
-        """Writes what is left to be written, with the step that the run has reached, once nothing else is done here."""
+        """Writes what is left to be written, once nothing else is done here."""
         self._change_weights = change_weights
         self._teacher_digest = teacher_digest
         self.num_ended = num_ended
@@ -89,8 +89,8 @@ class Executor:
                 return commands.RolledOut(await self._roll_out(command))
             case commands.Evaluate():
                 return commands.Evaluated(await self._evaluate(command))
-            case commands.Close(step):
-                self.close(step)
+            case commands.Close():
+                self.close(command)
             case _:
                 return await self._ask(command)
         return _DONE
@@ -113,6 +113,8 @@ class Executor:
                 await engine.sleep(timeout_s)
             case commands.Wake(timeout_s):
                 await engine.wake(timeout_s)
+            case commands.Leave(timeout_s):
+                await engine.leave(timeout_s)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command to the engine")
         return _DONE
