@@ -98,6 +98,24 @@ def test_who_waited_and_where_tokens_went(write, tmp_path):
     assert "cancelled: run ended" in page.words
 
 
+def test_what_was_used_of_the_further_tries(write, tmp_path):
+    folder = write("one")
+    _, page = report(tmp_path, folder)
+    assert "tried again" not in page.words, "a run of before"
+    with (folder / "resolved.toml").open("a") as file:
+        file.write("[inference]\nrequest_retries = 5  # default\nrequest_timeout_s = 300.0  # derived: x\n")
+    _, page = report(tmp_path, folder)
+    assert "Requests were tried again 0 times. Each had 5 further tries within 2 times 300.0 s" in page.words
+    with (folder / "metrics.jsonl").open() as file:
+        rows = [json.loads(line) for line in file]
+    rows[2] |= {"retry/late": 4.0, "retry/refused": 1.0}
+    rows[3] |= {"retry/late": 2.0, "retry/exhausted": 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, page = report(tmp_path, folder)
+    assert "Requests were tried again 7 times (late 6, refused 1)." in page.words
+    assert "1 requests used all of them." in page.words
+
+
 def test_a_finished_run_is_told_whole(write, tmp_path):
     text, page = report(tmp_path, write("one"))
     for words in ("one", "finished", "reasoning_gym/spell_backward", "+60.0", "of 6", "0.6"):

@@ -225,7 +225,7 @@ def _runner(
         warn=context.log.warning,
         on_ended=Failures(own_part, num_failures, keep, version).ended,
         idle=idle,
-        retries=retries_of(config, lambda reason: context.log.count({f"retry/{reason}": 1.0})),
+        retries=retries_of(config, context.log.count),
     )
 
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import DataError
+from slipstream.orchestrator.retries import BUDGET
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
 from slipstream.report.markup import NONE, Child, Html, breakable, details, duration, h, join, key, number, table
 from slipstream.report.plot import linear_scale
+from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord, RunSummary
 from slipstream.runlog.ledger import balance
 
@@ -132,8 +134,29 @@ def ending(record: RunRecord) -> Html:
         if report.traceback:
             parts.append(details("Traceback", h("pre", report.traceback)))
     parts.append(_warnings(record.events))
+    parts.append(_retries(record))
     parts.append(_replicas(record.rows))
     return join(*parts)
+
+
+def _retries(record: RunRecord) -> Html | None:
+    """How much of the budget for further tries was used; None where requests have none."""
+    most, timeout_s = (setting(record, f"inference.{name}") for name in ("request_retries", "request_timeout_s"))
+    if not most.isdecimal() or not int(most):
+        return None
+    used: Counter[str] = Counter()
+    for row in record.rows:
+        for name in row:
+            if name.startswith("retry/"):
+                used[name.removeprefix("retry/")] += round(value_of(row, name) or 0.0)
+    exhausted = used.pop("exhausted", 0)
+    within = f" within {BUDGET:g} times {timeout_s} s" if timeout_s else ""
+    reasons = f" ({', '.join(f'{reason} {count:,}' for reason, count in sorted(used.items()))})" if used else ""
+    return h(
+        "p",
+        f"Requests were tried again {sum(used.values()):,} times{reasons}. Each had {most} further tries{within}, and "
+        f"{exhausted:,} requests used all of them.",
+    )
 
 
 def groups(record: RunRecord) -> Html | None:

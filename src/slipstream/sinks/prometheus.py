@@ -80,6 +80,8 @@ class Totals:
     rollouts: float = 0.0
     tokens: float = 0.0
     generated: float = 0.0
+    given_up: float = 0.0
+    """Requests that have used all of their tries."""
     by_reason: dict[str, dict[str, float]] = field(default_factory=lambda: {group: {} for group in _COUNTED})
     """By the group of the metrics."""
     idle: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
@@ -94,7 +96,9 @@ class Totals:
         self.generated += row.get("tokens/generated") or 0.0
         for name, value in row.items():
             group, _, reason = name.partition("/")
-            if (counts := self.by_reason.get(group)) is not None:
+            if name == "retry/exhausted":
+                self.given_up += value or 0.0
+            elif (counts := self.by_reason.get(group)) is not None:
                 counts[reason] = counts.get(reason, 0.0) + (value or 0.0)
             elif found := _IDLE.fullmatch(name):
                 self.idle[found[1], found[2]] = self.idle.get((found[1], found[2]), 0.0) + (value or 0.0)
@@ -106,6 +110,7 @@ class Totals:
             return [({"reason": reason}, count) for reason, count in sorted(counts.items())]
 
         idle = [({"side": side, "reason": reason}, value) for (side, reason), value in sorted(self.idle.items())]
+        given_up: list[tuple[dict[str, str], float]] = [({}, self.given_up)]
         found = [
             Family("slipstream_rollouts_trained_total", "Rollouts trained on.", "counter", [({}, self.rollouts)]),
             Family("slipstream_tokens_trained_total", "Tokens trained on.", "counter", [({}, self.tokens)]),
@@ -114,6 +119,7 @@ class Totals:
                 Family(f"slipstream_{name}_total", text, "counter", by_reason(self.by_reason[group]))
                 for group, (name, text) in _COUNTED.items()
             ),
+            Family("slipstream_requests_given_up_total", "Requests without a try left.", "counter", given_up),
             Family("slipstream_idle_seconds_total", "Seconds that a side had to wait, by reason.", "counter", idle),
         ]
         return [family for family in found if any(value for _, value in family.values)]
