@@ -26,11 +26,11 @@ def test_each_moment_has_one_reason_on_each_side(clock):
     idle = IdleTime(clock=clock)
     clock.now += 5  # before the first batch nothing is counted
     idle.begin(0)
-    with idle.group():
+    with idle.groups:
         clock.now += 1  # rendering, tools or rewards
-        with idle.request():
+        with idle.requests:
             clock.now += 10
-            with idle.request(), idle.updating():
+            with idle.requests, idle.updates:
                 clock.now += 2  # no idleness: it has requests
         clock.now += 3
     assert idle.cut(0) == {
@@ -41,10 +41,10 @@ def test_each_moment_has_one_reason_on_each_side(clock):
         "idle/trainer_generation_s": 12.0,
     }
     clock.now += 20  # the trainer trains
-    with idle.updating():
+    with idle.updates:
         clock.now += 4
     idle.released(1)
-    with idle.group(), idle.request():
+    with idle.groups, idle.requests:
         clock.now += 1
     assert idle.cut(1) == {
         "idle/engine_s": 24.0,
@@ -59,8 +59,8 @@ def test_a_batch_that_waits_for_its_oldest_group_and_an_engine_that_starts_again
     is_up = [True]
     idle = IdleTime(lambda: is_up[0], clock=clock)
     idle.begin(3)
-    with idle.group():
-        with idle.request():
+    with idle.groups:
+        with idle.requests:
             clock.now += 1
             idle.is_due(True)
             clock.now += 2
@@ -68,7 +68,7 @@ def test_a_batch_that_waits_for_its_oldest_group_and_an_engine_that_starts_again
         clock.now += 4
         is_up[0] = True
         idle.is_due(False)
-        with idle.request():
+        with idle.requests:
             clock.now += 8
     assert idle.cut(3) == {
         "idle/engine_s": 4.0,
@@ -83,7 +83,7 @@ def test_a_trainer_that_has_not_released_the_version_waits_for_nothing(clock):
     idle = IdleTime(clock=clock)
     idle.begin(0)
     assert idle.cut(0) == {"idle/engine_s": 0.0, "idle/trainer_s": 0.0}
-    with idle.group(), idle.request():
+    with idle.groups, idle.requests:
         clock.now += 7
     assert idle.cut(1) == {"idle/engine_s": 0.0, "idle/trainer_s": 0.0}, "made ahead, while step 0 is trained"
     clock.now += 1
@@ -101,7 +101,7 @@ def test_a_trainer_that_has_not_released_the_version_waits_for_nothing(clock):
 
 def test_requests_beyond_the_places_of_the_engine_wait():
     idle = IdleTime(num_places=2)
-    with idle.request(), idle.request(), idle.request():
+    with idle.requests, idle.requests, idle.requests:
         assert idle.queues() == {"rollout/requests_open": 3.0, "rollout/requests_waiting": 1.0}
     assert idle.queues() == {"rollout/requests_open": 0.0, "rollout/requests_waiting": 0.0}
     assert IdleTime().queues() == {"rollout/requests_open": 0.0}

@@ -376,7 +376,7 @@ class _Turns:
         request = self._request(*turn)
         if self.engine is not self.runner.engine:  # one that is aside has no others
             return await self.engine.generate(request)
-        with self.runner.idle.request():
+        with self.runner.idle.requests:
             return await self.engine.generate(request)
 
     def _request(

@@ -85,7 +85,7 @@ class Batcher:
         group_id = group_name(step, place)
         if self.ledger is not None:
             self.ledger.begin(group_id)
-        with self.idle.group():
+        with self.idle.groups:
             rollouts = await self._generate(group_id, step, place, task)
         if is_cancelled():  # the environment has suppressed it
             raise asyncio.CancelledError

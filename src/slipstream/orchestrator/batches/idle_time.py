@@ -9,12 +9,30 @@ for it meanwhile, `oldest` that enough groups are ready and the batch waits for 
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 ENGINE_REASONS = ("trainer", "environment", "update", "restart")
 TRAINER_REASONS = ("generation", "oldest", "environment", "update", "restart")
+
+
+class Counter:
+    """Counts the blocks that are entered; calls a function after the first was entered and after the last was left.
+    Thousands a second may come and go."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self.number = 0
+        self._on_change = on_change
+
+    def __enter__(self) -> None:
+        self.number += 1
+        if self.number == 1:
+            self._on_change()
+
+    def __exit__(self, *raised: object) -> None:
+        self.number -= 1
+        if not self.number:
+            self._on_change()
 
 
 class IdleTime:
@@ -30,9 +48,12 @@ class IdleTime:
         """`is_up`: whether the engine runs, asked when it has no request. `num_places`: requests that it computes at
         once."""
         self._is_up, self._num_places, self._clock = is_up, num_places, clock
-        self.num_requests = 0
-        """Requests that the engine has and has not answered."""
-        self._num_groups = self._num_updates = 0
+        self.requests = Counter(self._count)
+        """Entered while the engine has a request."""
+        self.groups = Counter(self._count)
+        """Entered while a group is generated."""
+        self.updates = Counter(self._count)
+        """Entered while a version is applied."""
         self._released = -1
         self._step: int | None = None
         """Of the batch that is made; None before the first."""
@@ -44,62 +65,25 @@ class IdleTime:
 
     def begin(self, step: int) -> None:
         """The making of batches begins, with that of `step`."""
-        with self._changing():
-            self._step, self._released = step, max(self._released, step)
+        self._count()
+        self._step, self._released = step, max(self._released, step)
 
     def released(self, version: int) -> None:
         """The trainer has released a version, and wants the batch of that step next."""
-        with self._changing():
-            self._released = max(self._released, version)
+        self._count()
+        self._released = max(self._released, version)
 
     def is_due(self, due: bool) -> None:
         """Whether the batch waits for a group that no later batch could take, while enough others are ready."""
         if due != self._is_due:
-            with self._changing():
-                self._is_due = due
-
-    @contextlib.contextmanager
-    def updating(self) -> Generator[None]:
-        """A version is applied."""
-        with self._changing():
-            self._num_updates += 1
-        try:
-            yield
-        finally:
-            with self._changing():
-                self._num_updates -= 1
-
-    @contextlib.contextmanager
-    def group(self) -> Generator[None]:
-        """A group is generated."""
-        self._num_groups += 1
-        if self._num_groups == 1:
             self._count()
-        try:
-            yield
-        finally:
-            self._num_groups -= 1
-            if not self._num_groups:
-                self._count()
-
-    @contextlib.contextmanager
-    def request(self) -> Generator[None]:
-        """The engine has a request. Few of them change anything: thousands a second may come and go."""
-        self.num_requests += 1
-        if self.num_requests == 1:
-            self._count()
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-            if not self.num_requests:
-                self._count()
+            self._is_due = due
 
     def queues(self) -> dict[str, float]:
         """As metrics: requests that the engine has, and those of them for which it has no place."""
-        found = {"rollout/requests_open": float(self.num_requests)}
+        found = {"rollout/requests_open": float(self.requests.number)}
         if self._num_places is not None:
-            found["rollout/requests_waiting"] = float(max(0, self.num_requests - self._num_places))
+            found["rollout/requests_waiting"] = float(max(0, self.requests.number - self._num_places))
         return found
 
     def cut(self, step: int) -> dict[str, float]:
@@ -111,12 +95,6 @@ class IdleTime:
         sides = {"idle/engine_s": ENGINE_REASONS, "idle/trainer_s": TRAINER_REASONS}
         named = {whole: [f"{whole[:-2]}_{reason}_s" for reason in reasons] for whole, reasons in sides.items()}
         return {whole: sum(taken.get(name, 0.0) for name in names) for whole, names in named.items()} | taken
-
-    @contextlib.contextmanager
-    def _changing(self) -> Generator[None]:
-        self._count()
-        yield
-        self._count()
 
     def _count(self) -> None:
         """The time since the last change was spent as things stood then; from here on they stand as they are."""
@@ -135,10 +113,10 @@ class IdleTime:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def _why_engine_is_idle(self) -> str:
-        if self.num_requests:
+        if self.requests.number:
             return ""
-        if self._num_updates:
+        if self.updates.number:
             return "update"
         if not self._is_up():
             return "restart"
-        return "environment" if self._num_groups else "trainer"
+        return "environment" if self.groups.number else "trainer"

@@ -71,11 +71,11 @@ class Executor:
             case commands.MakeBatches():
                 await self._make_batches(command)
             case commands.Apply(ticket):
-                with self._idle.updating():
+                with self._idle.updates:
                     report = await self._versions.apply(ticket)
                     return commands.Applied(report, await self._probe(), self._engine.take_metrics())
             case commands.Fence():
-                with self._idle.updating():
+                with self._idle.updates:
                     await self._versions.fence()
             case commands.GoOn(version, timeout_s):
                 await self._engine.go_on(version, timeout_s)
