@@ -75,7 +75,7 @@ def test_named_modules_exist(path):
 
 def test_every_plotted_metric_is_explained():
     text = (ROOT / "docs" / "metrics.md").read_text()
-    binned = re.compile(r"_to_|/at_(position|probability)_0?[.1-9]")  # of several bins the first is named
+    binned = re.compile(r"_to_|/at_(position|probability)_0?[.1-9]|/age_[1-9]")  # of several bins the first is named
     lines = [
         line for group in GROUPS for panel in group.panels for line in panel.lines if not binned.search(line.metric)
     ]

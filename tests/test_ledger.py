@@ -46,6 +46,17 @@ def test_a_group_ends_once_and_the_balance_says_how(tmp_path):
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
+def test_the_last_attempt_says_at_which_step_it_ended_and_why(tmp_path):
+    made = ledger(tmp_path)
+    assert balance(tmp_path).ended == ""
+    made.close(3, reason="DeadlineError: too late")
+    assert balance(tmp_path).ended == "at step 3: DeadlineError: too late"
+    again = ledger(tmp_path, 1, 3)
+    assert balance(tmp_path).ended == "", "it goes on, or was killed"
+    again.close(4, is_whole=True, reason="all 4 steps are made")
+    assert balance(tmp_path).ended == "at step 4: all 4 steps are made"
+
+
 def test_what_is_written_later_is_written_in_order_and_with_what_is_written_before(tmp_path):
     timers = []
     made = ledger(tmp_path, later=lambda seconds, write: timers.append(write))
@@ -123,7 +134,9 @@ def test_what_was_finished_is_used_by_the_next_attempt(tmp_path):
 
 def test_weights_that_were_lost_made_what_is_lost(tmp_path):
     crashed(tmp_path, old=["0.1"], lost=["0.1", "0.2"])
-    again = ledger(tmp_path, 1, 1)
+    told = []
+    again = ledger(tmp_path, 1, 1, on_drop=lambda *drop: told.append(drop))
+    assert told == [("undone by a resume", 4)]
     assert again.survivors == {0: 1}
     assert again.kept("old", 1) is not None
     assert again.kept("lost", 1) is None
@@ -138,11 +151,13 @@ def test_a_later_resume_counts_for_all_earlier_attempts(tmp_path):
 
 
 def test_what_is_too_old_is_dropped(tmp_path):
+    told = []
     crashed(tmp_path, old=["0.0"], young=["0.1"])
-    again = ledger(tmp_path, 1, 1)
+    again = ledger(tmp_path, 1, 1, on_drop=lambda *drop: told.append(drop))
     assert again.kept("old", 2) is None
     assert again.kept("young", 2) is not None
     assert states(tmp_path)["dropped", "stale"] == (1, 2)
+    assert told == [("stale", 2)]
 
 
 def test_training_that_a_resume_undoes_is_made_again_from_the_same_rollouts(tmp_path):

@@ -23,7 +23,7 @@ from slipstream.view import (
     render_table,
     sparkline,
 )
-from slipstream.view.figures import accuracy_line, figure_lines
+from slipstream.view.figures import accuracy_line, figure_lines, waits_line
 from slipstream.view.text import BLOCK_LEVELS
 
 TITLE = "reverse-1 · models/byte-1m · spell_backward"
@@ -410,6 +410,22 @@ def test_sparklines_fit_and_reach_from_bottom_to_top(values, width):
     if len(values) <= width and values and max(values) > min(values):
         assert line[values.index(min(values))] == BLOCK_LEVELS[0]
         assert line[values.index(max(values))] == BLOCK_LEVELS[-1]
+
+
+def test_one_line_says_who_waited_for_what(rich):
+    rich.start(TITLE, 9)
+    rich.step(1, ROW)
+    assert "idle:" not in picture_of(rich)
+    waits = {"idle/engine_s": 2.5, "idle/engine_trainer_s": 2.0, "idle/engine_update_s": 0.5, "idle/trainer_s": 0.0}
+    rich.step(2, ROW | waits | {"staleness/max": 0.0})
+    assert "idle: engine 2.5 s (trainer), trainer 0.0 s" in picture_of(rich)
+    ages = {"staleness/max": 1.0, "staleness/age_1": 0.25, "staleness/age_0": 0.75}
+    queues = {"rollout/groups_running": 12.0, "rollout/groups_ready": 3.0, "dropped/late": 2.0}
+    rich.step(3, ROW | waits | ages | queues)
+    assert waits_line(ROW | waits | ages | queues) == (
+        "idle: engine 2.5 s (trainer), trainer 0.0 s  groups: 12 running, 3 ready  tokens by age: 0: 75 %, 1: 25 %"
+        "  dropped: 2"
+    )
 
 
 def test_a_step_without_loss_says_why(plain, rich, clock):

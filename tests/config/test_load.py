@@ -278,6 +278,8 @@ class TestKnobsWithoutEffect:
             (MINIMAL, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),
             (SFT, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),
             (PPO, ["--algorithm.scale_rewards", "std"], 'are not compared with other rewards: use "whiten" or "none"'),
+            (MINIMAL, ["--training.overprovision", "0.5"], 'set training.order = "ready", or remove it'),
+            (MINIMAL, ["--training.order", "data", "--training.overprovision", "0.5"], "last cancelled"),
             (PPO, ["--critic.warmup_steps", "20"], "critic.warmup_steps = 20 is not below training.steps = 20"),
             (
                 MINIMAL,

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.errors import EngineError
-from slipstream.records import SamplingParams, Ticket, Version
+from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
@@ -105,3 +105,26 @@ def test_published_versions_are_kept_until_nobody_can_need_them(live, tmp_path):
         publisher.publish(weights.items(), step, 0, lambda ticket: None)
     assert sorted(path.name for path in folder.iterdir()) == ["0.2", "0.3"]
     assert Version(0, 3).name == "0.3"
+
+
+@pytest.mark.parametrize("step", [71, 72])
+def test_an_engine_that_has_left_its_group_goes_on_and_joins_the_next_one(live, tmp_path, step):
+    """In the order of a run's end: the engine first, then the trainer, and nobody waits for the other."""
+    left, under_way = [], []
+
+    def leave() -> None:
+        left.append(live.call(live.engine.leave(20), 30))
+
+    both = create_bridge("broadcast", folder=tmp_path, source=live.model, engine=live.engine, timeout_s=60, leave=leave)
+    try:
+        weights = perturbed(load_file(live.model / "model.safetensors"), step)
+        ticket = both.publisher.publish(
+            weights.items(), step, 0, lambda it: under_way.append(live.thread.submit(both.receiver.apply(it, 60)))
+        )
+        check_report(under_way[0].result(60), ticket)
+    finally:
+        both.publisher.close()
+    assert left == [None]
+    (answer,) = live.generate(GenerateRequest(f"left-{step}", PROMPTS[0], SamplingParams(max_tokens=4), seed=1))
+    assert [span.version for span in answer.versions] == [f"0.{step}"]
+    live.call(live.engine.leave(20))  # in no group

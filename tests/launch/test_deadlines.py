@@ -37,6 +37,15 @@ def test_long_completions_and_slow_machines_take_longer():
     assert two > 256 * 2048 / 200
 
 
+def test_the_plan_tells_the_budget_of_further_tries():
+    def tries(values):
+        return [note for note in plan(GENERATED | values, **CARD).notes if note.name == "further tries of a request"]
+
+    (note,) = tries({"inference.request_timeout_s": 100.0})
+    assert (note.value, note.how) == (5, "begun within 200 s of the first, 2 times inference.request_timeout_s")
+    assert tries({"inference.request_retries": 0}) == []
+
+
 def test_what_was_set_stays_and_each_has_its_reason():
     values = {"inference.start_timeout_s": 7.0, "weights.apply_timeout_s": 8.0, "inference.request_timeout_s": 9.0}
     assert deadlines(values, **CARD) == (7.0, 8.0, 9.0)

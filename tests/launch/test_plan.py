@@ -596,6 +596,9 @@ class TestGPU:
         restarts = {"training.staleness": 1, "weights.bridge": "restart"}
         assert plan(GENERATED | restarts, **CARD).config.training.order == "data"
         assert "ends the engine at every update" in refusal(GENERATED | restarts | {"training.order": "ready"}, **CARD)
+        further = {"training.overprovision": 0.25}
+        assert plan(GENERATED | further | {"training.staleness": 2}, **CARD).config.training.order == "ready"
+        assert "use another bridge, or remove it" in refusal(GENERATED | restarts | further, **CARD)
 
     def test_two_cards(self):
         made = plan(GENERATED, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE)

@@ -71,7 +71,13 @@ class Orchestrator:
         if numbers is not None:
             self.ledger.batch(step, [self.name(number) for number in numbers])
             rollouts = [rollout for number in numbers for rollout in self.ready.pop(number)]
-            self.parts.append(([*numbers, *self.silent], rollouts, len(numbers)))
+            for number in self.slots.surplus:
+                if self.ready.pop(number, None) is not None:
+                    self.ledger.drop(self.name(number), "surplus")
+                else:
+                    del self.running[number]
+                    self.ledger.cancel(self.name(number), "surplus")
+            self.parts.append(([*numbers, *self.silent, *self.slots.surplus], rollouts, len(numbers)))
             self.silent = []
         return numbers
 
@@ -90,8 +96,10 @@ class Machine(RuleBasedStateMachine):
         staleness=st.integers(0, 3),
         steps=st.integers(2, 8),
         delays=st.booleans(),
+        further=st.sampled_from([0, 0, 1, 3]),
     )
-    def start(self, number, size, staleness, steps, delays):
+    def start(self, number, size, staleness, steps, delays, further):
+        self.further = further
         self.scratch = tempfile.TemporaryDirectory()
         self.folder = Path(self.scratch.name)
         self.number, self.size, self.staleness, self.steps = number, size, staleness, steps
@@ -115,7 +123,7 @@ class Machine(RuleBasedStateMachine):
         own = self.size // number
         self.orchestrators = [
             Orchestrator(
-                Slots(own, self.staleness, self.step, self.steps),
+                Slots(own, self.staleness, self.step, self.steps, self.further),
                 Ledger(
                     self.folder, self.lineage, self.step, staleness=self.staleness, shape={"orchestrators": number},
                     saved_step=lambda: self.saved, orchestrator=each,
@@ -213,7 +221,7 @@ class Machine(RuleBasedStateMachine):
         for each in self.orchestrators if hasattr(self, "orchestrators") else ():
             slots = each.slots
             waiting = slots.num_running + slots.num_ready + slots.num_free + len(each.parts) * slots.size
-            assert waiting <= (self.staleness + 1) * slots.size
+            assert waiting <= (self.staleness + 1) * slots.size + self.further
 
     def teardown(self):
         if not hasattr(self, "orchestrators"):

@@ -371,6 +371,7 @@ async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
     assert [rollout.group_id for rollout in batch.rollouts] == ["4.0", "4.0", "4.1", "4.1"]
     assert len({rollout.id for rollout in batch.rollouts}) == 4
     assert batch.dropped == {"reward_error": 2}
+    assert batch.metrics["dropped_tokens/reward_error"] == 4
     with pytest.raises(EnvironmentFault, match=r"(?s)2 of 6 rollouts of step 4.*x is not graded"):
         await make_batcher(engine, max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
 
@@ -411,7 +412,20 @@ def test_staleness_counts_sampled_tokens():
     sequence = Sequence([1] * 7, [False, False, True, True, True, False, True], versions=spans)
     rollout = Rollout("a", "task", "group", [sequence], reward=0.0, outcome="done")
     metrics = staleness_metrics(7, [rollout])
-    assert metrics == {"staleness/mean": 0.5, "staleness/max": 1.0, "staleness/mixed_fraction": 1.0}
+    shares = {"staleness/age_0": 0.5, "staleness/age_1": 0.5}
+    assert metrics == {"staleness/mean": 0.5, "staleness/max": 1.0, "staleness/mixed_fraction": 1.0} | shares
+
+
+def test_the_histogram_of_ages_has_every_age_up_to_7_and_then_powers_of_2():
+    ages = [0, 3, 8, 15, 16, 40]
+    spans = [VersionSpan(place, f"0.{40 - age}") for place, age in enumerate(ages)]
+    sequence = Sequence([1] * len(ages), [True] * len(ages), versions=spans)
+    found = staleness_metrics(40, [Rollout("a", "task", "group", [sequence], reward=0.0, outcome="done")])
+    shares = {name.removeprefix("staleness/age_"): value for name, value in found.items() if "age_" in name}
+    assert [*shares] == ["0", "1", "2", "3", "4", "5", "6", "7", "8", "16", "32"]
+    assert {name for name, value in shares.items() if value} == {"0", "3", "8", "16", "32"}
+    assert shares["8"] == pytest.approx(2 / 6)
+    assert sum(shares.values()) == pytest.approx(1.0)
 
 
 async def test_missing_logprobs_are_refused_where_they_are_needed():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.data.draws import Draws
+from slipstream.envs.base import Episode
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import group_name
@@ -17,7 +18,7 @@ from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Message, Rollout, Sequence, Task, Ticket, Version, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
-from tests.orchestrator.test_orchestrator import END, make_batcher, say
+from tests.orchestrator.test_orchestrator import END, Odd, make_batcher, say
 
 SIZE = 3
 
@@ -47,7 +48,7 @@ class Uneven(ScriptedEngine):
             self.version = now
 
 
-async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s=0.002, **options):
+async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s=0.002, overprovision=0.0, **options):
     """All batches of a run whose trainer takes one after the other."""
     versions = Versions(engine, apply_timeout_s=1.0)
     versions.allow_in_flight()
@@ -55,7 +56,7 @@ async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s
     if order == "data":
         batches = InDataOrder(batcher, versions, tasks_of_step, Hooks())
     else:
-        batches = ReadyFirst(batcher, versions, tasks_of_step, Hooks(), SIZE, draws or Draws())
+        batches = ReadyFirst(batcher, versions, tasks_of_step, Hooks(), SIZE, draws or Draws(), overprovision)
     queue = asyncio.Queue(staleness + 1)
     made = asyncio.create_task(batches.make_all(first, steps, queue.put))
     trained = []
@@ -91,6 +92,69 @@ def test_every_group_is_in_one_batch_and_none_is_too_old(seed, staleness, first)
         assert batch.step - staleness <= batch.version.step <= oldest
         draws.use(batch.draws)
     assert draws == Draws(steps * SIZE)
+
+
+class Slow(ScriptedEngine):
+    """The completions of every fourth task of the order are never done."""
+
+    def __init__(self):
+        super().__init__(say("b"))
+        self.hung = self.cancelled = 0
+
+    async def generate(self, request):
+        step, place, *_ = map(int, request.id.partition("-")[0].split("."))
+        if (step * SIZE + place) % 4 == 0:
+            self.hung += 1
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_with_over_provision_the_last_groups_are_cancelled_and_counted(staleness, tmp_path):
+    ledger, engine = Ledger(tmp_path, 0, 0, staleness=staleness, shape={}), Slow()
+    making = train(engine, order="ready", staleness=staleness, steps=6, overprovision=1.0, ledger=ledger, train_s=0.02)
+    batches = await asyncio.wait_for(making, 30.0)
+    ledger.close(6, is_whole=True)
+    assert [len(batch.rollouts) for batch in batches] == [2 * SIZE] * 6
+    used = [number for batch in batches for number in batch.draws]
+    assert sorted(used) == list(range(len(used))), "each draw ends once"
+    trained = {rollout.group_id for batch in batches for rollout in batch.rollouts}
+    assert len(trained) == 6 * SIZE
+    states = {(entry.state, entry.reason): entry.num_groups for entry in balance(tmp_path).entries}
+    num_cancelled = sum(batch.metrics.get("rollout/groups_cancelled", 0) for batch in batches)
+    assert states.pop(("trained", "")) == 6 * SIZE
+    assert states.pop(("cancelled", "surplus")) == num_cancelled > 0
+    assert states.pop(("dropped", "surplus"), 0) == sum(
+        batch.metrics.get("dropped_groups/surplus", 0) for batch in batches
+    )
+    assert states == {}
+    assert engine.hung == engine.cancelled > 0
+    for batch in batches:
+        versions = [int(s.version.split(".")[1]) for r in batch.rollouts for q in r.sequences for s in q.versions]
+        assert min(versions) >= batch.step - staleness
+
+
+async def test_an_environment_that_suppresses_its_cancellation_ends_its_group_once_all_the_same(tmp_path):
+    class Stubborn(Odd):
+        async def run(self, task, policy):
+            try:
+                return await super().run(task, policy)
+            except asyncio.CancelledError:
+                return Episode("b")
+
+    ledger = Ledger(tmp_path, 0, 0, staleness=1, shape={})
+    making = train(
+        Slow(), order="ready", staleness=1, steps=4, overprovision=1.0, ledger=ledger, environment=Stubborn()
+    )
+    batches = await asyncio.wait_for(making, 30.0)
+    ledger.close(4, is_whole=True)
+    found = balance(tmp_path)
+    assert (found.num("trained"), found.num_open) == (4 * SIZE, 0)
+    assert sum(len(batch.draws) for batch in batches) == found.num_begun
 
 
 async def test_without_staleness_both_orders_make_the_same_batches():

@@ -290,18 +290,19 @@ def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):
             done.append("cancelled")
 
     caller = sides.serve(
-        executor_of(Engine(), Versions(), make_batches=make_batches, close=lambda step: done.append(step))
+        executor_of(Engine(), Versions(), make_batches=make_batches, close=lambda end: done.append(end))
     )
     making = caller.submit(commands.MakeBatches(0, 5))
-    caller.call(commands.Close(3), commands.Done, 20.0, "the end")
+    end = commands.Close(3, "all 3 steps are made")
+    caller.call(end, commands.Done, 20.0, "the end")
     sides.thread.join(20.0)
-    assert done in (["cancelled", 3], [3]), "3: the command had not begun"
+    assert done in (["cancelled", end], [end]), "without the first the command had not begun"
     assert not sides.thread.is_alive()
     assert not making.done() or making.exception() is None
 
 
 def test_a_close_that_cannot_write_says_so(sides):
-    def close(step):
+    def close(end):
         raise DataError("the disk is full")
 
     caller = sides.serve(executor_of(Engine(), Versions(), close=close))
@@ -425,7 +426,7 @@ def test_work_that_swallows_its_cancellation_does_not_keep_the_ledger_open(sides
     caller.submit(commands.MakeBatches(0, 5))
     assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
     caller.call(commands.Close(3), commands.Done, 20.0, "the end")
-    assert closed == [3]
+    assert closed == [commands.Close(3)]
     assert any("did not end when cancelled" in each.fields["message"] for each in sides.heard)
     let_go.set()
     sides.thread.join(20.0)

@@ -35,7 +35,8 @@ class Flaky(ScriptedEngine):
 def runner_of(engine, most=5, budget_s=60.0, environment=None, **options):
     told = []
     environment = environment or Odd()
-    retries = Retries(most, budget_s, told.append)
+    engine.exhausted = []
+    retries = Retries(most, budget_s, told.append, lambda: engine.exhausted.append(True))
     scorer = InlineScorer(environment)
     return RolloutRunner(
         environment, scorer, Letters(), engine, request_timeout_s=0.2, retries=retries, **options
@@ -65,6 +66,7 @@ async def test_a_request_that_is_given_up_is_tried_again_with_the_same_seed(caus
     assert (rollout.outcome, rollout.reward, rollout.error, rollout.num_sampled) == ("done", 1.0, "", 2)
     assert len(rollout.sequences) == 1
     assert told == [cause] * 3
+    assert engine.exhausted == []
     assert {request.seed for request in engine.requests} == {7}
     assert len({request.id for request in engine.requests}) == 4
     assert runner.num_ended == 5, "four tries, and the rollout"
@@ -75,7 +77,7 @@ async def test_what_is_refused_for_good_is_not_tried_again(cause):
     engine = Flaky(1, cause)
     runner, told = runner_of(engine)
     rollout = await run(runner)
-    assert (rollout.outcome, len(engine.requests), told) == ("engine_error", 1, [])
+    assert (rollout.outcome, len(engine.requests), told, engine.exhausted) == ("engine_error", 1, [], [])
     assert rollout.error == "request r.0-0 was told to fail"
 
 
@@ -85,6 +87,7 @@ async def test_in_the_end_it_is_an_engine_error_that_says_how_often(most, tries)
     runner, told = runner_of(engine, most)
     rollout = await run(runner)
     assert (rollout.outcome, len(engine.requests), len(told)) == ("engine_error", tries, most)
+    assert len(engine.exhausted) == (most > 0), "counted once, and not where there are no further tries"
     assert ("in the last of" in rollout.error) == (most > 0)
     assert rollout.error.endswith(f", in the last of {tries} tries" if most else "was told to fail")
     assert rollout.sequences == []
@@ -105,6 +108,7 @@ async def test_no_try_begins_after_the_budget(monkeypatch, lasts_s, tries):
     runner, _ = runner_of(engine, 5, BUDGET * 300.0)
     rollout = await run(runner)
     assert (rollout.outcome, len(engine.requests)) == ("engine_error", tries)
+    assert engine.exhausted == [True]
     assert clock[0] <= max(lasts_s, (BUDGET + 1) * 300.0)
 
 

@@ -51,6 +51,7 @@ def batch(step, name, reward=1.0, **metrics):
 def test_a_batch_of_two_parts():
     first = batch(4, "a", **{"time/generate_s": 2.0, "throughput/rollouts_per_s": 3.0, "rollout/drawn_groups": 1.0})
     second = batch(4, "b", **{"time/generate_s": 5.0, "throughput/rollouts_per_s": 4.0, "rollout/drawn_groups": 3.0})
+    first.metrics["idle/engine_s"], second.metrics["idle/engine_s"] = 3.0, 1.0
     first.metrics["reward/drawn_mean"], second.metrics["reward/drawn_mean"] = 0.0, 1.0
     first.dropped, second.dropped = {"timeout": 1, "no_signal": 2}, {"timeout": 3}
     first.draws, second.draws, second.version = [4, 9], [6], Version(0, 2)
@@ -66,6 +67,9 @@ def test_a_batch_of_two_parts():
         "staleness/mean": 1.0,
         "staleness/max": 1.0,
         "staleness/mixed_fraction": 0.0,
+        "staleness/age_0": 0.0,
+        "staleness/age_1": 1.0,
+        "idle/engine_s": 3.0,
     }
     assert join([first]) is first
     with pytest.raises(ValueError, match="several steps"):
@@ -87,6 +91,7 @@ def test_a_part_that_was_taken_waits_for_the_others():
     receipt, made = joined.take(1.0)
     assert [rollout.id for rollout in made.rollouts] == ["c", "d"]
     assert joined.ack(receipt)
+    assert len(joined) == 0
     queues[0].put(batch(3, "e"), 0.1)
     queues[0].put(batch(4, "f"), 0.1)
     with pytest.raises(DeadlineError):

@@ -11,9 +11,16 @@ from slipstream.orchestrator.batches.slots import Slots
 class Machine(RuleBasedStateMachine):
     """Groups that begin, finish and are dropped in any order, and a trainer that takes batches when it likes."""
 
-    @initialize(size=st.integers(1, 4), staleness=st.integers(0, 4), first=st.integers(0, 3), steps=st.integers(1, 8))
-    def start(self, size, staleness, first, steps):
-        self.slots = Slots(size, staleness, first, first + steps)
+    @initialize(
+        size=st.integers(1, 4),
+        staleness=st.integers(0, 4),
+        first=st.integers(0, 3),
+        steps=st.integers(1, 8),
+        further=st.sampled_from([0, 0, 1, 2, 5]),
+    )
+    def start(self, size, staleness, first, steps, further):
+        self.slots = Slots(size, staleness, first, first + steps, further)
+        self.surplus = set()
         self.released = first
         self.next = 0
         self.running, self.began, self.batches, self.trained, self.dropped = [], {}, [], set(), set()
@@ -55,6 +62,11 @@ class Machine(RuleBasedStateMachine):
         assert all(self.began[number] >= step - self.slots.staleness for number in batch)
         self.trained |= set(batch)
         self.batches.append(batch)
+        surplus = set(self.slots.surplus)
+        assert len(surplus) <= self.slots.further
+        assert not surplus & (self.trained | self.dropped | self.surplus)
+        self.surplus |= surplus
+        self.running = [number for number in self.running if number not in surplus]
 
     @precondition(lambda self: self.batches)
     @rule()
@@ -68,7 +80,8 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "slots"):
             return
         waiting = self.slots.num_running + self.slots.num_ready + self.slots.num_free
-        assert waiting + len(self.batches) * self.slots.size <= (self.slots.staleness + 1) * self.slots.size
+        slots = (self.slots.staleness + 1) * self.slots.size + self.slots.further
+        assert waiting + len(self.batches) * self.slots.size <= slots
 
     def teardown(self):
         """Whatever has happened, the run comes to its end: nothing waits for ever."""
@@ -86,15 +99,15 @@ class Machine(RuleBasedStateMachine):
         assert not self.slots.num_free
         assert not self.slots.num_ready
         assert not self.slots.num_running
-        assert len(self.trained) + len(self.dropped) == self.next
+        assert len(self.trained) + len(self.dropped) + len(self.surplus) == self.next
 
 
 Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 TestSlots = Machine.TestCase
 
 
-def slots(*, size=2, staleness=1, steps=10):
-    return Slots(size, staleness, 0, steps)
+def slots(*, size=2, staleness=1, steps=10, further=0):
+    return Slots(size, staleness, 0, steps, further)
 
 
 def begin(made, *numbers):
@@ -153,6 +166,48 @@ def test_several_groups_that_no_later_batch_has_room_for_are_taken_ahead():
     assert made.cut() is None  # four of version 0 are left for two batches
     made.finish(3)
     assert made.cut() == [2, 3]
+
+
+def test_with_further_slots_a_batch_does_not_wait_for_the_last_group():
+    made = slots(further=1)
+    assert made.num_free == 5
+    begin(made, 0, 1, 2, 3, 4)
+    for number in (1, 2):
+        made.finish(number)
+    assert made.cut() == [1, 2]
+    assert made.surplus == []
+    made.release(1)
+    begin(made, 5, 6)
+    for number in (5, 6):
+        made.finish(number)
+    assert made.cut() is None  # of 0, 3 and 4, which began under version 0, two must be in the batch of step 1
+    made.finish(4)
+    assert made.cut() is None
+    made.finish(3)
+    assert (made.cut(), made.surplus) == ([3, 4], [0])
+    assert (made.num_running, made.num_ready, made.num_free) == (0, 2, 1)
+
+
+def test_a_surplus_group_that_has_finished_is_taken_before_one_that_may_wait():
+    made = slots(further=1)
+    begin(made, 0, 1, 2, 3, 4)
+    for number in (0, 1):
+        made.finish(number)
+    assert made.cut() == [0, 1]
+    made.release(1)
+    begin(made, 5, 6)
+    for number in (5, 2, 3, 4):
+        made.finish(number)
+    assert (made.cut(), made.surplus) == ([2, 3], [4]), "a batch has room for two, and 4 would be too old for the next"
+    assert made.num_ready == 1
+
+
+def test_the_last_batch_leaves_nothing_running():
+    made = slots(staleness=0, steps=1, further=2)
+    begin(made, 0, 1, 2, 3)
+    made.finish(3)
+    made.finish(1)
+    assert (made.cut(), made.surplus, made.num_free) == ([1, 3], [0, 2], 0)
 
 
 def test_no_more_groups_begin_than_the_last_batch_needs():

@@ -20,6 +20,7 @@ from slipstream.report.rollouts import _cut
 from slipstream.report.series import GROUPS, MAX_POINTS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times
 from slipstream.runlog import read_run
+from slipstream.runlog.ledger import Ledger
 from tests.report.conftest import HOSTILE
 
 
@@ -60,13 +61,59 @@ def test_several_engines_are_told_apart(write, tmp_path):
     with (folder / "metrics.jsonl").open() as file:
         rows = [json.loads(line) for line in file]
     for row in rows:
-        row |= {"replica_0/requests": 600.0, "replica_0/tokens_per_s": 1234.0, "replica_0/restarts": 0.0}
+        row |= {
+            "replica_0/requests": 600.0,
+            "replica_0/idle_s": 0.5,
+            "replica_0/tokens_per_s": 1234.0,
+            "replica_0/restarts": 0.0,
+        }
         row |= {"replica_1/requests": 0.0, "replica_1/restarts": 2.0, "replica_x/requests": 1.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text, _ = report(tmp_path, folder)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text[text.index("What each engine did") :])[:8]
-    assert cells[:3] == [f"{600 * len(rows):,}", "1,234", "0"]
-    assert cells[3:6] == ["0", "0", "2"]
+    assert cells[:4] == [f"{600 * len(rows):,}", "1,234", f"{0.5 * len(rows):.1f}\u00a0s", "0"]
+    assert cells[4:8] == ["0", "0", "0.0\u00a0s", "2"]
+
+
+def test_who_waited_and_where_tokens_went(write, tmp_path):
+    folder = write("one")
+    with (folder / "metrics.jsonl").open() as file:
+        rows = [json.loads(line) for line in file]
+    for row in rows[1:]:
+        step = row["step"]
+        row |= {"idle/engine_s": 1.0 + step, "idle/trainer_s": 2.0 * step, "staleness/age_0": 1 / step}
+        row |= {"tokens/generated": 10.0 * step, "tokens/trained": 9.0 * step, "rollout/requests_open": 1.0 * step}
+    rows[3] |= {"idle/engine_update_s": 1.0, "dropped_tokens/undone_by_a_resume": 4.0, "staleness/age_2": 0.5}
+    rows[3] |= {"dropped_groups/undone_by_a_resume": 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ledger = Ledger(folder, 0, 0, staleness=1, shape={})
+    ledger.begin("0.0")
+    ledger.close(1)
+    text, page = report(tmp_path, folder)
+    for title in ("Engine idle", "Trainer idle", "Tokens by age", "Queues", "Tokens", "Tokens dropped"):
+        assert f"<h3>{title}</h3>" in text, title
+    assert "undone by a resume" in page.words
+    assert "restart" not in text[text.index("<h3>Engine idle</h3>") : text.index("<h3>Trainer idle</h3>")]
+    assert "1 groups were begun in all attempts, 0 of them have not ended." in page.words
+    assert "cancelled: run ended" in page.words
+
+
+def test_what_was_used_of_the_further_tries(write, tmp_path):
+    folder = write("one")
+    _, page = report(tmp_path, folder)
+    assert "tried again" not in page.words, "a run of before"
+    with (folder / "resolved.toml").open("a") as file:
+        file.write("[inference]\nrequest_retries = 5  # default\nrequest_timeout_s = 300.0  # derived: x\n")
+    _, page = report(tmp_path, folder)
+    assert "Requests were tried again 0 times. Each had 5 further tries within 2 times 300.0 s" in page.words
+    with (folder / "metrics.jsonl").open() as file:
+        rows = [json.loads(line) for line in file]
+    rows[2] |= {"retry/late": 4.0, "retry/refused": 1.0}
+    rows[3] |= {"retry/late": 2.0, "retry/exhausted": 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, page = report(tmp_path, folder)
+    assert "Requests were tried again 7 times (late 6, refused 1)." in page.words
+    assert "1 requests used all of them." in page.words
 
 
 def test_a_finished_run_is_told_whole(write, tmp_path):

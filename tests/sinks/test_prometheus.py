@@ -99,6 +99,26 @@ def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
     assert not any(thread.name == "metrics-server" for thread in threading.enumerate())
 
 
+def test_tokens_and_idle_seconds_are_counted_by_reason(tmp_path):
+    row = {"tokens/generated": 50.0, "tokens/trained": 20.0, "dropped_tokens/surplus": 5.0}
+    row |= {"dropped_groups/undone_by_a_resume": 1.0, "idle/engine_s": 3.0, "idle/engine_trainer_s": 2.0}
+    row |= {"retry/exhausted": 3.0}
+    row |= {"idle/engine_update_s": 1.0, "idle/trainer_generation_s": 0.5, "staleness/age_1": 0.25}
+    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
+        server.serve(log, "run")
+        log.metrics(1, ROW | row)
+        log.metrics(2, ROW | row)
+        found = samples(get(server.url))
+    assert found["slipstream_tokens_generated_total",] == 100
+    assert found["slipstream_requests_given_up_total",] == 6
+    assert ("slipstream_requests_retried_total", "exhausted") not in found
+    assert found["slipstream_tokens_dropped_total", "surplus"] == 10
+    assert found["slipstream_groups_dropped_total", "undone_by_a_resume"] == 2
+    idle = {key[1:]: value for key, value in found.items() if key[0] == "slipstream_idle_seconds_total"}
+    assert idle == {("engine", "trainer"): 4, ("engine", "update"): 2, ("generation", "trainer"): 1}
+    assert found["slipstream_staleness_age_1",] == 0.25
+
+
 def test_counters_go_on_after_a_resume_and_steps_made_again_count_once(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         for step in (1, 2, 3):

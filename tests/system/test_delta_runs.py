@@ -21,6 +21,8 @@ def test_grpo(command, run_file, tmp_path, bridge, staleness):
     code, _, err = run.wait()
     assert code == 0, err
     assert check_run(folder, steps=4) == [0]
+    left = [event["problem"] for event in read_events(folder) if event["kind"] == "weight_group_left"]
+    assert left == [""] * (bridge == "broadcast"), "the engine left before the trainer ended the group"
     assert run.left_behind() == []
     assert [verdict for verdict in verify(folder) if verdict.problems] == []
     # Resumed, another engine has to be given everything first.

@@ -89,6 +89,8 @@ def test_steps_of_truncated_completions_only_are_skipped_where_these_are_not_tra
     assert "truncated ones are not trained on, in 2 consecutive steps" in report.message
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[0]["eval/truncated_fraction"] == 1.0
+    row = scripted.metrics[1]
+    assert (row["tokens/trained"], row["dropped_tokens/skipped"]) == (0.0, row["tokens/generated"])
 
 
 def off_by(offset, *, until=10**9):
@@ -555,7 +557,78 @@ def test_staleness(scripted, staleness, order):
     assert stale[0] == 0.0
     assert 1.0 <= max(stale) <= float(staleness)
     assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5
-    assert not any(name.startswith("dropped/") for row in scripted.metrics for name in row)
+    assert not any(name.startswith("dropped") for row in scripted.metrics for name in row)
+    for row in scripted.metrics[1:]:
+        assert sum(value for name, value in row.items() if name.startswith("staleness/age_")) == pytest.approx(1.0)
+        assert 0 <= row["idle/trainer_s"] < 60
+        assert 0 <= row["idle/engine_s"] < 60
+        assert row["rollout/batches_ready"] <= float(staleness)
+        assert ("rollout/requests_open" in row) == (order != "data")
+    assert sum_of(scripted.metrics, "tokens/generated") == sum_of(scripted.metrics, "tokens/trained") > 0
+
+
+@pytest.mark.parametrize("staleness", ["0", "2"])
+def test_over_provision(scripted, staleness):
+    """Groups of every fifth task finish only when they are cancelled."""
+    ready = ("--training.staleness", staleness, "--training.order", "ready", "--training.overprovision", "0.5")
+
+    def change(engine):
+        generate = engine.generate
+
+        async def sometimes_slow(request):
+            if request.group_id and not request.id.startswith("probe") and sum(request.prompt_ids) % 5 == 0:
+                await asyncio.sleep(600)
+            return await generate(request)
+
+        engine.generate = sometimes_slow
+
+    report = scripted.run(*WITHOUT_EVALUATION, *ready, "--training.steps", "6", change=change)
+    assert (report.status, report.step, report.message) == ("finished", 6, "")
+    found = balance(scripted.folder)
+    assert (found.num("trained"), found.num_open) == (6 * 4, 0)
+    cancelled = sum_of(scripted.metrics, "rollout/groups_cancelled")
+    assert {entry.reason for entry in found.entries if entry.state != "trained"} == {"surplus"}
+    assert found.num("cancelled") == cancelled > 0
+    assert {row["rollout/num"] for row in scripted.metrics[1:]} == {16.0}
+    assert max(row["staleness/max"] for row in scripted.metrics[1:]) <= float(staleness)
+
+
+def test_all_tokens_that_were_sampled_are_trained_on_or_counted_by_reason(scripted):
+    """Half of the groups have no signal, and of two in a row both are skipped."""
+    settings = ("--algorithm.max_refills", "1", "--run.max_steps_without_signal", "9", "--training.steps", "5")
+
+    def script(prompt, seed):
+        return scripted.say("ab"[seed % 2] if sum(prompt) % 2 else "a")
+
+    report = scripted.run(*WITHOUT_EVALUATION, *settings, script=script)
+    assert (report.status, report.message) == ("finished", "")
+    dropped = {name for row in scripted.metrics for name in row if name.startswith("dropped_tokens/")}
+    assert dropped
+    num_dropped = sum(sum_of(scripted.metrics, name) for name in dropped)
+    assert sum_of(scripted.metrics, "tokens/generated") == sum_of(scripted.metrics, "tokens/trained") + num_dropped
+    found = balance(scripted.folder)
+    of_groups = sum(entry.num_tokens for entry in found.entries)
+    assert sum_of(scripted.metrics, "tokens/generated") == of_groups
+
+
+def sum_of(rows, name):
+    return sum(row.get(name, 0.0) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "all 3 steps are made"),
+        (("--training.max_seconds", "1e-3"), "training.max_seconds = 0.001 has passed"),
+        (("--evaluation.stop_at", "0.01", "--evaluation.every", "1"), "evaluation.stop_at"),
+        (("--run.max_steps_without_signal", "1"), "TrainingError: "),
+    ],
+)
+def test_the_ledger_knows_why_the_run_ended(scripted, options, reason):
+    scripted.run(*options, script=None if "TrainingError" not in reason else lambda prompt, seed: scripted.say("a"))
+    (event,) = scripted.events("generation_ended")
+    assert reason in event["reason"]
+    assert balance(scripted.folder).ended == f"at step {event['step']}: {event['reason']}"
 
 
 def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):

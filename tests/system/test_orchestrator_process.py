@@ -26,7 +26,7 @@ from .test_real_runs import COIN, ENDLESS, check_run, num_steps
 
 FILES = ("--run.streams", "files")
 OPTIONS = ("--training.steps", "5", "--run.checkpoint_every", "2", "--weights.bridge", "disk")
-_TIMES = ("time/", "throughput/", "update/stall", "memory/")
+_TIMES = ("time/", "throughput/", "idle/", "update/stall", "memory/")
 
 
 @pytest.fixture
@@ -347,6 +347,9 @@ def test_two_orchestrators_with_real_engines(command, run_file, tmp_path, how):
     assert code == 0, err
     check_run(folder, steps=6)
     assert balance(folder).num_open == 0
+    assert balance(folder).ended == "at step 6: all 6 steps are made"
+    left = [event["problem"] for event in read_events(folder) if event["kind"] == "weight_group_left"]
+    assert left == [""] * (bridge == "broadcast")
     assert run.left_behind() == []
 
 

@@ -108,6 +108,27 @@ def test_after_a_version_that_could_not_be_sent_there_is_another_group():
     assert torch.equal(found["a"], weights["a"])
 
 
+def test_the_workers_leave_the_group_before_it_ends(monkeypatch):
+    left = []
+    monkeypatch.setattr(Group, "leave", lambda group: left.append("trainer"))
+    weights, receivers = {"a": torch.ones(8)}, []
+    publisher = BroadcastPublisher(num_workers=1, timeout_s=20.0, leave=lambda: left.append("workers"))
+
+    def receive(ticket: Ticket) -> None:
+        list(Group(rendezvous_of(ticket), rank=1).receive(ticket))
+
+    def announce(ticket: Ticket) -> None:
+        receivers.append(threading.Thread(target=receive, args=(ticket,)))
+        receivers[-1].start()
+
+    publisher.publish(weights.items(), 1, 0, announce)
+    receivers[0].join(20)
+    publisher.close()
+    assert left == ["workers", "trainer"]
+    BroadcastPublisher(num_workers=1, timeout_s=1.0, leave=lambda: left.append("nobody")).close()
+    assert left == ["workers", "trainer"], "without a version there is no group"
+
+
 def test_messages_hold_everything_once_and_no_bucket_is_too_large():
     rendezvous = Small("", 1, 1.0)
     specs = describe(list(tensors_of(0).items()))

@@ -103,7 +103,7 @@ def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: 
     if found is None or not found.num_begun:
         raise DataError(f"{run} has no ledger: name a run of reinforcement learning")
     if json:
-        totals = {"num_begun": found.num_begun, "num_open": found.num_open}
+        totals = {"num_begun": found.num_begun, "num_open": found.num_open, "ended": found.ended}
         print_json({"entries": [dataclasses.asdict(entry) for entry in found.entries]} | totals)
     else:
         print_table(
@@ -119,6 +119,8 @@ def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: 
         )
         ended = found.num("trained", "dropped", "cancelled")
         print(f"{found.num_begun} groups were begun, {ended} have ended and {found.num_open} have not")
+        if found.ended:
+            print(f"the last attempt ended {found.ended}")
     return 0
 
 

@@ -276,6 +276,10 @@ class TrainingConfig(Section):
     """Which groups make a batch. `data`: those that follow in the order of the data; it depends on seed and step alone,
     and the engine waits for the longest completion of each batch. `ready`, with a staleness of 1 or more: those that
     finish first, while groups for up to `staleness` further batches are generated; none is dropped for its age."""
+    overprovision: Annotated[float, Field(ge=0.0, le=4.0)] = 0.0
+    """Under `order = "ready"`, groups that are generated beyond those that the batches need, as a part of
+    `prompts_per_batch`. A batch does not wait for as many; those that no later batch could take are cancelled. That is
+    faster where few completions are much longer than all others, and trains on fewer of these."""
     epochs_per_batch: bounds.Times = 1
     """How often a batch is gone through."""
     optimizer: OptimizerName = "adamw"

@@ -6,6 +6,7 @@ order, so that each draw means the same task in every process and after a resume
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class MixtureCurriculum:
         self._curriculum = Curriculum([part.weight for part in section.mixture.values()])
         self._size, self._staleness = config.training.prompts_per_batch, config.training.staleness
         self._order, self._max_refills = config.training.order, algorithm.max_refills
+        self._overprovision = config.training.overprovision
 
     @property
     def changes(self) -> list[Change]:
@@ -96,8 +98,10 @@ class MixtureCurriculum:
         """The first step of the order of which no group has begun while the engine generates for `step`."""
         if self._order == "data":
             return step + self._staleness
-        # Beyond the draws of trained batches: the slots, and what each of their batches drops for want of signal.
-        return -(-draws.next // self._size) + (self._staleness + 1) * (1 + self._max_refills) + 1
+        # Beyond the draws of trained batches: the slots, what each of their batches drops for want of signal or as
+        # surplus, and what runs beyond them.
+        ahead = (self._staleness + 1) * (1 + self._max_refills) + (self._staleness + 2) * self._overprovision
+        return -(-draws.next // self._size) + math.ceil(ahead) + 1
 
     def metrics(self, step: int) -> dict[str, float]:
         """The probability of each part in a step of the order of the tasks."""

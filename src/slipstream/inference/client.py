@@ -261,6 +261,10 @@ class EngineClient:
         verified."""
         await self._post("/go-on", msgspec.msgpack.encode(version), bool, timeout_s)
 
+    async def leave(self, timeout_s: float) -> None:
+        """Leave the process group that brings weights."""
+        await self._post("/leave", b"", bool, timeout_s)
+
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Compare the engine's live weights with a published version, changing nothing."""
         return await self._post("/verify", encode(ticket), ApplyReport, timeout_s)

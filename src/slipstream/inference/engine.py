@@ -96,6 +96,10 @@ class RunEngine(Generates, TakesWeights, Protocol):
         """Take the memory back."""
         ...
 
+    async def leave(self, timeout_s: float) -> None:
+        """Leave the process group over which weights came, if there is one. It goes on with those that it has."""
+        ...
+
     async def stop(self) -> None:
         """Stop and remove its files."""
         ...
@@ -324,6 +328,11 @@ class SupervisedEngine:
         if not self._process.is_alive():
             await self.revive()
         await self._process.client.wake(timeout_s)
+
+    async def leave(self, timeout_s: float) -> None:
+        """See `RunEngine`; one that is dead is in none."""
+        if self._process.is_alive():
+            await self._process.client.leave(timeout_s)
 
     def take_metrics(self) -> dict[str, float]:
         """Completions since the last call on which the tool parser raised, once there was one."""

@@ -65,6 +65,8 @@ class _Replica:
     num_tokens: int = 0
     busy_s: float = 0.0
     _busy_since: float = field(default=0.0, repr=False)
+    _taken_at: float = field(default_factory=time.monotonic, repr=False)
+    """When metrics were taken last."""
 
     def begin(self) -> None:
         if not self.in_flight:
@@ -88,9 +90,11 @@ class _Replica:
         now = time.monotonic()
         busy_s = self.busy_s + (now - self._busy_since if self.in_flight else 0.0)
         figures = {"requests": float(self.num_requests), "restarts": float(self.engine.num_restarts)}
+        figures["idle_s"] = max(0.0, now - self._taken_at - busy_s)
         if busy_s:
             figures["tokens_per_s"] = self.num_tokens / busy_s
         self.num_requests, self.num_tokens, self.busy_s, self._busy_since = 0, 0, 0.0, now
+        self._taken_at = now
         return {f"replica_{self.number}/{name}": value for name, value in figures.items()}
 
 
@@ -362,8 +366,13 @@ class EngineReplicas:
         """See `RunEngine`."""
         await self._all(lambda engine: engine.wake(timeout_s))
 
+    async def leave(self, timeout_s: float) -> None:
+        """See `RunEngine`."""
+        await self._all(lambda engine: engine.leave(timeout_s))
+
     def take_metrics(self) -> dict[str, float]:
-        """For each engine since the last call: requests, tokens per second of busy time; and restarts in all. Failures
+        """For each engine since the last call: requests, seconds without any, tokens per second of the others; and
+        restarts in all. Failures
         of the tool parser are those of all engines."""
         metrics: dict[str, float] = {}
         for replica in self._replicas:

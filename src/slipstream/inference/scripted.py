@@ -201,6 +201,9 @@ class ScriptedEngine:
     async def wake(self, timeout_s: float) -> None:
         """See `SupervisedEngine`."""
 
+    async def leave(self, timeout_s: float) -> None:
+        """See `SupervisedEngine`."""
+
     async def stop(self) -> None:
         """See `SupervisedEngine`."""
         self.kill()

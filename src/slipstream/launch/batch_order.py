@@ -95,10 +95,16 @@ def silence_limit_s(config: PlannedConfig) -> float:
     return own_s + engine_s + apply_timeout_s(config) + (LONGEST_WAIT_S if inference.request_retries else 0.0)
 
 
-def retries_of(config: PlannedConfig, on_retry: Callable[[str], None] = lambda reason: None) -> Retries:
-    """How often the requests of rollouts are tried again; `on_retry` gets the reason of each further try."""
+def retries_of(config: PlannedConfig, count: Callable[[dict[str, float]], None] = lambda values: None) -> Retries:
+    """How often the requests of rollouts are tried again; `count` adds up metrics of each further try, by its reason,
+    and of each request that has used all of them."""
     inference = config.inference
-    return Retries(inference.request_retries, BUDGET * inference.request_timeout_s, on_retry)
+    return Retries(
+        inference.request_retries,
+        BUDGET * inference.request_timeout_s,
+        on_retry=lambda reason: count({f"retry/{reason}": 1.0}),
+        on_exhausted=lambda: count({"retry/exhausted": 1.0}),
+    )
 
 
 def waits_of(config: PlannedConfig) -> Waits:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary
+from types import TracebackType
 from typing import Self
 
 from slipstream.config import PlannedConfig
@@ -85,13 +86,18 @@ class Children:
         """Set once its `setup` has begun."""
         self._thread: EventLoopThread | None = None
         self._health: EngineHealth | None = None
+        self.error: BaseException | None = None
+        """What ended the run, once it ends; None where it ended by itself."""
         self._kills: list[Callable[[], None]] = []
         run.should_stop.at_once = self.kill
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.error = error
         self._exits.close()
 
     def kill(self) -> None:

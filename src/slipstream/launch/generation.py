@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.config import needs_engine_logprobs
 from slipstream.config.sft import MatchingConfig
-from slipstream.config.traits import apply_timeout_s, publishes_adapter
+from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
 from slipstream.engine_protocols import Generates
@@ -28,6 +28,7 @@ from slipstream.launch.matching.targets import detection_metrics
 from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.concurrency import all_of
@@ -65,7 +66,9 @@ class _Generation:
         self._versions = Versions(receiver, apply_timeout_s=apply_timeout_s(config), fence=fence)
         self._held_out: Version | None = None
         """The version that is evaluated, or was last."""
-        self._runner = _runner(context, self._engine, self._scorer, self._versions, lambda: self._held_out)
+        num_places = config.inference.max_num_seqs * num_replicas(config)
+        self._idle = IdleTime(lambda: self._engine.is_up, num_places=num_places)
+        self._runner = _runner(context, self._engine, self._scorer, self._versions, lambda: self._held_out, self._idle)
         self._hooks = GenerationHooks(context)
         self._ledger: Ledger | None = None
         self.executor = Executor(
@@ -82,6 +85,7 @@ class _Generation:
             num_ended=lambda: self._runner.num_ended,
             change_weights=self._order.change,
             teacher_digest=children.teacher.digest if children.teacher is not None else "",
+            idle=self._idle,
         )
 
     async def _start(self) -> None:
@@ -115,7 +119,8 @@ class _Generation:
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)
-            made = ReadyFirst(batcher, self._versions, self._order.tasks, hooks, size, draws)
+            further = config.training.overprovision
+            made = ReadyFirst(batcher, self._versions, self._order.tasks, hooks, size, draws, further)
 
         async def put(batch: Batch) -> None:
             await self._batches.put_async(batch, silence_limit_s(config))
@@ -148,13 +153,14 @@ class _Generation:
             raise EngineError(f"version {command.step} is to roll out, and the engine holds {version}: report this")
         return await _rolled_out(self._context, self._runner, version, command)
 
-    def _close(self, step: int) -> None:
-        """Write how the last groups ended."""
+    def _close(self, end: commands.Close) -> None:
+        """Write how the last groups ended, and why no more are made."""
         ledger, self._ledger = self._ledger, None
         if ledger is None:
             return
         try:
-            ledger.close(step, is_whole=step >= self._context.config.training.steps)
+            ledger.close(end.step, is_whole=end.step >= self._context.config.training.steps, reason=end.reason)
+            self._context.log.event("generation_ended", step=end.step, reason=end.reason)
         except SlipstreamError as error:  # the error that ended the run is worth more
             with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
                 self._context.log.warning(f"the ledger lacks how the last groups ended: {error}")
@@ -190,6 +196,7 @@ def _runner(
     scorer: ScorerPool,
     versions: Versions,
     held_out: Callable[[], Version | None],
+    idle: IdleTime,
 ) -> RolloutRunner:
     """`held_out`: the version that is evaluated."""
 
@@ -217,7 +224,8 @@ def _runner(
         context_length=config.inference.max_model_len,
         warn=context.log.warning,
         on_ended=Failures(own_part, num_failures, keep, version).ended,
-        retries=retries_of(config, lambda reason: context.log.count({f"retry/{reason}": 1.0})),
+        idle=idle,
+        retries=retries_of(config, context.log.count),
     )
 
 
@@ -248,7 +256,14 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
         saved_step=saved_step,
         later=asyncio.get_running_loop().call_later,
         keep_bytes=config.run.streams != "memory",
+        on_drop=lambda reason, tokens: context.log.count(drop_metrics(reason, tokens)),
     )
+
+
+def drop_metrics(reason: str, num_tokens: int) -> dict[str, float]:
+    """Metrics of a group that the ledger drops."""
+    name = reason.replace(" ", "_")
+    return {f"dropped_groups/{name}": 1.0, f"dropped_tokens/{name}": float(num_tokens)}
 
 
 def _mixture_shape(context: Context) -> dict[str, Any]:
@@ -283,6 +298,7 @@ def _batcher(
         hooks=hooks,
         ledger=ledger,
         share=Share(context.orchestrator, config.run.orchestrators),
+        idle=runner.idle,
     )
 
 

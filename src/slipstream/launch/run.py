@@ -15,6 +15,7 @@ from slipstream.config import dump_resolved
 from slipstream.config.traits import has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
+from slipstream.errors import one_line
 from slipstream.launch.batch_order import START_GRACE_S, BatchOrder
 from slipstream.launch.build import (
     Trained,
@@ -165,7 +166,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine:
-                    generation = start_generation(run, children, lambda: loop.step if loop else 0)
+                    generation = start_generation(run, children, lambda: _end_of(loop, children.error))
                 loop = _build_loop(run, children, generation, resume)
                 run.log.listen(record_memory(run.log, run.config.model.path))
                 run.progress.ready()
@@ -177,6 +178,19 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
             if not may_go_on and not has_lost_weights(error, generation.caller if generation else None):
                 raise
             raise AttemptFailed(error, loop.trained_s if loop else 0.0) from error
+
+
+def _end_of(loop: TrainingLoop | None, error: BaseException | None) -> commands.Close:
+    """How far the run came, and why it ends."""
+    step, reason = loop.step if loop else 0, ""
+    if error is not None:
+        reason = one_line(error)
+    elif loop is not None:
+        training = loop.config.training
+        late = f"training.max_seconds = {training.max_seconds:g} has passed" if training.max_seconds is not None else ""
+        has_all = step >= training.steps
+        reason = f"all {step} steps are made" if has_all else loop.evaluations.early_stop.reason or late
+    return commands.Close(step, reason)
 
 
 def _result_of(loop: TrainingLoop) -> RunResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from slipstream.config.traits import (
     publishes_adapter,
     update_phase,
 )
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, one_line
 from slipstream.launch.batch_order import waits_of
 from slipstream.launch.children import RunContext
 from slipstream.launch.engine_sleep import SleepWake
@@ -28,13 +29,16 @@ from slipstream.orchestrator.control.handle import Caller, Orchestrator, Rollout
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.records import ApplyReport, Rollout, Ticket, Version
-from slipstream.runlog import sample_of
+from slipstream.runlog import EventLog, sample_of
 from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher
 from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.loop import TrainingLoop
+
+_LEAVE_S = 5.0
+"""How long engines may take to leave a process group between two steps; whatever ended the run, the rest waits."""
 
 
 def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: TrainingLoop) -> Publisher:
@@ -44,7 +48,7 @@ def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: Trainin
     if config.algorithm.kind != "sft":
         waits_for = "the orchestrator to plan the run and to open the ledger"
         caller.call(commands.OpenLedger(loop.step), commands.Done, waits.start_s, waits_for)
-    publisher, published = _publisher(config, loop.learner, run.folder / "weights", caller)
+    publisher, published = _publisher(config, loop.learner, run.folder / "weights", caller, log)
     sleeps = SleepWake(caller, log, sleeps=config.inference.sleep is True, timeout_s=config.weights.apply_timeout_s)
     hooks = RunHooks(run, caller, sleeps)
 
@@ -140,7 +144,7 @@ class RunHooks(TrainerHooks):
 
 
 def _publisher(
-    config: PlannedConfig, learner: Learner, folder: Path, caller: Caller
+    config: PlannedConfig, learner: Learner, folder: Path, caller: Caller, log: EventLog
 ) -> tuple[Publisher, Callable[[], NamedWeights]]:
     """Create the trainer's half of the bridge from the model of `learner`; also returns the weights to publish, those
     of the adapter or of the whole model. `folder` is for bridges that write files."""
@@ -163,6 +167,15 @@ def _publisher(
         start_s = config.inference.start_timeout_s
         return caller.call(commands.AskJoined(), commands.Joined, start_s, "dead engines to start again").count
 
+    def leave() -> None:
+        waits_for, command = "the engines to leave the weight group", commands.Leave(_LEAVE_S)
+        problem = ""
+        try:
+            caller.call(command, commands.Done, _LEAVE_S, waits_for, may_stop=False)
+        except (SlipstreamError, CancelledError, RuntimeError) as error:  # what ended the run may have ended them
+            problem = one_line(error)
+        log.event("weight_group_left", problem=problem)
+
     def go_on(version: Version) -> None:
         command = commands.GoOn(version, timeout_s)
         caller.call(command, commands.Done, timeout_s, f"the engine to go on with version {version.name}")
@@ -176,6 +189,7 @@ def _publisher(
         between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
         held=held if keeps_copy(config) else None,
         joined=joined,
+        leave=leave,
         go_on=go_on,
     )
     return publisher, learner.named_weights

@@ -43,6 +43,8 @@ class Retries:
     """No try begins later than so many seconds after the first."""
     on_retry: Callable[[str], None] = lambda reason: None
     """Called with the reason before each further try."""
+    on_exhausted: Callable[[], None] = lambda: None
+    """Called when a request that may be tried again has used its tries, or the time for them."""
 
     async def until_answered(self, name: str, attempt: Callable[[], Awaitable[Completion]]) -> tuple[Completion, int]:
         """Await `attempt` until it gives an answer, or one that is final; returns that, and the number of tries. `name`
@@ -51,10 +53,11 @@ class Retries:
         while True:
             completion = await attempt()
             tries += 1
-            if completion.finish_reason != "abort" or completion.cause not in _RETRIED or tries > self.most:
+            if completion.finish_reason != "abort" or completion.cause not in _RETRIED or not self.most:
                 return completion, tries
             seconds = wait_s(name, tries)
-            if _clock() + seconds - began > self.budget_s:
+            if tries > self.most or _clock() + seconds - began > self.budget_s:
+                self.on_exhausted()
                 return completion, tries
             self.on_retry(completion.cause)
             await asyncio.sleep(seconds)

@@ -35,6 +35,7 @@ from slipstream.envs.base import (
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
 from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
+from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.grading import GroupGrades, Place
 from slipstream.orchestrator.retries import Retries
@@ -121,10 +122,11 @@ class RolloutRunner:
         retries: Retries | None = None,
         warn: Callable[[str], None] = lambda text: None,
         on_ended: Callable[[Rollout], None] = lambda rollout: None,
+        idle: IdleTime | None = None,
     ) -> None:
         """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
         engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, `on_ended`
-        of each rollout."""
+        of each rollout. `idle` counts the engine's requests."""
         self._environment = environment
         self._scorer = scorer
         self.tokenizer = tokenizer
@@ -136,6 +138,7 @@ class RolloutRunner:
         self._on_ended = on_ended
         self._num_not_closed = 0
         self.retries = retries or Retries()
+        self.idle = idle or IdleTime()
         self.serial = itertools.count()
         self.num_ended = 0
         """Tries of turns, and rollouts, that have ended; any thread may read it to see whether rollouts get on."""
@@ -369,8 +372,12 @@ class _Turns:
         finally:
             self.runner.num_ended += 1
 
-    def _ask(self, *turn: Any) -> Awaitable[Completion]:
-        return self.engine.generate(self._request(*turn))
+    async def _ask(self, *turn: Any) -> Completion:
+        request = self._request(*turn)
+        if self.engine is not self.runner.engine:  # one that is aside has no others
+            return await self.engine.generate(request)
+        with self.runner.idle.requests:
+            return await self.engine.generate(request)
 
     def _request(
         self,

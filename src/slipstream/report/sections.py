@@ -10,10 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.errors import DataError
+from slipstream.orchestrator.retries import BUDGET
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
 from slipstream.report.markup import NONE, Child, Html, breakable, details, duration, h, join, key, number, table
 from slipstream.report.plot import linear_scale
+from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord, RunSummary
+from slipstream.runlog.ledger import balance
 
 _STATE_WORDS = {
     "finished": "finished",
@@ -130,8 +134,46 @@ def ending(record: RunRecord) -> Html:
         if report.traceback:
             parts.append(details("Traceback", h("pre", report.traceback)))
     parts.append(_warnings(record.events))
+    parts.append(_retries(record))
     parts.append(_replicas(record.rows))
     return join(*parts)
+
+
+def _retries(record: RunRecord) -> Html | None:
+    """How much of the budget for further tries was used; None where requests have none."""
+    most, timeout_s = (setting(record, f"inference.{name}") for name in ("request_retries", "request_timeout_s"))
+    if not most.isdecimal() or not int(most):
+        return None
+    used: Counter[str] = Counter()
+    for row in record.rows:
+        for name in row:
+            if name.startswith("retry/"):
+                used[name.removeprefix("retry/")] += round(value_of(row, name) or 0.0)
+    exhausted = used.pop("exhausted", 0)
+    within = f" within {BUDGET:g} times {timeout_s} s" if timeout_s else ""
+    reasons = f" ({', '.join(f'{reason} {count:,}' for reason, count in sorted(used.items()))})" if used else ""
+    return h(
+        "p",
+        f"Requests were tried again {sum(used.values()):,} times{reasons}. Each had {most} further tries{within}, and "
+        f"{exhausted:,} requests used all of them.",
+    )
+
+
+def groups(record: RunRecord) -> Html | None:
+    """Where the groups of rollouts are, as the ledger has it; None without one."""
+    try:
+        found = balance(record.summary.folder)
+    except DataError as error:
+        return h("p", str(error), class_="alert")
+    if found is None or not found.num_begun:
+        return None
+    rows: list[list[Child]] = [
+        [f"{entry.state}{entry.reason and f': {entry.reason}'}", f"{entry.num_groups:,}", f"{entry.num_tokens:,}"]
+        for entry in found.entries
+    ]
+    words = f"{found.num_begun:,} groups were begun in all attempts, {found.num_open:,} of them have not ended."
+    words += f" The last attempt ended {found.ended}." if found.ended else ""
+    return join(h("p", words), table(["group", "groups", "sampled tokens"], rows, caption="Groups of rollouts"))
 
 
 def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
@@ -150,11 +192,12 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
             str(replica),
             f"{sum(values(replica, 'requests')):,.0f}",
             f"{statistics.median(values(replica, 'tokens_per_s') or [0.0]):,.0f}",
+            duration(sum(values(replica, "idle_s"))),
             f"{max(values(replica, 'restarts'), default=0):.0f}",
         ]
         for replica in numbers
     ]
-    head = ["engine", "requests answered", "tokens a second while it had any, median of the steps", "restarts"]
+    head = ["engine", "requests answered", "tokens a second while it had any, median of the steps", "idle", "restarts"]
     return join(h("h3", "Engines"), table(head, rows, caption="What each engine did"))
 
 

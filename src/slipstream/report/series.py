@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +90,18 @@ def _mismatch_lines(name: str, bounds: Sequence[str]) -> tuple[Line, ...]:
     return tuple(Line(f"mismatch/at_{name}_{low}", f"from {low}") for low in bounds)
 
 
+def _age_lines() -> tuple[Line, ...]:
+    """The bins of `orchestrator.batches.staleness.staleness_metrics`."""
+    bounds = (*range(8), 8, 16, 32, 64)
+    return tuple(Line(f"staleness/age_{age}", f"{age}{'' if age < 8 else ' and more'}", absent=0.0) for age in bounds)
+
+
+def _idle_lines(side: str, reasons: Sequence[str]) -> tuple[Line, ...]:
+    """The reasons of `orchestrator.batches.idle_time`, after the whole."""
+    whole = Line(f"idle/{side}_s", "all")
+    return (whole, *(Line(f"idle/{side}_{reason}_s", reason, absent=0.0) for reason in reasons))
+
+
 GROUPS = (
     Group("Learning", "Does the policy get better at the task?", (
         Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation, as far as rewards went.",
@@ -143,6 +155,8 @@ GROUPS = (
               (Line("mismatch/kl", "KL"),), log=True),
         Panel("Staleness", "How many versions old the trained tokens are.",
               (Line("staleness/mean", "mean"), Line("staleness/max", "largest")), from_zero=True),
+        Panel("Tokens by age", "Part of the trained tokens that are so many versions old.", _age_lines(), "%",
+              from_zero=True),
         Panel("Importance weights", "Engine to trainer: the ratio's 1 % and 99 % quantiles, before any bound.",
               (Line("mismatch/ratio_p99", "99 %"), Line("mismatch/ratio_p01", "1 %"))),
         Panel("Histogram of the importance weights", "Part of the tokens in each range of the ratio, before any bound.",
@@ -157,12 +171,24 @@ GROUPS = (
               (Line("throughput/generated_tokens_per_s", "generated"),), from_zero=True),
         Panel("Stall of generation", "How long an update held up the requests that were running, its proof included.",
               (Line("update/stall_s", "last token before to first after"),), "s", from_zero=True),
+        Panel("Engine idle", "Seconds of a step in which the engine had no request, by what it waited for.",
+              _idle_lines("engine", ("trainer", "environment", "update", "restart")), "s", from_zero=True),
+        Panel("Trainer idle", "Seconds from the release of a version to the next batch, by what it waited for.",
+              _idle_lines("trainer", ("generation", "oldest", "environment", "update", "restart")), "s",
+              from_zero=True),
+        Panel("Queues", "When a batch was made; batches: when the trainer took it.",
+              (Line("rollout/groups_running", "groups running"), Line("rollout/groups_ready", "groups ready"),
+               Line("rollout/batches_ready", "batches ready"), Line("rollout/requests_open", "requests open"),
+               Line("rollout/requests_waiting", "requests without a place")), from_zero=True),
+        Panel("Tokens", "Sampled since the step before, and trained on.",
+              (Line("tokens/generated", "generated"), Line("tokens/trained", "trained")), from_zero=True),
     )),
 )  # fmt: skip
 _OWN = "What your reward returned under this name, or your environment measured: mean over a step's rollouts."
 _MAX_OWN = 8
 """Most panels of reward components in the first group; the others are with all other metrics."""
-_DROPPED, _RETRY = "dropped/", "retry/"
+_DROPPED, _DROPPED_TOKENS, _RETRY = "dropped/", "dropped_tokens/", "retry/"
+_COUNTS = (_DROPPED, _DROPPED_TOKENS, "dropped_groups/", _RETRY)
 _OTHER = Group("All other metrics", "", ())
 _TIMES = "time/"
 _REWARD = "reward/"
@@ -200,12 +226,13 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
     rest = sorted(
         name
         for name in present - shown
-        if not name.startswith((_TIMES, _DROPPED, _RETRY)) and not _is_figure(name) and not _TASK.fullmatch(name)
+        if not name.startswith((_TIMES, *_COUNTS)) and not _is_figure(name) and not _TASK.fullmatch(name)
     )
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
     found: list[Group] = []
     for group in GROUPS:
-        panels = [panel for panel in group.panels if any(line.metric in present for line in panel.lines)]
+        panels = [_without_absent(panel, present) for panel in group.panels]
+        panels = [panel for panel in panels if any(line.metric in present for line in panel.lines)]
         if group is GROUPS[0]:
             place = next((n + 1 for n, panel in enumerate(panels) if panel.title == "Held-out accuracy"), len(panels))
             panels[place:place] = _validation_panels(present)
@@ -214,10 +241,18 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
             panels += _counted(
                 present, _DROPPED, "Outcomes dropped", "Rollouts that could not be trained on, by reason."
             )
+            note = "Sampled tokens that were not trained on, by reason."
+            panels += _counted(present, _DROPPED_TOKENS, "Tokens dropped", note)
             panels += _counted(present, _RETRY, "Requests tried again", "Tries that the engine gave up, by reason.")
         found.append(replace(group, panels=tuple(panels)))
     others = tuple(_panel_of(name, name, "") for name in rest if name not in own)
     return [*found, replace(_OTHER, panels=others)]
+
+
+def _without_absent(panel: Panel, present: Set[str]) -> Panel:
+    """Without the lines that would be drawn at their value for a missing metric, and that no run has."""
+    lines = tuple(line for line in panel.lines if line.absent is None or line.metric in present)
+    return replace(panel, lines=lines)
 
 
 def _is_figure(name: str) -> bool:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -41,6 +42,8 @@ CREATE TABLE groups (
 CREATE INDEX of_state ON groups (state, step);
 CREATE TABLE rollouts (id TEXT NOT NULL, lineage INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (id, lineage));
 """
+_ENDS = "CREATE TABLE IF NOT EXISTS ends (lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, reason TEXT NOT NULL)"
+"""Ledgers of format 1 have it from the first attempt on that came to its end."""
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
 
@@ -60,6 +63,8 @@ class Balance:
     """Where all groups that were begun are."""
 
     entries: tuple[Entry, ...]
+    ended: str = ""
+    """At which step the last attempt ended, and why; empty while it goes on, and where it was killed."""
 
     def num(self, *states: str) -> int:
         """How many groups are in these states."""
@@ -91,12 +96,15 @@ class Ledger:
         orchestrator: int = 0,
         later: Callable[[float, Callable[[], None]], object] | None = None,
         keep_bytes: bool = False,
+        on_drop: Callable[[str, int], None] = lambda reason, tokens: None,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
         on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
         `later` calls a function in so many seconds, in the thread that writes; without it all is written at once.
-        `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch."""
+        `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch. `on_drop` is told
+        of each group of an earlier attempt that is dropped, with its reason and its sampled tokens."""
+        self._on_drop = on_drop
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
         self._later, self._keep_bytes = later, keep_bytes
         self._unwritten: list[tuple[str, tuple[object, ...]]] = []
@@ -125,13 +133,14 @@ class Ledger:
         """The oldest version's step, and the rollouts, of a group that an earlier attempt finished; None where there is
         none that may be trained on at `step`, and, as `is_in_time` says of that version, will be in time. The group is
         ready then."""
-        query = "SELECT lineage, oldest, data FROM groups JOIN rollouts USING (id, lineage) WHERE id = ? AND state = ?"
-        row = self._data.execute(query, (group, "kept")).fetchone()
+        query = "SELECT lineage, oldest, tokens, data FROM groups JOIN rollouts USING (id, lineage)"
+        row = self._data.execute(f"{query} WHERE id = ? AND state = ?", (group, "kept")).fetchone()
         if row is None:
             return None
-        lineage, oldest, data = row
+        lineage, oldest, tokens, data = row
         if oldest + self._staleness < step or not is_in_time(oldest):
             self._set(group, "dropped", "stale", lineage=lineage)
+            self._on_drop("stale", tokens)
             return None
         self._set(group, "ready", lineage=lineage)
         return oldest, _decoder.decode(data)
@@ -160,6 +169,10 @@ class Ledger:
         """A finished group will not be trained on."""
         self._set(group, "dropped", reason)
 
+    def cancel(self, group: str, reason: str) -> None:
+        """A running group is given up."""
+        self._set(group, "cancelled", reason)
+
     def batch(self, step: int, groups: Iterable[str]) -> None:
         """These groups are the batch of `step`."""
         with self._writing():
@@ -180,13 +193,15 @@ class Ledger:
                 (saved, saved),
             )
 
-    def close(self, step: int, *, is_whole: bool = False) -> None:
+    def close(self, step: int, *, is_whole: bool = False, reason: str = "") -> None:
         """The attempt ends, with the batches of steps before `step` trained on: what is running is cancelled. Finished
         groups wait for the next attempt, unless the run `is_whole`: then what an earlier attempt had finished, and no
-        batch had room for any more, is dropped."""
+        batch had room for any more, is dropped. `reason`: why the attempt ends."""
         try:
             self.trained(step)
             with self._writing():
+                self._data.execute(_ENDS)
+                self._data.execute("INSERT OR REPLACE INTO ends VALUES (?, ?, ?)", (self._lineage, step, reason))
                 self._data.execute(
                     "UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'"
                 )
@@ -204,13 +219,14 @@ class Ledger:
         self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'process died' WHERE state = 'running'")
         self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (self._first,))
         left = self._data.execute(
-            "SELECT id, lineage, data FROM groups LEFT JOIN rollouts USING (id, lineage) "
+            "SELECT id, lineage, tokens, data FROM groups LEFT JOIN rollouts USING (id, lineage) "
             "WHERE state IN ('ready', 'batched', 'kept') OR (state = 'trained' AND step >= ?)",
             (self._first,),
         ).fetchall()
-        for group, lineage, data in left:
+        for group, lineage, tokens, data in left:
             if data is None or last is None or last[0] != shape or not self._descends(_decoder.decode(data)):
                 state, reason = "dropped", "other settings" if last and last[0] != shape else "undone by a resume"
+                self._on_drop(reason, tokens)
             else:
                 state, reason = "kept", ""
             self._data.execute(
@@ -298,17 +314,24 @@ def balance(folder: Path) -> Balance | None:
     paths = [folder / FILE, *sorted(folder.glob(_OTHERS))]
     if not paths[0].is_file():
         return None
+    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
     found: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     for path in paths:
-        for state, reason, num_groups, num_tokens in _read(path):
+        for state, reason, num_groups, num_tokens in _read(path, query):
             found[state, reason] += num_groups
             tokens[state, reason] += num_tokens
-    return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)))
+    return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)), _end_of(paths[0]))
 
 
-def _read(path: Path) -> list[tuple[str, str, int, int]]:
-    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
+def _end_of(path: Path) -> str:
+    if not _read(path, "SELECT name FROM sqlite_master WHERE name = 'ends'"):
+        return ""
+    query = "SELECT ends.step, reason FROM ends WHERE lineage = (SELECT MAX(lineage) FROM attempts)"
+    return "".join(f"at step {step}: {reason or 'no reason was given'}" for step, reason in _read(path, query))
+
+
+def _read(path: Path, query: str) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
             return data.execute(query).fetchall()

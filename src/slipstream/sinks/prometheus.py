@@ -27,6 +27,14 @@ _CLIENT_S = 10.0
 _END_S = 2.0
 _POLL_S = 0.2
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_COUNTED = {
+    "dropped": ("rollouts_dropped", "Rollouts not trained on, by reason."),
+    "dropped_groups": ("groups_dropped", "Groups not trained on as a whole, by reason."),
+    "dropped_tokens": ("tokens_dropped", "Sampled tokens not trained on, by reason."),
+    "retry": ("requests_retried", "Requests tried again, by reason."),
+}
+"""Groups of metrics that are counts by reason: the counter of each, and what it is."""
+_IDLE = re.compile(r"idle/(engine|trainer)_(\w+)_s")
 
 
 class Log(Protocol):
@@ -71,8 +79,13 @@ class Totals:
 
     rollouts: float = 0.0
     tokens: float = 0.0
-    dropped: dict[str, float] = field(default_factory=dict[str, float])
-    retried: dict[str, float] = field(default_factory=dict[str, float])
+    generated: float = 0.0
+    given_up: float = 0.0
+    """Requests that have used all of their tries."""
+    by_reason: dict[str, dict[str, float]] = field(default_factory=lambda: {group: {} for group in _COUNTED})
+    """By the group of the metrics."""
+    idle: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """Seconds by side and reason."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one row of metrics. A batch that was skipped was not trained on."""
@@ -80,11 +93,15 @@ class Totals:
             num = row.get("rollout/num") or 0.0
             self.rollouts += num
             self.tokens += round(num * (row.get("rollout/length") or 0.0)) or row.get("train/num_tokens") or 0.0
+        self.generated += row.get("tokens/generated") or 0.0
         for name, value in row.items():
             group, _, reason = name.partition("/")
-            counts = {"dropped": self.dropped, "retry": self.retried}.get(group)
-            if counts is not None:
+            if name == "retry/exhausted":
+                self.given_up += value or 0.0
+            elif (counts := self.by_reason.get(group)) is not None:
                 counts[reason] = counts.get(reason, 0.0) + (value or 0.0)
+            elif found := _IDLE.fullmatch(name):
+                self.idle[found[1], found[2]] = self.idle.get((found[1], found[2]), 0.0) + (value or 0.0)
 
     def families(self) -> list[Family]:
         """As metrics; those that no row had are left out."""
@@ -92,12 +109,18 @@ class Totals:
         def by_reason(counts: Mapping[str, float]) -> list[tuple[dict[str, str], float]]:
             return [({"reason": reason}, count) for reason, count in sorted(counts.items())]
 
-        dropped, retried = by_reason(self.dropped), by_reason(self.retried)
+        idle = [({"side": side, "reason": reason}, value) for (side, reason), value in sorted(self.idle.items())]
+        given_up: list[tuple[dict[str, str], float]] = [({}, self.given_up)]
         found = [
             Family("slipstream_rollouts_trained_total", "Rollouts trained on.", "counter", [({}, self.rollouts)]),
             Family("slipstream_tokens_trained_total", "Tokens trained on.", "counter", [({}, self.tokens)]),
-            Family("slipstream_rollouts_dropped_total", "Rollouts not trained on, by reason.", "counter", dropped),
-            Family("slipstream_requests_retried_total", "Requests tried again, by reason.", "counter", retried),
+            Family("slipstream_tokens_generated_total", "Tokens sampled.", "counter", [({}, self.generated)]),
+            *(
+                Family(f"slipstream_{name}_total", text, "counter", by_reason(self.by_reason[group]))
+                for group, (name, text) in _COUNTED.items()
+            ),
+            Family("slipstream_requests_given_up_total", "Requests without a try left.", "counter", given_up),
+            Family("slipstream_idle_seconds_total", "Seconds that a side had to wait, by reason.", "counter", idle),
         ]
         return [family for family in found if any(value for _, value in family.values)]
 

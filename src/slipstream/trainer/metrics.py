@@ -57,6 +57,7 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
         "rollout/num": float(len(rollouts)),
+        "tokens/trained": float(sum(lengths)),
     }
     stops = Counter(rollout.stop for rollout in rollouts if rollout.stop)
     if len(stops) > 1 or not stops.keys() <= {"answer", "length"}:  # which the truncated fraction tells
@@ -66,6 +67,12 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
         metrics["rollout/thinking_length"] = statistics.fmean(thinking)
     return metrics | _by_task(rollouts, batch.metrics, batch.step)
+
+
+def skipped_tokens(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What changes in a batch's metrics when nothing is trained on it."""
+    tokens = metrics.get("tokens/trained")
+    return {} if tokens is None else {"tokens/trained": 0.0, "dropped_tokens/skipped": tokens}
 
 
 def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float], step: int) -> dict[str, float]:

@@ -66,6 +66,10 @@ class Transport(Protocol[T]):
         already acknowledged, or its record was requeued."""
         ...
 
+    def __len__(self) -> int:
+        """Number of occupied places."""
+        ...
+
     def requeue(self) -> int:
         """Makes all taken, unacknowledged records available again, in their original order; returns how many. A
         restarted consumer calls it once. Earlier receipts become invalid."""

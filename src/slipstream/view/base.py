@@ -16,6 +16,7 @@ from rich.console import Console
 
 from slipstream.runlog import ACCURACY, REWARD
 from slipstream.runlog.evaluations import figures_of
+from slipstream.view.figures import waits_line
 from slipstream.view.text import clean
 
 STEP_TIME = "time/step_s"
@@ -134,7 +135,7 @@ class StatefulView:
         self.first_step = 0
         self.row: dict[str, float] = {}
         """The newest value of every metric."""
-        self.why_untrained = ""
+        self.why_untrained = self.waits = ""
         """Of the newest step."""
         self.rewards: deque[float] = deque(maxlen=400)
         self.warnings: deque[tuple[str, str, str]] = deque(maxlen=3)
@@ -193,7 +194,7 @@ class StatefulView:
             self.last_step_at = now
             self.steps_done = step
             self.row |= row
-            self.why_untrained = why_untrained(row)
+            self.why_untrained, self.waits = why_untrained(row), waits_line(row)
             if REWARD in row:
                 self.rewards.append(row[REWARD])
             ended = self.phases.pop(threading.get_ident(), None)

@@ -34,6 +34,30 @@ def figure_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {source}: {_per_cent(metrics, f'{name}/accuracy')} % of {tasks} tasks ({low} to {high})"
 
 
+def waits_line(row: Mapping[str, float]) -> str:
+    """What engine and trainer waited for in the last step, and what is under way; empty where nothing is generated."""
+    if "idle/engine_s" not in row:
+        return ""
+    parts = [f"idle: {', '.join(_idle(row, side) for side in ('engine', 'trainer'))}"]
+    if "rollout/groups_running" in row:
+        parts.append(f"groups: {row['rollout/groups_running']:.0f} running, {row['rollout/groups_ready']:.0f} ready")
+    if row.get("staleness/max"):
+        ages = {int(name.rpartition("_")[2]): part for name, part in row.items() if name.startswith("staleness/age_")}
+        parts.append(f"tokens by age: {', '.join(f'{age}: {100 * part:.0f} %' for age, part in sorted(ages.items()))}")
+    if dropped := sum(value for name, value in row.items() if name.startswith("dropped/")):
+        parts.append(f"dropped: {dropped:.0f}")
+    return "  ".join(parts)
+
+
+def _idle(row: Mapping[str, float], side: str) -> str:
+    """`engine 1.2 s (trainer)`: with the reason that took most of it."""
+    whole = f"idle/{side}_s"
+    reasons = {name: value for name, value in row.items() if name.startswith(f"idle/{side}_") and name != whole}
+    longest = max(reasons, key=lambda name: reasons[name], default="")
+    why = f" ({longest.removeprefix(f'idle/{side}_').removesuffix('_s')})" if longest and row[whole] else ""
+    return f"{side} {row[whole]:.1f} s{why}"
+
+
 def _per_cent(metrics: Mapping[str, Any], name: str) -> str:
     value = metrics.get(name)
     return "?" if value is None else f"{100 * value:.1f}"

@@ -50,6 +50,8 @@ class RichView(StatefulView):
             parts: list[RenderableType] = [self._bars(), Text(), self._numbers()]
             if self.why_untrained:
                 parts += [Text(f"last step {self.why_untrained}", "dim")]
+            if self.waits:
+                parts += [Text(self.waits, "dim")]
             if len(self.rewards) > 1:
                 parts += [Text(), self._reward_line()]
             if self.warnings:

@@ -13,9 +13,21 @@ def batch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     training = config.training
     if training.steps is not None:
         yield from warmup_problems(config, training.steps)
+    if training.overprovision and _follows_data(config):
+        yield (
+            "training.overprovision",
+            f"training.overprovision = {training.overprovision:g} has the groups that finish last cancelled, and "
+            'training.order = "data" waits for all of them: set training.order = "ready", or remove it',
+        )
     sentence = divisor_problem(training.updates_per_batch, training.prompts_per_batch)
     if sentence:
         yield "training.updates_per_batch", sentence
+
+
+def _follows_data(config: RunConfig) -> bool:
+    """Whether batches are made in the order of the data, as far as the settings say."""
+    order = config.training.order
+    return order == "data" or (order == "auto" and not config.training.staleness)
 
 
 def warmup_problems(config: RunConfig, steps: int) -> Iterator[tuple[str, str]]:

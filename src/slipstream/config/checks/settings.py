@@ -90,7 +90,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
         if not config.training.staleness:
-            found["training.order"] = "has no effect while training.staleness is 0: each batch is its own groups"
+            if not config.training.overprovision:
+                found["training.order"] = "has no effect while training.staleness is 0: each batch is its own groups"
             found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
         elif config.lora is not None and bridge_of(config) in ("lora", "single_copy"):
             found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
@@ -103,7 +104,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     found["run.keep_batches"] = "applies to grpo, not to sft, whose batches follow from data and seed"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["evaluation.beside"] = "applies to grpo, not to sft, whose engine has nothing but evaluations to make"
-    for name in ("staleness", "order"):
+    for name in ("staleness", "order", "overprovision"):
         found[f"training.{name}"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:
         if config.evaluation is None:

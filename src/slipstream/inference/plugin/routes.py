@@ -150,6 +150,10 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
         await server.go_on(msgspec.msgpack.decode(await request.read(), type=Version))
         return web.Response(body=msgspec.msgpack.encode(True))
 
+    async def leave(_: web.Request) -> web.Response:
+        await server.leave()
+        return web.Response(body=msgspec.msgpack.encode(True))
+
     async def verify(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
         return web.Response(body=encode(await server.verify(ticket)))
@@ -160,6 +164,7 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
         web.post("/share", share),
         web.post("/fence", fence),
         web.post("/go-on", go_on),
+        web.post("/leave", leave),
         web.post("/sleep", sleep),
         web.post("/wake", wake),
     ]

@@ -314,6 +314,11 @@ class EngineServer:
             lifeline.remove_at_end(path)
         return shared
 
+    async def leave(self) -> None:
+        """Have all workers leave the process group that brings weights."""
+        async with self._updating:
+            await self.host.rpc("slipstream_leave")
+
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache until `wake`; the weights move to the CPU's memory. Raises
         `OutOfService` while requests run."""

@@ -210,12 +210,12 @@ class OrchestratorProcess:
             if notice.kind == "stage":
                 run.stages.ended_elsewhere(msgspec.convert(notice.fields, Stage))
 
-    def close(self, step: int) -> None:
+    def close(self, end: commands.Close) -> None:
         """End it: it writes how the last groups ended, and stops its engines."""
         try:
             if self._process.poll() is None:
                 waits_for = f"{self._name} to write how the last groups of rollouts ended"
-                self.caller.call(commands.Close(step), commands.Done, _CLOSE_S, waits_for, may_stop=False)
+                self.caller.call(end, commands.Done, _CLOSE_S, waits_for, may_stop=False)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(_END_S)
         except SlipstreamError as error:  # the error that ended the run is worth more

@@ -10,6 +10,7 @@ from slipstream.launch.children import Children, Context, RunContext
 from slipstream.launch.generation import build_executor
 from slipstream.launch.parts.process import OrchestratorProcess
 from slipstream.launch.teacher import agreement_warning
+from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, LocalCaller, Takes
 from slipstream.orchestrator.control.several import JoinedBatches, SeveralCallers
 from slipstream.records import Batch
@@ -24,13 +25,13 @@ class Generation:
     batches: Takes
 
 
-def start_generation(run: RunContext, children: Children, step: Callable[[], int]) -> Generation:
+def start_generation(run: RunContext, children: Children, end: Callable[[], commands.Close]) -> Generation:
     """Begin to start engine and teacher, in a process of their own or as children of this one, without waiting.
-    `step`: how many batches were trained on when the run ends."""
+    `end`: how many batches were trained on when the run ends, and why it does."""
     if run.config.teacher is not None:
         run.log.listen(agreement_warning(run.log))
     if run.config.run.streams != "memory":
-        processes = [_start_process(run, children, step, number) for number in range(run.config.run.orchestrators)]
+        processes = [_start_process(run, children, end, number) for number in range(run.config.run.orchestrators)]
         if len(processes) == 1:
             return Generation(processes[0].caller, processes[0].batches)
         callers = [process.caller for process in processes]
@@ -41,14 +42,16 @@ def start_generation(run: RunContext, children: Children, step: Callable[[], int
         run.config.training.staleness + 1, producer="the rollouts of the next batch", consumer="the trainer"
     )
     executor = build_executor(run, children, batches)
-    children.at_exit(lambda: executor.close(step()))  # after the thread has ended, which begins later
+    children.at_exit(lambda: executor.close(end()))  # after the thread has ended, which begins later
     return Generation(LocalCaller(children.event_loop(), executor), batches)
 
 
-def _start_process(run: RunContext, children: Children, step: Callable[[], int], number: int) -> OrchestratorProcess:
+def _start_process(
+    run: RunContext, children: Children, end: Callable[[], commands.Close], number: int
+) -> OrchestratorProcess:
     process = OrchestratorProcess(run, number)
     children.killed_by(process.kill)
-    children.at_exit(lambda: process.close(step()))
+    children.at_exit(lambda: process.close(end()))
     return process
 
 

@@ -7,10 +7,15 @@ several times what the slow machine of the rates below needs, and at least `LEAS
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from slipstream.config import PlannedConfig
 from slipstream.config.bounds import LONGEST_S
+from slipstream.config.traits import uses_engine
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.memory.sizes import gib, kv_bytes_per_sequence, weights_bytes
+from slipstream.launch.plan.summary import Note
+from slipstream.orchestrator.retries import BUDGET
 
 LEAST_S = 300.0
 STARTING_S = 240.0
@@ -51,6 +56,14 @@ def plan_deadlines(builder: PlanBuilder) -> None:
         f"{SLACK * QUEUED:g} times {tokens} tokens in steps of {1000 * step_s:.3g} ms with {sequences} sequences, as "
         f"a slow machine makes them; at least {LEAST_S:.0f} s",
     )
+
+
+def retry_notes(config: PlannedConfig) -> Iterator[Note]:
+    """How often a request of a rollout is tried again."""
+    most, timeout_s = config.inference.request_retries, config.inference.request_timeout_s
+    if most and uses_engine(config):
+        within = f"begun within {BUDGET * timeout_s:g} s of the first, {BUDGET:g} times inference.request_timeout_s"
+        yield Note("further tries of a request", most, "", within)
 
 
 def _rates(builder: PlanBuilder) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from slipstream.config.traits import planned_config, undecided, uses_critic, use
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.bridge import plan_beside, plan_bridge
 from slipstream.launch.plan.builder import PlanBuilder
-from slipstream.launch.plan.deadlines import plan_deadlines
+from slipstream.launch.plan.deadlines import plan_deadlines, retry_notes
 from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.launch.plan.lengths import plan_lengths
 from slipstream.launch.plan.memory.checkpoints import checkpoint_notes, disk_warnings, plan_checkpoints
@@ -165,6 +165,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         *rotary_notes(planned, facts),
         *parameter_notes(facts),
         *batch_notes(planned, facts),
+        *retry_notes(planned),
         *memory_notes(planned, facts),
         *checkpoint_notes(planned, facts),
     )
@@ -401,6 +402,11 @@ def _plan_order(builder: PlanBuilder) -> None:
         return
     if restarts:
         builder.derive_auto("training.order", "data", "the engine ends at every update")
+        if part := builder.original.training.overprovision:
+            raise ConfigError(
+                f"training.overprovision = {part:g} has the groups that finish last cancelled, and weights.bridge = "
+                '"restart" needs the order of the data: use another bridge, or remove it'
+            )
     else:
         reason = f"groups for {staleness + 1} batches at once: the engine need not wait for the longest of each"
         builder.derive_auto("training.order", "ready", reason)

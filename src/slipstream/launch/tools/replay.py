@@ -266,7 +266,9 @@ def _one_step(trainer: BatchTrainer, run: Path, step: int) -> tuple[dict[str, fl
     result = trainer.train(read_batch(run, step)[0])
     if result.no_signal is None:
         return result.metrics, ""
-    return result.metrics | {"train/skipped": 1.0}, result.no_signal.reason
+    from slipstream.trainer.metrics import skipped_tokens
+
+    return result.metrics | skipped_tokens(result.metrics) | {"train/skipped": 1.0}, result.no_signal.reason
 
 
 def _check_frozen(identity: Mapping[str, str], trained: Trained) -> None:

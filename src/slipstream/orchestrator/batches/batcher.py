@@ -10,14 +10,15 @@ the first failure's text; a turn whose engine died is requested again once the e
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.algo.readiness import has_signal
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, task_counts
+from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, losses, task_counts
+from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
@@ -25,6 +26,7 @@ from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
 from slipstream.orchestrator.teacher import Scores
+from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger
 
@@ -54,12 +56,15 @@ class Batcher:
     ledger: Ledger | None = None
     share: Share = field(default_factory=Share)
     """Which groups of each batch are made here."""
+    idle: IdleTime = field(default_factory=IdleTime)
+    _num_generated: int = 0
+    """Tokens of the groups that ended since the batch before."""
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
         size, groups = len(tasks), await self._round(step, version, 0, tasks, len(tasks))
-        chosen, left_out, metrics = groups, dict[str, int](), dict[str, float]()
+        chosen, reasons, metrics = groups, dict[str, str](), dict[str, float]()
         if self.refills is not None:
             number = 0
             while number < self.refills.max_refills and (wanted := self.refills.num_wanted(groups, size)):
@@ -68,21 +73,25 @@ class Batcher:
                 self.hooks.round_began(self.num_rollouts(further))
                 groups += await self._round(step, version, number * size, further, size)
             choice = choose(self.refills, groups, size, number, may_be_empty=self.share.number > 0)
-            chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
-            for group, reason in choice.reasons.items():
+            chosen, reasons, metrics = choice.groups, choice.reasons, choice.metrics
+            for group, reason in reasons.items():
                 self.drop(group, reason)
         made = Generated.of(groups, time.monotonic() - started)
-        return self.batch(step, version, groups, chosen, left_out, metrics, made)
+        return self.batch(step, version, groups, chosen, reasons, metrics, made)
 
     async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
         """Generate the rollouts of one task concurrently, scored by the teacher where there is one. `step` and `place`
         are the task's in the data order; ids and seeds depend on them."""
         group_id = group_name(step, place)
-        if self.ledger is None:
-            return await self._generate(group_id, step, place, task)
-        self.ledger.begin(group_id)
-        rollouts = await self._generate(group_id, step, place, task)
-        self.ledger.finish(group_id, rollouts)
+        if self.ledger is not None:
+            self.ledger.begin(group_id)
+        with self.idle.groups:
+            rollouts = await self._generate(group_id, step, place, task)
+        if is_cancelled():  # the environment has suppressed it
+            raise asyncio.CancelledError
+        if self.ledger is not None:
+            self.ledger.finish(group_id, rollouts)
+        self._num_generated += sum(rollout.num_sampled for rollout in rollouts)
         return rollouts
 
     def kept(
@@ -104,20 +113,27 @@ class Batcher:
         if self.ledger is not None:
             self.ledger.drop(group_id, reason)
 
+    def cancel(self, group_id: str, reason: str) -> None:
+        """A group that is being generated is given up."""
+        if self.ledger is not None:
+            self.ledger.cancel(group_id, reason)
+
     def batch(
         self,
         step: int,
         version: Version,
         groups: Sequence[list[Rollout]],
         chosen: Sequence[list[Rollout]],
-        left_out: Mapping[str, int],
+        reasons: Mapping[str, str],
         metrics: Mapping[str, float],
         made: Generated,
     ) -> Batch:
-        """The batch of the groups `chosen` of those generated; `left_out` counts the others' usable rollouts by reason.
+        """The batch of the groups `chosen` of those generated; `reasons`: why the others are left out, by their ids.
         The groups must have passed `check`. `made`: what was generated meanwhile."""
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
+        dropped, lost = losses(groups, reasons)
+        num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         if self.ledger is not None:
             self.ledger.batch(step, [group[0].group_id for group in chosen])
@@ -125,11 +141,14 @@ class Batcher:
             step=step,
             version=version,
             rollouts=kept,
-            dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)) | dict(left_out),
+            dropped=dropped,
             metrics={
                 **made.rates(),
                 **staleness_metrics(step, kept),
                 **task_counts(groups, self._has_signal),
+                "tokens/generated": float(num_generated),
+                **self.idle.cut(step),
+                **lost,
                 **metrics,
             },
         )

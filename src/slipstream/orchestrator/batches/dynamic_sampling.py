@@ -8,7 +8,8 @@ trainer sees and counts it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.algo.readiness import has_signal, turn_returns, turns_have_signal
@@ -91,6 +92,23 @@ def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refi
     if rewards:
         metrics["reward/drawn_mean"] = sum(rewards) / len(rewards)
     return metrics
+
+
+def losses(groups: Sequence[Sequence[Rollout]], reasons: Mapping[str, str]) -> tuple[dict[str, int], dict[str, float]]:
+    """What of `groups` is not trained on: the number of rollouts by reason, and metrics of their sampled tokens and of
+    groups that are left out as a whole. `reasons`: why these are, by their ids; of all others a rollout is lost that
+    failed, for its outcome."""
+    rollouts, metrics = Counter[str](), Counter[str]()
+    for group in groups:
+        left_out = reasons.get(group[0].group_id) if group else None
+        if left_out is not None:
+            metrics[f"dropped_groups/{left_out}"] += 1
+        for rollout in group:
+            reason = left_out if rollout.outcome in TRAINABLE_OUTCOMES else rollout.outcome
+            if reason is not None:
+                rollouts[reason] += 1
+                metrics[f"dropped_tokens/{reason}"] += rollout.num_sampled
+    return dict(rollouts), {name: float(value) for name, value in metrics.items() if value}
 
 
 def task_counts(

@@ -8,6 +8,7 @@ engine does not wait for the longest completion of each batch. See `slots.py` fo
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -21,8 +22,10 @@ from slipstream.orchestrator.batches.staleness import oldest_version
 from slipstream.orchestrator.concurrency import task_group
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
+from slipstream.records import Batch, Rollout, Task, Version
 
+_ROUNDING = 1e-9
+"""A tenth of 30 groups is 3."""
 Put = Callable[[Batch], Awaitable[None]]
 
 
@@ -51,6 +54,8 @@ class InDataOrder:
             # A resumed run's first version is the one it begins with.
             # No deadline: when the trainer ends, so does this wait.
             version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
+            if step == first:
+                self._batcher.idle.begin(step)
             self._batcher.trained(self._versions.released)
             tasks = self._batcher.share.part(self._tasks_of_step(step))
             self._hooks.round_began(self._batcher.num_rollouts(tasks))
@@ -71,9 +76,10 @@ class ReadyFirst:
         hooks: Hooks,
         size: int,
         draws: Draws,
+        overprovision: float = 0.0,
     ) -> None:
         """`size`: groups of a batch that are made here. `draws`: which draws of the task order an earlier attempt has
-        used up."""
+        used up. `overprovision`: groups that run beyond those that the batches need, as a part of `size`."""
         self._batcher = batcher
         self._versions = versions
         self._tasks_of_step = tasks_of_step
@@ -86,6 +92,9 @@ class ReadyFirst:
         self._finished: dict[int, list[Rollout]] = {}
         self._silent: dict[int, list[Rollout]] = {}
         """Groups without signal that were dropped since the last batch."""
+        self._further = math.ceil(overprovision * size - _ROUNDING)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """By number, what generates each running group."""
         self._changed = asyncio.Event()
         self._pace = Pace(batcher.staleness + 1)
 
@@ -93,8 +102,9 @@ class ReadyFirst:
         """See `MakesBatches`."""
         # No deadlines here: the trainer's wait for a batch has one.
         await self._versions.wait_for(first, None)
-        slots = Slots(self._size, self._batcher.staleness, first, num_steps)
+        slots = Slots(self._size, self._batcher.staleness, first, num_steps, self._further)
         self._pace.begin(time.monotonic())
+        self._batcher.idle.begin(first)
         async with task_group() as tasks:
             watch = tasks.create_task(self._watch(slots))
             for step in range(first, num_steps):
@@ -103,6 +113,7 @@ class ReadyFirst:
                     self._changed.clear()
                     for _ in range(slots.num_free):
                         self._begin(slots, next(self._draws), tasks)
+                    self._batcher.idle.is_due(slots.num_ready >= self._size)
                     await self._changed.wait()
                 self._hooks.batch_ended()
                 await put(self._batch(step, numbers, slots))
@@ -130,10 +141,12 @@ class ReadyFirst:
         else:
             slots.begin(number)
             self._began[number] = version
-            tasks.create_task(self._group(slots, number, self._tasks_of_step(step)[place]))
+            task = self._group(slots, number, self._tasks_of_step(step)[place])
+            self._tasks[number] = tasks.create_task(task)
 
     async def _group(self, slots: Slots, number: int, task: Task) -> None:
         group = await self._batcher.group(*divmod(number, self._whole), task)
+        del self._tasks[number]
         self._pace.add(group)
         self._end(slots, number, group)
 
@@ -150,19 +163,36 @@ class ReadyFirst:
             slots.finish(number)
         self._changed.set()
 
+    def _leave_out(self, surplus: Sequence[int]) -> dict[int, list[Rollout]]:
+        """Cancel the surplus groups that are running, and drop and return those that have finished."""
+        finished = {number: self._finished.pop(number) for number in surplus if number in self._finished}
+        for number in surplus:
+            group_id = group_name(*divmod(number, self._whole))
+            if number in finished:
+                self._batcher.drop(group_id, "surplus")
+            else:
+                self._tasks.pop(number).cancel()
+                self._batcher.cancel(group_id, "surplus")
+        return finished
+
     def _batch(self, step: int, numbers: Sequence[int], slots: Slots) -> Batch:
         silent, self._silent = self._silent, {}
         chosen = [self._finished.pop(number) for number in numbers]
-        groups = [*chosen, *silent.values()]
+        surplus = self._leave_out(slots.surplus)
+        groups = [*chosen, *silent.values(), *surplus.values()]
         oldest = min((self._began[number] for number in numbers), key=lambda version: version.step)
-        for number in (*numbers, *silent):
+        used = sorted((*numbers, *silent, *slots.surplus))
+        for number in used:
             del self._began[number]
-        usable = sum(rollout.outcome in TRAINABLE_OUTCOMES for group in silent.values() for rollout in group)
         metrics = {"rollout/groups_running": float(slots.num_running), "rollout/groups_ready": float(slots.num_ready)}
+        metrics |= self._batcher.idle.queues()
+        if num_cancelled := len(slots.surplus) - len(surplus):
+            metrics["rollout/groups_cancelled"] = float(num_cancelled)
         if self._batcher.refills is not None:
             metrics |= drawn_metrics(groups, len(chosen), len(silent))
         self._batcher.check(step, oldest, groups)
-        left_out = {"no_signal": usable} if usable else {}
-        batch = self._batcher.batch(step, oldest, groups, chosen, left_out, metrics, self._pace.cut(time.monotonic()))
-        batch.draws = sorted((*numbers, *silent))
+        reasons = {group[0].group_id: "no_signal" for group in silent.values()}
+        reasons |= {group[0].group_id: "surplus" for group in surplus.values()}
+        batch = self._batcher.batch(step, oldest, groups, chosen, reasons, metrics, self._pace.cut(time.monotonic()))
+        batch.draws = used
         return batch

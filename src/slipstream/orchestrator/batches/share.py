@@ -16,7 +16,7 @@ from slipstream.records import Batch
 
 T = TypeVar("T")
 _GENERATE_S = "time/generate_s"
-_RATE, _LARGEST = "throughput/", ("time/", "rollout/refills")
+_RATE, _LARGEST = "throughput/", ("time/", "idle/", "rollout/refills")
 _OF_GROUPS = "reward/drawn_mean"
 """A mean over the rollouts of the groups that were drawn."""
 _DRAWN = "rollout/drawn_groups"

@@ -8,6 +8,9 @@ Guarantees: batches are made of the groups that finished first, except that a ba
 later batch could not take without its being too old. So no group is ever too old, whatever the order in which groups
 finish: of the groups that must be trained by step k + j, at most (j + 1) * P exist when the batch of step k is cut.
 Where all slots are always full, exactly as many exist, and the batch is the groups that began under version k - S.
+
+With over-provision there are `further` slots, and as many groups for which a batch does not wait: those that the batch
+has no room for and later ones could not take are its `surplus`, running or finished.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ class Slots:
     first: int
     num_steps: int
     """The last batch is that of step `num_steps` - 1; no more groups begin than the batches need."""
+    further: int = 0
+    """Groups that run beyond those that the batches need."""
     step: int = field(init=False)
     """The step of the next batch."""
 
@@ -36,6 +41,8 @@ class Slots:
         self._finished: dict[int, int] = {}
         """The same of finished groups, in the order in which they finished."""
         self._released = self.first
+        self.surplus: list[int] = []
+        """Groups that the last cut has left out for good, by ascending number."""
 
     @property
     def num_running(self) -> int:
@@ -52,7 +59,8 @@ class Slots:
         """How many groups may begin now."""
         uncut = self.num_running + self.num_ready
         ahead = (self._released + self.staleness + 1 - self.step) * self.size
-        return max(0, min(ahead, (self.num_steps - self.step) * self.size) - uncut)
+        needed = min(ahead, (self.num_steps - self.step) * self.size)
+        return max(0, needed + self.further - uncut) if needed > 0 else 0
 
     def release(self, version: int) -> None:
         """The trainer has released `version`: the slots of the batches that made it are free."""
@@ -63,7 +71,7 @@ class Slots:
         old, beside those that must be."""
         last = [*self._running.values(), *self._finished.values()]
         return all(
-            sum(each <= latest for each in last) < (latest - self.step + 1) * self.size
+            sum(each <= latest for each in last) < (latest - self.step + 1) * self.size + self.further
             for latest in range(version + self.staleness, self._released + self.staleness)
         )
 
@@ -89,15 +97,26 @@ class Slots:
         for latest in range(self.step, self.step + self.staleness + 1):
             due = [number for number, last in self._finished.items() if last <= latest]
             num_due = len(due) + sum(last <= latest for last in self._running.values())
-            needed = num_due - (latest - self.step) * self.size
+            needed = num_due - (latest - self.step) * self.size - self.further
             missing = needed - sum(number in chosen for number in due)
             picked = [number for number in due if number not in chosen][: max(0, missing)]
             if len(picked) < missing:
                 return None
             chosen |= dict.fromkeys(picked)
-        others = (number for number in self._finished if number not in chosen)
+        others = [number for number in self._finished if number not in chosen]
+        others.sort(key=lambda number: self._finished[number] > self.step)  # first those that would be surplus
         chosen |= dict.fromkeys(itertools.islice(others, self.size - len(chosen)))
         for number in chosen:
             del self._finished[number]
         self.step += 1
+        self._leave_out()
         return sorted(chosen)
+
+    def _leave_out(self) -> None:
+        """Give up the groups that no later batch can take."""
+        is_over = self.step == self.num_steps
+        both = (self._running, self._finished)
+        self.surplus = sorted(n for groups in both for n, last in groups.items() if is_over or last < self.step)
+        for number in self.surplus:
+            for groups in both:
+                groups.pop(number, None)

@@ -39,8 +39,8 @@ def refuse_stale(
 
 
 def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, and maximum; and the fraction of
-    rollouts that mix versions."""
+    """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, maximum, and histogram; and the
+    fraction of rollouts that mix versions."""
     ages: Counter[int] = Counter()
     mixed = 0
     for rollout in rollouts:
@@ -54,4 +54,17 @@ def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float
         "staleness/mean": sum(age * count for age, count in ages.items()) / total,
         "staleness/max": float(max(ages)),
         "staleness/mixed_fraction": mixed / max(1, len(rollouts)),
+        **_histogram(ages, total),
     }
+
+
+def _histogram(ages: Mapping[int, int], total: int) -> dict[str, float]:
+    """Parts of the tokens by age: each bin begins with the age in its name, those from 8 on with powers of 2."""
+    shares = dict.fromkeys(map(_bin, range(max(ages) + 1)), 0.0)
+    for age, count in ages.items():
+        shares[_bin(age)] += count / total
+    return {f"staleness/age_{begin}": share for begin, share in shares.items()}
+
+
+def _bin(age: int) -> int:
+    return max(0, age) if age < 8 else 1 << (age.bit_length() - 1)

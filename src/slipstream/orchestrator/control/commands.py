@@ -125,10 +125,18 @@ class Wake(Command, frozen=True):
     timeout_s: float
 
 
+class Leave(Command, frozen=True):
+    """Have the engines leave the process group that brings them weights: the trainer is about to end it."""
+
+    timeout_s: float
+
+
 class Close(Command, frozen=True):
     """The run ends, with the batches of steps before `step` trained on; answered when nothing is left to be written."""
 
     step: int
+    reason: str = ""
+    """Why, in a sentence."""
 
 
 AnyCommand = (
@@ -149,6 +157,7 @@ AnyCommand = (
     | Share
     | Sleep
     | Wake
+    | Leave
     | Close
 )
 

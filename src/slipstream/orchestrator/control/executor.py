@@ -8,6 +8,7 @@ from collections.abc import Sequence as Values
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import RunEngine, ends_soon
+from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
@@ -31,15 +32,17 @@ class Executor:
         start: Callable[[], Awaitable[None]],
         open_ledger: Callable[[int], None],
         make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
-        close: Callable[[int], None],
+        close: Callable[[commands.Close], None],
         num_ended: Callable[[], int] = lambda: 0,
         change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None,
         teacher_digest: str = "",
+        idle: IdleTime | None = None,
     ) -> None:
         """`engine_ready` and `start` end when the engine, or everything, is ready; `change_weights` gets those of a
         mixture, with the first step of the order of the tasks for which they hold."""
         self._engine = engine
         self._versions = versions
+        self._idle = idle or IdleTime()
         self._probe = probe
         self._evaluate = evaluate
         self._roll_out = roll_out
@@ -48,7 +51,7 @@ class Executor:
         self._open_ledger = open_ledger
         self._make_batches = make_batches
         self.close = close
-        """Writes what is left to be written, with the step that the run has reached, once nothing else is done here."""
+        """Writes what is left to be written, once nothing else is done here."""
         self._change_weights = change_weights
         self._teacher_digest = teacher_digest
         self.num_ended = num_ended
@@ -68,23 +71,26 @@ class Executor:
             case commands.MakeBatches():
                 await self._make_batches(command)
             case commands.Apply(ticket):
-                report = await self._versions.apply(ticket)
-                return commands.Applied(report, await self._probe(), self._engine.take_metrics())
+                with self._idle.updates:
+                    report = await self._versions.apply(ticket)
+                    return commands.Applied(report, await self._probe(), self._engine.take_metrics())
             case commands.Fence():
-                await self._versions.fence()
+                with self._idle.updates:
+                    await self._versions.fence()
             case commands.GoOn(version, timeout_s):
                 await self._engine.go_on(version, timeout_s)
             case commands.Release(step, saved_step, change):
                 self.saved_step = saved_step
                 if change is not None:
                     self._change_weights(*change)
+                self._idle.released(step)
                 await self._versions.release(step)
             case commands.RollOut():
                 return commands.RolledOut(await self._roll_out(command))
             case commands.Evaluate():
                 return commands.Evaluated(await self._evaluate(command))
-            case commands.Close(step):
-                self.close(step)
+            case commands.Close():
+                self.close(command)
             case _:
                 return await self._ask(command)
         return _DONE
@@ -107,6 +113,8 @@ class Executor:
                 await engine.sleep(timeout_s)
             case commands.Wake(timeout_s):
                 await engine.wake(timeout_s)
+            case commands.Leave(timeout_s):
+                await engine.leave(timeout_s)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command to the engine")
         return _DONE

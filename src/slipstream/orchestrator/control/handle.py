@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -251,6 +252,10 @@ class Takes(Protocol):
         """See `Transport`."""
         ...
 
+    def __len__(self) -> int:
+        """See `Transport`."""
+        ...
+
 
 class RolloutReader:
     """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
@@ -290,6 +295,8 @@ class RolloutReader:
                 raise
             else:
                 self._transport.ack(receipt)
+                with suppress(DeadlineError):  # a server that is away cannot say
+                    batch.metrics["rollout/batches_ready"] = float(len(self._transport))
                 self._hooks.batch_taken()
                 return batch
             if silence.seconds >= limit_s:

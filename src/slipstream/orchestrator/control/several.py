@@ -89,6 +89,10 @@ class JoinedBatches:
             self._taken.append(self._transports[len(self._taken)].take(timeout_s))
         return "", join([batch for _, batch in self._taken])
 
+    def __len__(self) -> int:
+        """Batches of which all parts are there."""
+        return min(len(transport) for transport in self._transports)
+
     def ack(self, receipt: Receipt) -> bool:
         """See `Transport`; of the parts that were taken last."""
         taken, self._taken = self._taken, []

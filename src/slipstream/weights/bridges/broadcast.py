@@ -255,10 +255,12 @@ class BroadcastPublisher:
         timeout_s: float,
         backend: Literal["gloo", "nccl"] = "gloo",
         joined: Callable[[], int] = lambda: 0,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group,
-        and so does a version that could not be sent."""
-        self._joined = joined
+        and so does a version that could not be sent. `leave` has the workers leave it before it ends; it is bounded and
+        does not raise."""
+        self._joined, self._leave = joined, leave
         self._num_replaced = 0
         self._num_broken = 0
         self._folder = make_temporary("group")
@@ -331,8 +333,9 @@ class BroadcastPublisher:
         """Does nothing: no version is kept."""
 
     def close(self) -> None:
-        """Leave the group and remove its folder."""
+        """Leave the group after the workers, and remove its folder."""
         if self._group is not None:
+            self._leave()
             self._group.leave()
             self._group = None
         remove_temporary(self._folder)

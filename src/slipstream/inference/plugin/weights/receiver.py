@@ -143,6 +143,13 @@ class WorkerExtension:
             torch.cuda.synchronize()
         return "null"
 
+    def slipstream_leave(self) -> str:
+        """Leave the process group that brings weights, if this worker is in one. JSON: null."""
+        if self._slipstream_group is not None:
+            self._slipstream_group.leave()
+            self._slipstream_group = None
+        return "null"
+
     def _slipstream_source(self, ticket: Ticket, first_rank: int) -> Iterator[tuple[str, Tensor]]:
         if ticket.bridge != "broadcast":
             return read_model_folder(Path(ticket.location))
@@ -151,9 +158,7 @@ class WorkerExtension:
     def _slipstream_join(self, ticket: Ticket, first_rank: int) -> broadcast.Group:
         rendezvous = broadcast.rendezvous_of(ticket)
         if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
-            if self._slipstream_group is not None:
-                self._slipstream_group.leave()
-                self._slipstream_group = None
+            self.slipstream_leave()
             self._slipstream_group = broadcast.Group(rendezvous, rank=first_rank + self.rank)
         return self._slipstream_group
 
