@@ -115,6 +115,11 @@ class TestSockets:
             "RuntimeError: Engine core initialization failed. See root cause above.\n",
             "ValueError: no room Traceback",
         ),
+        (
+            "RuntimeError: no scheduler: set it to false\nException ignored in: <function AsyncLLM.__del__ at 0x7>\n"
+            "Traceback (most recent call last):\n  File x\nTypeError: 'NoneType' object is not callable\nleaked objects\n",
+            "RuntimeError: no scheduler: set it to false leaked objects",
+        ),
         ("killed\n", "killed"),
         ("", ""),
     ],

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -139,10 +139,21 @@ def last_error(log_path: Path) -> str:
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    lines = [text for line in lines if (text := _LOGGED.sub("", line).strip())]
+    lines = list(_not_ignored(text for line in lines if (text := _LOGGED.sub("", line).strip())))
     raised = [place for place, line in enumerate(lines) if _RAISED.match(line) and not _SECOND_HAND.search(line)]
     text = " ".join(lines[raised[-1] : raised[-1] + 4] if raised else lines[-1:])
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def _not_ignored(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without exceptions that Python reports and goes on, as those of an object's end."""
+    is_ignored = False
+    for line in lines:
+        is_ignored = is_ignored or line.startswith("Exception ignored ")
+        if not is_ignored:
+            yield line
+        elif _RAISED.match(line):
+            is_ignored = False
 
 
 def private_folder(kind: str) -> Path:
