@@ -117,7 +117,8 @@ class TestSockets:
         ),
         (
             "RuntimeError: no scheduler: set it to false\nException ignored in: <function AsyncLLM.__del__ at 0x7>\n"
-            "Traceback (most recent call last):\n  File x\nTypeError: 'NoneType' object is not callable\nleaked objects\n",
+            "Traceback (most recent call last):\n  File x\nTypeError: 'NoneType' object is not callable\n"
+            "leaked objects\n",
             "RuntimeError: no scheduler: set it to false leaked objects",
         ),
         ("killed\n", "killed"),
