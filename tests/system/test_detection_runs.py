@@ -88,6 +88,24 @@ def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.full
+def test_channel_b_of_three_engines(command, draws, sees, tmp_path):
+    """All of them are asked, and on every version."""
+    folder = tmp_path / "three"
+    more = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
+    more += ("--inference.replicas", "3")
+    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *more, steps=3)).wait(400)
+    assert code == 0, err
+    rows = read_metrics(folder)
+    assert [row["stage2/channel_b"] for row in rows if "stage2/channel_b" in row] == [1, 1, 1]
+    for number in range(3):
+        assert sum(row.get(f"replica_{number}/requests", 0) for row in rows) > 0, sorted(rows[-1])
+    applied = [event for event in read_events(folder) if event["kind"] == "apply"]
+    assert len(applied) >= 3
+    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
+
+
+@pytest.mark.engine
+@pytest.mark.full
 def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(command, draws, sees, tmp_path):
     folder = tmp_path / "killed"
     pattern = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
