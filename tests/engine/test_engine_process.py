@@ -136,7 +136,7 @@ def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
         def poll(self):
             return None
 
-        def terminate(self):
+        def send_signal(self, number):
             """It does not hear."""
 
         def wait(self, timeout_s):

@@ -1,4 +1,5 @@
-"""A signal to every process of a run, as systemd and Slurm send it: the trainer alone answers it, maybe last."""
+"""A signal to every process of a run, as systemd and Slurm send it: the trainer alone answers it, maybe last. And a
+run that stands still as a whole, as after Ctrl-Z or while a laptop sleeps."""
 
 import contextlib
 import os
@@ -70,6 +71,33 @@ def test_parts_in_commands_of_their_own(command, run_file, tmp_path):
     for part in parts:
         assert part.wait(60)[0] == 130
         assert part.left_behind() == []
+
+
+STANDS_S = 75.0
+"""Longer than every bound within which one stopped process among running ones is found (docs/runs.md)."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(), ("--run.streams", "files")])
+def test_while_a_whole_run_stands_still_nobody_is_blamed(command, run_file, tmp_path, options):
+    folder = tmp_path / "run"
+    settings = (*options, "--run.checkpoint_every", "100000", "--run.folder", folder)
+    run = command("train", run_file, *SLOW, *ENDLESS, *settings)
+    run.until(lambda: num_steps(folder) >= 2)
+    pids = [run.process.pid, *run.children()]
+    for number, pause_s in ((signal.SIGSTOP, STANDS_S), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(pause_s)
+    reached = num_steps(folder)
+    run.until(lambda: num_steps(folder) >= reached + 3)
+    run.process.send_signal(signal.SIGINT)
+    check_saved(run, folder)
+    assert {"restart", "engine_restart", "stacks"}.isdisjoint(event["kind"] for event in read_events(folder))
+    rows = read_metrics(folder)
+    lost = {name: row[name] for row in rows for name in row if name.startswith(("dropped/", "retry/"))}
+    assert lost == {}
 
 
 def check_saved(run, folder):
