@@ -28,6 +28,8 @@ pytestmark = pytest.mark.skipif(
 ADDED = {"tests", "setproctitle", "vllm", "requests"}
 """Packages of what a fork server imports beyond what this engine needs: other engines need it. requests has a name of
 its own for every module of urllib3 that is there when it is imported."""
+OWN = "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "SLIPSTREAM_MARKS", "SLIPSTREAM_ENDING", "TMPDIR"
+"""Variables that each engine's process has of its own."""
 COMMAND = [sys.executable, "-m", "slipstream.cli"]
 
 
@@ -59,7 +61,7 @@ def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_pat
     assert forked == started
     modules = {name: set(each.pop("modules")) for name, each in (("real", real), ("ours", ours))}
     environments = [each.pop("environment") for each in (real, ours)]
-    for name in ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "SLIPSTREAM_MARKS", "TMPDIR"):
+    for name in OWN:
         assert len({environment.pop(name) for environment in environments}) == 2, "each has its own"
     # A library adds to it whenever it is imported.
     assert len({frozenset(environment.pop("LD_LIBRARY_PATH").split(":")) for environment in environments}) == 1

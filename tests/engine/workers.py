@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from .architectures import GRID, pixels
 FLIP_VARIABLE = "SLIPSTREAM_TEST_FLIP"
 TOWER_VARIABLE = "SLIPSTREAM_TEST_TOWER"
 LOOK_VARIABLE = "SLIPSTREAM_TEST_LOOK"
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 class FlippingWorker(WorkerExtension):
@@ -71,6 +73,6 @@ def looks() -> dict[str, Any]:
         "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
         "threads": torch.get_num_threads(),
         "collects": gc.isenabled(),
-        # Without the address of whose method it is.
-        "signals": {n.name: str(signal.getsignal(n)).split(" of <")[0] for n in (signal.SIGTERM, signal.SIGCHLD)},
+        # Without the address of the function, or of whose method it is.
+        "signals": {n.name: re.split(" of <| at 0x", str(signal.getsignal(n)))[0] for n in _SIGNALS},
     }
