@@ -4,12 +4,17 @@ trainer's log-probabilities of the logits themselves."""
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import gelu, silu
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+from vllm.model_executor.layers import activation, layernorm
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample import sampler as second
@@ -52,6 +57,25 @@ def test_windows_that_leave_out_nothing_are_none_and_others_are_refused(patched)
     assert found["window_size"] is None
     with pytest.raises(CannotShareKernels, match="513 tokens of context are more than a sliding window of 512"):
         flash_attn.flash_attn_varlen_func(max_seqlen_q=1, max_seqlen_k=513, window_size=[511, 0])
+
+
+def test_norms_and_gates_are_those_of_the_models(patched):
+    """Each class of vLLM's computes what transformers has in its place."""
+    x, residual, weight = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64)
+    norm = SimpleNamespace(weight=weight, variance_epsilon=1e-6)
+    for kind, of_transformers in ((layernorm.RMSNorm, LlamaRMSNorm), (layernorm.GemmaRMSNorm, Gemma3RMSNorm)):
+        theirs = of_transformers(64, 1e-6)
+        theirs.weight.data = weight
+        torch.testing.assert_close(kind.forward(norm, x), theirs(x))
+        output, total = kind.forward(norm, x, residual)
+        torch.testing.assert_close(output, theirs(x + residual))
+        assert torch.equal(total, x + residual)
+    left, up = x.chunk(2, -1)
+    torch.testing.assert_close(activation.SiluAndMul.forward(None, x), silu(left) * up)
+    tanh, erf = (SimpleNamespace(approximate=name) for name in ("tanh", "none"))
+    torch.testing.assert_close(activation.GeluAndMul.forward(tanh, x), gelu(left, approximate="tanh") * up)
+    with pytest.raises(ValueError, match="GELU's approximation is none, and only tanh is known"):
+        activation.GeluAndMul.forward(erf, x)
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])

@@ -215,7 +215,10 @@ def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
     assert made.config.model.shared_kernels
     assert reasons(made)["model.shared_kernels"].endswith("the same log-probabilities bit for bit, at little cost")
     assert (made.config.weights.probe_warn, made.config.weights.probe_stop) == (0.001, 0.2)
-    assert plan(length, window=512, **H100).config.model.shared_kernels
+    for changes in ({"architecture": "Gemma3ForCausalLM", "head_dim": 256, "window": 512}, {"head_dim": 128}):
+        assert plan(length, **H100 | changes).config.model.shared_kernels
+    assert plan(length, **H100 | {"architecture": "Qwen3ForCausalLM"}).config.model.shared_kernels
+    assert plan(**H100).config.model.shared_kernels, "also where a context is shorter than the number of sequences"
     assert plan(length | {"weights.probe_warn": 0.3}, **H100).config.weights.probe_stop == 1.2
     apart = plan(length | {"model.shared_kernels": False}, **H100).config
     assert (apart.model.shared_kernels, apart.weights.probe_warn) == (False, 0.05)
