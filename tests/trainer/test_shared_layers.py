@@ -207,8 +207,8 @@ def check_same(ours, theirs, rtol):
 
 
 WINDOWS = {
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-    "Gemma3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0},
+    "Gemma3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2},
 }
 
 
