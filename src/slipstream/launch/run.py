@@ -166,7 +166,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine:
-                    generation = start_generation(run, children, lambda: _end_of(loop, children.error))
+                    generation = start_generation(run, children, lambda: _end_of(run.log, loop, children.error))
                 loop = _build_loop(run, children, generation, resume)
                 run.log.listen(record_memory(run.log, run.config.model.path))
                 run.progress.ready()
@@ -180,11 +180,11 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
             raise AttemptFailed(error, loop.trained_s if loop else 0.0) from error
 
 
-def _end_of(loop: TrainingLoop | None, error: BaseException | None) -> commands.Close:
+def _end_of(log: RunLog, loop: TrainingLoop | None, error: BaseException | None) -> commands.Close:
     """How far the run came, and why it ends."""
     step, reason = loop.step if loop else 0, ""
     if error is not None:
-        reason = one_line(error)
+        reason = log.scrub(one_line(error))  # the ledger keeps it
     elif loop is not None:
         training = loop.config.training
         late = f"training.max_seconds = {training.max_seconds:g} has passed" if training.max_seconds is not None else ""

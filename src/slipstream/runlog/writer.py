@@ -288,7 +288,7 @@ class RunLog:
             status=status,
             exit_code=exit_code,
             error=type(error).__name__ if error else "",
-            message=scrub(str(error), self._secrets) if error else "",
+            message=self.scrub(str(error)) if error else "",
             step=self._step if step is None else step,
             seconds=round(time.monotonic() - self._opened, 3),
             time=_now(),
@@ -297,7 +297,7 @@ class RunLog:
             restarts=self.num_restarts,
             failure_class=_failure_class_of(error),
             retriable=_is_retriable(error),
-            traceback=scrub("".join(traceback.format_exception(error)), self._secrets) if is_bug else "",
+            traceback=self.scrub("".join(traceback.format_exception(error))) if is_bug else "",
         )
         with self._guard:
             self._has_exit = True
@@ -333,6 +333,10 @@ class RunLog:
         finally:
             self.close()
 
+    def scrub(self, text: str) -> str:
+        """The text as it may stand in the run folder: without the run's secrets."""
+        return scrub(text, self._secrets)
+
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         with self._guard:
             row = {"time": _now(), "lineage": self.lineage, **self._scrubbed(fields)}
@@ -342,7 +346,7 @@ class RunLog:
     def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self._secrets:
             return fields
-        return cast(dict[str, Any], map_text(fields, lambda text: scrub(text, self._secrets)))
+        return cast(dict[str, Any], map_text(fields, self.scrub))
 
 
 def append_event(folder: Path, lineage: int, kind: str, **fields: Any) -> None:
