@@ -9,6 +9,7 @@ Its tokenizer has a token for every id of the vocabulary. The same shape gives t
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,41 @@ def shape_config(shape: str, **changes: Any) -> Any:
     return Qwen2Config(**given | changes)
 
 
+def word_tokenizer(template: str, special: Sequence[str] = (), added: Sequence[str] = ()) -> Any:
+    """A tokenizer with a token for every id of the vocabulary, `special` and `added` ones last."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from slipstream.trainer.model.small.tiny_qwen3 import DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
+
+    special = (PAD, START, END, *special)
+    symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))
+    symbols += [f" w{number}" for number in range(VOCABULARY - len(special) - len(added) - len(symbols))]
+    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNKNOWN))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
+    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    words.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, chat_template=template, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
+    )
+
+
+def random_network(kind: Any, config: Any) -> Any:
+    """A network of the class `kind` in bfloat16, with the random weights that transformers gives it; made on the GPU
+    where there is one, always the same there."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            torch.manual_seed(0)
+            return kind(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     """Write a bfloat16 model of `shape` into `folder` and return the folder.
 
@@ -45,31 +81,15 @@ def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     gives 0.6 to 0.8.
     """
     import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import GenerationConfig, Qwen2ForCausalLM
 
     from slipstream.trainer.model.loading import hide_progress_bars
-    from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
+    from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE
 
     hide_progress_bars()
-    symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))
-    symbols += [f" w{number}" for number in range(VOCABULARY - 3 - len(symbols))]
-    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNKNOWN))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    words.decoder = decoders.Fuse()
-    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
-    tokenizer: Any = PreTrainedTokenizerFast(
-        tokenizer_object=words, chat_template=CHAT_TEMPLATE, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
-    )
+    tokenizer = word_tokenizer(CHAT_TEMPLATE)
     config = shape_config(shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            torch.manual_seed(0)
-            network: Any = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    network = random_network(Qwen2ForCausalLM, config)
     if spread is not None:
         torch.nn.init.normal_(network.lm_head.weight, std=spread / SHAPES[shape]["hidden_size"] ** 0.5)
     network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)

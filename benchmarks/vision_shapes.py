@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shapes import VOCABULARY, random_network, word_tokenizer
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "text": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -35,29 +37,14 @@ _PATCH, _MERGE = 16, 2
 
 def shaped_vision_model(folder: Path, shape: str) -> Path:
     """Write a bfloat16 model of `shape` into `folder` and return the folder."""
-    import torch
-    from shapes import VOCABULARY
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     from slipstream.detection.coordinates import LITERALS
     from slipstream.trainer.model.loading import hide_progress_bars
     from slipstream.trainer.model.small.tiny_qwen2_vl import IMAGE_TOKENS, VISION_TEMPLATE
-    from slipstream.trainer.model.small.tiny_qwen3 import DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
 
     hide_progress_bars()
-    special = (PAD, START, END, *IMAGE_TOKENS)
-    symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))
-    symbols += [f" w{number}" for number in range(VOCABULARY - len(special) - len(LITERALS) - len(symbols))]
-    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNKNOWN))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    words.decoder = decoders.Fuse()
-    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    words.add_tokens([AddedToken(token, special=False, normalized=False) for token in LITERALS])
-    tokenizer: Any = PreTrainedTokenizerFast(
-        tokenizer_object=words, chat_template=VISION_TEMPLATE, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
-    )
-    assert len(tokenizer) == VOCABULARY
+    tokenizer = word_tokenizer(VISION_TEMPLATE, IMAGE_TOKENS, LITERALS)
     start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in IMAGE_TOKENS)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = SHAPES[shape]
@@ -73,14 +60,7 @@ def shaped_vision_model(folder: Path, shape: str) -> Path:
         tie_word_embeddings=True,
         **ends,
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            torch.manual_seed(0)
-            network: Any = Qwen3VLForConditionalGeneration(config)
-    finally:
-        torch.set_default_dtype(before)
+    network = random_network(Qwen3VLForConditionalGeneration, config)
     network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)
     network.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
