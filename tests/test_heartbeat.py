@@ -5,10 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from slipstream import runlog
-from slipstream.runlog import RunLog
-from slipstream.runlog.heartbeat import FILE, SILENT_S, Beating, Heartbeat, read_heartbeat
+from slipstream.runlog import RunLog, heartbeat, stacks
+from slipstream.runlog.heartbeat import FILE, SILENT_S, Beating, Heartbeat, read_heartbeat, read_processes
 
 
 def until(condition, timeout_s=20.0):
@@ -94,3 +98,109 @@ def test_what_is_torn_or_of_another_kind_is_no_heartbeat(tmp_path):
     beat = Heartbeat(100.0, 1, "host", 0, 0, [], 90.0)
     assert beat.silence(100.0 + SILENT_S) == ""
     assert beat.silence(101.0 + SILENT_S) == "no heartbeat for 16 s of process 1 on host, which was at step 0"
+
+
+CHILD = """
+import os, sys, time
+from slipstream.runlog import heartbeat, stacks
+
+heartbeat.doing("nothing that is told before it beats")
+stacks.register()
+print("begun", flush=True)
+for line in sys.stdin:
+    order, _, what = line.strip().partition(" ")
+    if order == "fork":
+        if os.fork() == 0:
+            heartbeat.doing("what a fork does")
+            heartbeat.progress()
+            stacks.register()
+            sys.exit()
+        os.wait()
+    {"doing": heartbeat.doing, "progress": lambda _: heartbeat.progress()}.get(order, str)(what)
+    print("done", flush=True)
+"""
+
+
+@dataclass
+class Child:
+    """A process of a run that says what it is told to."""
+
+    process: subprocess.Popen
+
+    def say(self, text):
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+
+@pytest.fixture
+def child(tmp_path):
+    prefix = stacks.prefix_of(tmp_path / "run" / "logs" / "engine.log")
+    environment = {**os.environ, stacks.VARIABLE: str(prefix)}
+    command = [sys.executable, "-c", CHILD]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        yield Child(process)
+        process.kill()
+
+
+def test_further_processes_beat_and_say_what_they_are_at(child, tmp_path, monkeypatch):
+    run, name = tmp_path / "run", f"engine-{child.process.pid}"
+    (first,) = until(lambda: read_processes(run))
+    assert (first.name, first.doing, first.state(first.time)) == (name, "", "")
+    child.say("doing loading weights")
+    (busy,) = until(lambda: [beat for beat in read_processes(run) if beat.doing])  # at once, not at the next beat
+    assert busy.time - first.time < heartbeat.INTERVAL_S
+    assert busy.state(busy.progress_at + 312.2) == "at loading weights, no progress for 312 s"
+    time.sleep(0.05)
+    child.say("progress")
+    child.say("doing serving requests")
+    (later,) = until(lambda: [beat for beat in read_processes(run) if beat.doing == "serving requests"])
+    assert later.progress_at > busy.progress_at
+    assert Path(run / "logs" / "heartbeats").stat().st_mode & 0o77 == 0
+
+    # What is silent is named, and what was at which place stands beside its stacks.
+    monkeypatch.setattr("slipstream.runlog.heartbeat.SILENT_S", 0.5)
+    child.process.send_signal(signal.SIGSTOP)
+    (silence,) = until(lambda: [text for beat in read_processes(run) if (text := beat.silence(time.time()))])
+    assert f"of engine process {child.process.pid} on " in silence
+    assert silence.endswith(", which was at serving requests")
+    folder = stacks.folder_of(run)
+    until(lambda: stacks.ask(folder)[0].missing == "is stopped (state T)")
+    said = stacks.sentence(folder, stacks.ask(folder))
+    assert f"{name} is stopped (state T); {name} is at serving requests, no progress for " in said
+    child.process.send_signal(signal.SIGCONT)
+    child.process.stdin.close()
+    child.process.wait(20)
+    assert not list((run / "logs" / "heartbeats").iterdir())
+
+
+def test_forks_and_killed_processes_leave_no_heartbeat(child, tmp_path):
+    run = tmp_path / "run"
+    until(lambda: read_processes(run))
+    child.say("doing waiting")
+    assert child.say("fork") == "done\n"
+    assert child.process.pid in {beat.pid for beat in read_processes(run)}
+    assert all(beat.doing in ("waiting", "") for beat in read_processes(run)), "a fork says nothing in another's name"
+    child.process.kill()
+    until(lambda: not read_processes(run))  # before anybody has waited for its end
+    assert child.process.returncode is None
+    (left,) = (run / "logs" / "heartbeats").glob(f"*-{child.process.pid}.json")
+    child.process.wait()
+    heartbeat.begin(run / "logs" / "heartbeats", "engine")
+    try:
+        assert not left.exists(), "the next of its role has removed it"
+        (ours,) = until(lambda: read_processes(run))
+        assert ours.pid == os.getpid()
+    finally:
+        heartbeat.end()
+    assert read_processes(run) == []
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    heartbeat.begin(tmp_path / "file" / "heartbeats", "engine")
+    heartbeat.doing("nothing")
+    heartbeat.progress()
+    heartbeat.end()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.envs.scoring import guard
@@ -17,6 +19,7 @@ from slipstream.errors import DeadlineError, EngineError, RankDeadlineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.settings import EngineSettings
 from slipstream.runlog import stacks
+from slipstream.runlog.heartbeat import Heartbeat
 
 PROGRAM = """
 import signal, sys, threading, time
@@ -171,6 +174,8 @@ class Told:
 @pytest.mark.parametrize("kind", [DeadlineError, RankDeadlineError])
 def test_a_wait_that_runs_out_names_the_folder(tmp_path, kind):
     log = Told(tmp_path)
+    at_phase = Heartbeat(time.time(), os.getpid(), "host", 0, 7, ["batch", "generate"], time.time() - 90)
+    (tmp_path / "heartbeat.json").write_bytes(msgspec.json.encode(at_phase))
     with (
         stacks.kept_in(tmp_path),
         pytest.raises(kind, match=r"^it took too long \(run-\d+ wrote the stacks of all threads into ") as raised,
@@ -179,8 +184,11 @@ def test_a_wait_that_runs_out_names_the_folder(tmp_path, kind):
         raise kind("it took too long")
     name = f"run-{os.getpid()}"
     folder = stacks.folder_of(tmp_path)
-    assert log.events == [("stacks", {"folder": str(folder), "asked": [name], "missing": {}})]
-    assert str(folder) in str(raised.value)
+    ((kind, fields),) = log.events
+    state = fields.pop("states")[name]
+    assert re.fullmatch(r"at step 7 in generate, no progress for 9\d s", state)
+    assert (kind, fields) == ("stacks", {"folder": str(folder), "asked": [name], "missing": {}})
+    assert str(raised.value).endswith(f"into {folder}; {name} is {state})")
     assert "test_a_wait_that_runs_out_names_the_folder" in (folder / f"{name}.txt").read_text()
 
 

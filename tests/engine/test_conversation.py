@@ -234,6 +234,23 @@ def silent(num_answers=0):
     return [web.get("/{path:.*}", answer), web.post("/{path:.*}", answer)]
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_whoever_waits_while_the_connections_are_closed_is_told_or_asks_again(num_turns, tmp_path):
+    """Whatever has become of the request: also where its task had not begun, and was cancelled before."""
+    async with talk(tmp_path, routes(serving(Host(0.05)))) as client:
+        asked = asyncio.create_task(client.generate(ask("one")))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await client.close()
+        async with asyncio.timeout(10):
+            (answer,) = await asyncio.gather(asked, return_exceptions=True)
+        if isinstance(answer, Completion):
+            assert answer.id == "one"
+        else:
+            assert "connections to the engine were closed" in str(answer)
+        assert (await client.generate(ask("two"))).id == "two"
+
+
 @pytest.mark.parametrize("deadline_s", [30.0, 0.3], ids=["long", "short"])
 @pytest.mark.parametrize("call", ["generate", "apply", "fence", "sleep"])
 async def test_a_silent_engine_is_given_up_and_then_dead(call, deadline_s, tmp_path):

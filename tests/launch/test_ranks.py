@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradien
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams
-from slipstream.runlog import stacks
+from slipstream.runlog import heartbeat, stacks
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch, ValueTargets
@@ -345,8 +346,13 @@ def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_pa
         next(weights)
         weights.close()
         assert one_step(parts, config, BATCHES[1])["grad_norm"] > 0
+        deadline = time.monotonic() + 20  # the beat follows what it does
+        while [beat.doing for beat in heartbeat.read_folder(tmp_path / "heartbeats")] != ["waiting for rank 0"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         (answer,) = stacks.ask(tmp_path / "stacks")
         assert (answer.name, answer.missing) == (f"rank-1-{crew.pids[0]}", "")
+        assert answer.state.startswith("at waiting for rank 0, no progress for ")
         assert "child.py" in (tmp_path / "stacks" / f"{answer.name}.txt").read_text()
         crew._ranks[0].process.send_signal(signal.SIGKILL)
         crew._ranks[0].process.wait(10)

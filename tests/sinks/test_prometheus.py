@@ -1,15 +1,17 @@
 """The endpoint for Prometheus: what is served, in which format, and for how long."""
 
+import os
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 
+import msgspec
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.runlog import RunLog, read_events
+from slipstream.runlog import RunLog, heartbeat, read_events
 from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks.prometheus import CONTENT_TYPE, Family, MetricsServer, families_of, render
 
@@ -97,6 +99,22 @@ def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
     with pytest.raises(urllib.error.URLError):
         get(server.url)
     assert not any(thread.name == "metrics-server" for thread in threading.enumerate())
+
+
+def test_ages_of_the_heartbeats_of_further_processes(tmp_path):
+    folder = heartbeat.folder_of(tmp_path / "run")
+    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
+        server.serve(log, "run")
+        assert not any(name.startswith("slipstream_process_") for name, *_ in samples(get(server.url)))
+        folder.mkdir(parents=True)
+        now = time.time()
+        for pid, role, ago in ((os.getpid(), "engine-0", 7.0), (os.getppid(), "rank-1", 70.0)):
+            beat = heartbeat.ProcessHeartbeat(now, pid, socket.gethostname(), role, "loading weights", now - ago)
+            (folder / f"{beat.name}.json").write_bytes(msgspec.json.encode(beat))
+        found = samples(get(server.url))
+    for name, ago in ((f"engine-0-{os.getpid()}", 7.0), (f"rank-1-{os.getppid()}", 70.0)):
+        assert 0 <= found["slipstream_process_heartbeat_age_seconds", name] < 60
+        assert ago <= found["slipstream_process_progress_age_seconds", name] < ago + 60
 
 
 def test_tokens_and_idle_seconds_are_counted_by_reason(tmp_path):

@@ -2,12 +2,13 @@
 and nobody is blamed for the time for which the run itself was stopped."""
 
 import os
+import re
 import signal
 import time
 
 import pytest
 
-from slipstream.runlog import read_events, read_exit, stacks
+from slipstream.runlog import heartbeat, read_events, read_exit, stacks
 
 from .test_real_runs import COIN, check_run, num_steps
 
@@ -58,6 +59,8 @@ def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(com
     (restart,) = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
     assert "was killed, as it said nothing" in restart["reason"]
     assert "is stopped (state T)" in restart["reason"]
+    assert re.search(r"; engine-\d+ is at serving requests, no progress for \d+ s", restart["reason"])
+    assert not heartbeat.folder_of(folder).exists()
     assert all(path.stat().st_size for path in stacks.folder_of(folder).iterdir())
     check_run(folder, steps=40)
     assert run.left_behind() == []

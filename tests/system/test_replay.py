@@ -65,8 +65,8 @@ def replayed(slipstream):
 
 def files_of(folder):
     found = (path for path in folder.rglob("*") if path.is_file())
-    # Processes of a run that was killed take their empty files of stacks with them, a moment later.
-    return {path: path.read_bytes() for path in found if path.parent.name != "stacks"}
+    # Processes of a run that was killed take their heartbeats and empty files of stacks with them, a moment later.
+    return {path: path.read_bytes() for path in found if path.parent.name not in ("stacks", "heartbeats")}
 
 
 def change_loss(folder, step, change):

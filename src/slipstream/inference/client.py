@@ -35,6 +35,7 @@ SILENCE_S = 60.0
 _LISTEN_S = 1.0
 _DYING_S = 5.0
 """How long after a broken connection the engine's process may take to end."""
+_CLOSED = "the connections to the engine were closed"
 
 T = TypeVar("T")
 
@@ -195,12 +196,15 @@ class EngineClient:
     def _send_outbox(self) -> None:
         outbox, self._outbox = self._outbox, []
         if outbox:
-            self._keep(asyncio.get_running_loop().create_task(self._stream(outbox)))
+            task = asyncio.get_running_loop().create_task(self._stream(outbox))
+            self._keep(task)
+            # One that is cancelled before it begins does nothing, for those who wait neither.
+            task.add_done_callback(lambda _: _fail((future for _, future in outbox), EngineError(_CLOSED)))
 
     async def _stream(self, outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
         """Send requests in one POST and resolve their futures; every future is done at the end, whatever happens."""
         waiting = {request.id: future for request, future in outbox}
-        failure: Exception = EngineError("the connections to the engine were closed")
+        failure: Exception = EngineError(_CLOSED)
         try:
             async with self._heard("/generate"):
                 await self._receive(msgspec.msgpack.encode([request for request, _ in outbox]), waiting)

@@ -1,13 +1,16 @@
-"""The heartbeat of a run's process: `heartbeat.json`, replaced every few seconds for as long as the process lives.
+"""Heartbeats: `heartbeat.json` of a run and `logs/heartbeats/<role>-<pid>.json` of each further process, replaced every
+few seconds for as long as the process lives.
 
 Life and progress are two clocks: `time` says that the process lives, `progress_at` when it last wrote anything of its
 work. The thread that writes needs the interpreter for an instant only, so it also beats during imports, the loading of
 a model and compilation. Of a phase that is repeated, which is training on a batch, it tells how long it may take at
-most; of others, whose waits have deadlines of their own, it does not.
+most; of others, whose waits have deadlines of their own, it does not. A further process says by `doing` what it is
+at, and by `progress` that it gets on.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -23,6 +26,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.runlog.files import write_whole
 
 FILE = "heartbeat.json"
+FOLDER = "heartbeats"
+"""Below the run's `logs`."""
 INTERVAL_S = 5.0
 SILENT_S = 3 * INTERVAL_S
 """From then on a process is taken for stopped, or its host for lost."""
@@ -50,10 +55,11 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
     def silence(self, now: float) -> str:
         """A sentence on a process that has stopped beating; empty for one that beats."""
-        seconds = now - self.time
-        if seconds <= SILENT_S:
-            return ""
-        return f"no heartbeat for {seconds:.0f} s of process {self.pid} on {self.host}, which was at {self.place}"
+        return _silence(now - self.time, f"process {self.pid} on {self.host}", self.place)
+
+    def state(self, now: float) -> str:
+        """What it is at and since when, as part of a sentence."""
+        return f"at {self.place}, no progress for {max(0.0, now - self.progress_at):.0f} s"
 
     @property
     def place(self) -> str:
@@ -124,3 +130,158 @@ def read_heartbeat(folder: Path) -> Heartbeat | None:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Heartbeat)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+class ProcessHeartbeat(msgspec.Struct, frozen=True):
+    """The content of a file in `logs/heartbeats`; times are Unix times."""
+
+    time: float
+    pid: int
+    host: str
+    role: str
+    doing: str
+    """What the process is at; empty where it does not say."""
+    progress_at: float
+    """When it last began or got on with that."""
+
+    @property
+    def name(self) -> str:
+        """Role and pid."""
+        return f"{self.role}-{self.pid}"
+
+    def silence(self, now: float) -> str:
+        """As that of the run's process."""
+        return _silence(now - self.time, f"{self.role} process {self.pid} on {self.host}", self.doing)
+
+    def state(self, now: float) -> str:
+        """What it is at and since when, as part of a sentence; empty where it does not say."""
+        return f"at {self.doing}, no progress for {max(0.0, now - self.progress_at):.0f} s" if self.doing else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process, if it is one of this host, is there no more."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return True
+        return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+class _Own:
+    """The beating thread of this process, which has its pid in its file's name."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        self.pid, self._role = os.getpid(), role
+        self.path = folder / f"{role}-{self.pid}.json"
+        self._is_news = threading.Event()
+        self._ended = False
+        self._doing, self._progress_at = "", time.time()
+        self._thread = threading.Thread(target=self._beat, name="slipstream-heartbeat", daemon=True)
+        self._thread.start()
+
+    def doing(self, what: str) -> None:
+        if what != self._doing:
+            self._doing = what
+            self._is_news.set()
+        self.progress()
+
+    def progress(self) -> None:
+        self._progress_at = time.time()
+
+    def end(self) -> None:
+        self._ended = True
+        self._is_news.set()
+        self._thread.join(_END_S)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _beat(self) -> None:
+        while not self._ended:
+            self._is_news.clear()
+            beat = ProcessHeartbeat(
+                round(time.time(), 3),
+                self.pid,
+                socket.gethostname(),
+                self._role,
+                self._doing,
+                round(self._progress_at, 3),
+            )
+            with contextlib.suppress(SlipstreamError, OSError):
+                write_whole(self.path, msgspec.json.encode(beat) + b"\n", durable=False)
+            self._is_news.wait(INTERVAL_S)
+
+
+_own: _Own | None = None
+
+
+def begin(folder: Path, role: str) -> None:
+    """Beat from here on in `folder` as process of that role, until it ends; nothing where the folder cannot be made.
+    Files of ended processes of the role, which have been killed, are removed."""
+    global _own
+    end()
+    with contextlib.suppress(OSError, RuntimeError):  # no thread may be started either
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in folder.glob(f"{role}-*.json"):
+            remove_ended(path)
+        _own = _Own(folder, role)
+        atexit.unregister(end)
+        atexit.register(end)
+
+
+def end() -> None:
+    """Stop beating, and remove the file."""
+    global _own
+    own, _own = _own, None
+    if own is not None and own.pid == os.getpid():
+        own.end()
+
+
+def doing(what: str) -> None:
+    """Say what this process is at, if it beats."""
+    if _own is not None and _own.pid == os.getpid():  # a fork has no thread, and perhaps a lock that is held for ever
+        _own.doing(what)
+
+
+def progress() -> None:
+    """Say that it gets on, if it beats."""
+    if _own is not None:
+        _own.progress()
+
+
+def remove_ended(path: Path) -> None:
+    """Remove the file of a process that has ended."""
+    beat = _read(path)
+    if beat is None or beat.has_ended:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def read_processes(run_folder: Path) -> list[ProcessHeartbeat]:
+    """The last heartbeats of a run's further processes that have not ended, by name."""
+    return read_folder(folder_of(run_folder))
+
+
+def read_folder(folder: Path) -> list[ProcessHeartbeat]:
+    """The same of what is in a folder."""
+    beats = [_read(path) for path in sorted(folder.glob("*.json"))]
+    return [beat for beat in beats if beat is not None and not beat.has_ended]
+
+
+def folder_of(run_folder: Path) -> Path:
+    """The folder of the heartbeats of a run's further processes."""
+    return run_folder.absolute() / "logs" / FOLDER
+
+
+def _read(path: Path) -> ProcessHeartbeat | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ProcessHeartbeat)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _silence(seconds: float, who: str, place: str) -> str:
+    if seconds <= SILENT_S:
+        return ""
+    return f"no heartbeat for {seconds:.0f} s of {who}{f', which was at {place}' if place else ''}"

@@ -14,7 +14,7 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.runlog.files import is_locked, read_lines, read_toml
-from slipstream.runlog.heartbeat import read_heartbeat
+from slipstream.runlog.heartbeat import read_heartbeat, read_processes
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
@@ -224,9 +224,10 @@ def summary_of(
 
 
 def _silence(folder: Path) -> str:
-    """What a running process's heartbeat says against it; empty where it beats, or has not begun to."""
-    beat = read_heartbeat(folder)
-    return beat.silence(time.time()) if beat else ""
+    """What the heartbeats of a running run say against its processes; empty where all beat, or have not begun to."""
+    beat, now = read_heartbeat(folder), time.time()
+    found = [beat.silence(now)] if beat else []
+    return "; ".join(filter(None, [*found, *(each.silence(now) for each in read_processes(folder))]))
 
 
 def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[float, float]:

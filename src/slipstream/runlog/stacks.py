@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import DeadlineError, RankDeadlineError, SlipstreamError
+from slipstream.runlog import heartbeat
 
 FOLDER = "stacks"
 """Below the run's `logs`."""
@@ -44,9 +45,10 @@ def prefix_of(log: Path) -> Path:
     return logs / FOLDER / "-".join(log.relative_to(logs).with_suffix("").parts)
 
 
-def register(prefix: Path | None = None) -> None:
+def register(prefix: Path | None = None, *, beats: bool = True) -> None:
     """Answer SIGUSR2 from here on in `<prefix>-<pid>.txt`, by default where the environment says; again in another file
-    after an earlier call. Nothing is done without a prefix, or where the file cannot be made."""
+    after an earlier call. Nothing is done without a prefix, or where the file cannot be made. With `beats` a thread
+    writes heartbeats, too (`heartbeat.begin`)."""
     global _own
     if prefix is None:
         if not os.environ.get(VARIABLE):
@@ -62,6 +64,8 @@ def register(prefix: Path | None = None) -> None:
         faulthandler.register(_SIGNAL, handle, all_threads=True)
         _drop_own()
         _own = os.getpid(), path, handle
+        if beats:
+            heartbeat.begin(path.parent.parent / heartbeat.FOLDER, prefix.name)
 
 
 @contextlib.contextmanager
@@ -107,13 +111,16 @@ def kept_in(run_folder: Path) -> Generator[None]:
     afterwards, but for the newest that hold stacks."""
     folder = folder_of(run_folder)
     _sweep(folder)
-    register(folder / "run")
+    beats = heartbeat.folder_of(run_folder)
+    register(folder / "run", beats=False)  # it has `heartbeat.json`
     try:
         yield
     finally:
         unregister()
         _sweep(folder)
-        for empty in (folder, folder.parent):
+        for path in beats.glob("*"):
+            heartbeat.remove_ended(path)
+        for empty in (folder, beats, folder.parent):
             with contextlib.suppress(OSError):
                 empty.rmdir()
 
@@ -131,6 +138,8 @@ class Answer:
     """Role and pid."""
     missing: str = ""
     """Why there are no stacks; empty if there are."""
+    state: str = ""
+    """What it was at, and since when there was no progress, by its last heartbeat; empty if it did not say."""
 
 
 def ask(folder: Path, only_group: int | None = None) -> list[Answer]:
@@ -138,13 +147,14 @@ def ask(folder: Path, only_group: int | None = None) -> list[Answer]:
     `_ANSWER_S` each at most and all at once. Processes that have ended are left out."""
     asked: dict[Path, int] = {}
     answers: list[Answer] = []
+    states = _states(folder.parent)
     for path in sorted(folder.glob("*.txt")):
         pid = _pid_of(path)
         state = _registered_state(pid, path) if pid is not None else ""
         if pid is None or not state or (only_group is not None and _group_of(pid) != only_group):
             continue
         if state in "Tt":
-            answers.append(Answer(path.stem, f"is stopped (state {state})"))
+            answers.append(Answer(path.stem, f"is stopped (state {state})", states.get(path.stem, "")))
             continue
         with contextlib.suppress(OSError):  # it has just ended
             size = path.stat().st_size
@@ -155,17 +165,25 @@ def ask(folder: Path, only_group: int | None = None) -> list[Answer]:
     grown = _wait_for_growth(asked)
     for path in asked:
         if path in grown:
-            answers.append(Answer(path.stem))
+            answers.append(Answer(path.stem, "", states.get(path.stem, "")))
         elif state := _registered_state(_pid_of(path) or 0, path):
-            answers.append(Answer(path.stem, f"does not answer (state {state})"))
+            answers.append(Answer(path.stem, f"does not answer (state {state})", states.get(path.stem, "")))
     return answers
 
 
+def _states(logs: Path) -> dict[str, str]:
+    """Of a run's processes, by role and pid, what they are at and since when."""
+    now, beat = time.time(), heartbeat.read_heartbeat(logs.parent)
+    states = {f"run-{beat.pid}": beat.state(now)} if beat is not None else {}
+    return states | {each.name: each.state(now) for each in heartbeat.read_folder(logs / heartbeat.FOLDER)}
+
+
 def sentence(folder: Path, answers: Sequence[Answer]) -> str:
-    """Where the stacks are, and which processes gave none; empty if nobody was asked."""
+    """Where the stacks are, which processes gave none, and what each was at; empty if nobody was asked."""
     given = [answer.name for answer in answers if not answer.missing]
     texts = [f"{_joined(given)} wrote the stacks of all threads into {folder}"] if given else []
     texts += [f"{answer.name} {answer.missing}" for answer in answers if answer.missing]
+    texts += [f"{answer.name} is {answer.state}" for answer in answers if answer.state]
     return "; ".join(texts)
 
 
@@ -189,7 +207,9 @@ def asked_at_deadlines(log: _Log) -> Generator[None]:
             raise
         with contextlib.suppress(SlipstreamError):  # a full disk: the error that ended the run is worth more
             missing = {answer.name: answer.missing for answer in answers if answer.missing}
-            log.event("stacks", folder=str(folder), asked=[answer.name for answer in answers], missing=missing)
+            states = {answer.name: answer.state for answer in answers if answer.state}
+            asked = [answer.name for answer in answers]
+            log.event("stacks", folder=str(folder), asked=asked, missing=missing, states=states)
         raise type(error)(f"{error} ({text})") from error
 
 

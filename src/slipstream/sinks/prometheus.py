@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_metrics
-from slipstream.runlog.heartbeat import read_heartbeat
+from slipstream.runlog.heartbeat import read_heartbeat, read_processes
 
 HOST = "127.0.0.1"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -210,6 +210,13 @@ class _Page:
         if beat is not None:
             age = max(0.0, now - beat.time)
             ours.append(_gauge("slipstream_heartbeat_age_seconds", "Seconds since the last heartbeat.", age))
+        if others := read_processes(log.folder):
+            ages = [({"process": each.name}, max(0.0, now - each.time)) for each in others]
+            text = "Seconds since the last heartbeat of each further process."
+            ours.append(Family("slipstream_process_heartbeat_age_seconds", text, "gauge", ages))
+            ages = [({"process": each.name}, max(0.0, now - each.progress_at)) for each in others]
+            text = "Seconds since each further process began or got on with what it does."
+            ours.append(Family("slipstream_process_progress_age_seconds", text, "gauge", ages))
         return render([*ours, *totals, *families_of(row, {family.name for family in (*ours, *totals)})], self._labels)
 
 

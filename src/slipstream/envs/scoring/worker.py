@@ -45,7 +45,7 @@ _MAX_BYTES = 64 << 20
 
 def main() -> int:
     """Serves until the input ends; the exit code is 1 if the environment could not be constructed."""
-    stacks.register()
+    stacks.register(beats=False)  # the pool has a deadline for each call, and a call may fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _live_on)
     os.register_at_fork(after_in_child=_as_usual)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slipstream.runlog import heartbeat
+
 VARIABLE = "SLIPSTREAM_MARKS"
 """In the environment of an engine's processes: the file."""
 READY = "ready"
@@ -26,6 +28,14 @@ _BEGUN_BY = {
     "compile_or_warm_up_model": "cache",
 }
 """Methods of vLLM's executors, and the phases that begin with them."""
+_DOING = {
+    "import": "importing vLLM",
+    "load": "loading weights",
+    "profile": "measuring memory or compiling",
+    "cache": "making the KV cache or capturing graphs",
+    "verify": "looking at the weights",
+    READY: "serving requests",
+}
 
 
 def phase_names(*, eager: bool) -> dict[str, str]:
@@ -42,6 +52,7 @@ def phase_names(*, eager: bool) -> dict[str, str]:
 
 def mark(name: str) -> None:
     """Note that the phase `name` begins, or that the engine is `READY`."""
+    heartbeat.doing(_DOING[name])
     if path := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
             file.write(f"{time.monotonic():.3f} {name}\n")
@@ -74,7 +85,10 @@ def _marked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def begun(*args: Any, **kwargs: Any) -> Any:
         mark(name)
-        return method(*args, **kwargs)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            heartbeat.doing("")  # this process says no more: what it computes, the server's shows
 
     begun.marks = name  # type: ignore[attr-defined]
     return begun

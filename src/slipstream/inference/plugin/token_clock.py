@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.runlog import heartbeat
+
 _POLL_S = 5e-4
 _LOOK_S = 1.0
 _FIRST_TOKEN_S = 5.0
@@ -47,6 +49,7 @@ class TokenClock:
             self._longest = max(self._longest, now - self._last)
         self._last = now
         self.num_steps += 1
+        heartbeat.progress()
 
     def begin(self) -> None:
         """Begin to measure a stall, at the start of an update during which requests run."""

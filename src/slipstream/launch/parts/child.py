@@ -28,7 +28,7 @@ from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
 from slipstream.orchestrator import garbage_collection
 from slipstream.orchestrator.control.remote import Beats, NoticeLog, NoticeProgress, Outbox, serve
-from slipstream.runlog import stacks
+from slipstream.runlog import heartbeat, stacks
 
 _NEVER_S = 365 * 24 * 3600.0
 """A run lasts no longer."""
@@ -37,6 +37,7 @@ _NEVER_S = 365 * 24 * 3600.0
 def main(path: str) -> int:
     """Serve until the end; returns the exit code."""
     stacks.register()
+    heartbeat.doing("planning the run again")
     lifeline.follow_stdin()
     lifeline.leave_signals_to_trainer()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)

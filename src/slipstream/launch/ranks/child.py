@@ -25,12 +25,13 @@ from slipstream.inference.child_process import leave
 from slipstream.inference.plugin import lifeline
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
-from slipstream.runlog import stacks
+from slipstream.runlog import heartbeat, stacks
 
 
 def main(path: str, descriptor: str) -> int:
     """Execute commands until the channel closes."""
     stacks.register()
+    heartbeat.doing("importing torch")
     lifeline.leave_signals_to_trainer()
     file = Path(path)
     settings = msgspec.json.decode(file.read_bytes(), type=RankSettings)
@@ -71,6 +72,7 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     def answer(value: Answer) -> None:
         channel.send(msgspec.msgpack.encode(value), None)
 
+    heartbeat.doing("loading its shard")
     config = PlannedConfig.model_validate_json(settings.config)
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
@@ -80,7 +82,9 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     answer(Answer())
     is_warm = False
     while True:
+        heartbeat.doing("waiting for rank 0")
         command: AnyCommand = msgspec.msgpack.decode(commands.get(), type=AnyCommand)
+        heartbeat.doing(f"the command {type(command).__name__}")
         try:
             answer(parts[command.model].do(command))
             if not is_warm and isinstance(command, Commit) and command.model == POLICY:

@@ -26,6 +26,7 @@ from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
+from slipstream.runlog import heartbeat
 from slipstream.runlog.writer import without_surrogates
 from slipstream.transport import Transport, TransportAway, TransportClosed, TransportLost, Unreachable
 
@@ -39,6 +40,8 @@ _CANCEL_S = 15.0
 _NOTICE_S = 0.05
 """How long a notice waits for others, with which it is sent."""
 _STATE_S = 15.0
+_SERVING = "serving the trainer"
+"""What a process that serves says in its heartbeat; it gets on whenever a turn or rollout ends."""
 PLACES = 1024
 """Capacity of the two transports."""
 
@@ -343,6 +346,7 @@ class NoticeProgress:
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `Progress`."""
+        heartbeat.doing(f'"{name}"')
         self._outbox.add(Progressed("phase", [name, total]))
 
     def advance(self, n: int = 1) -> None:
@@ -351,6 +355,7 @@ class NoticeProgress:
 
     def end_phase(self) -> None:
         """See `Progress`."""
+        heartbeat.doing(_SERVING)
         self._outbox.add(Progressed("end_phase", []))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -378,6 +383,8 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
             except BaseException:
                 outbox.put_back(items)
                 raise
+            if num_ended != num_told:
+                heartbeat.progress()
             num_told = num_ended
 
     async def send_reply(reply: Reply) -> None:
@@ -410,6 +417,7 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
         except Exception as error:  # noqa: BLE001 (raised by `serve`)
             broken.append(error)
 
+    heartbeat.doing(_SERVING)
     telling = asyncio.create_task(tell())
     try:
         while True:
