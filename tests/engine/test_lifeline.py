@@ -54,6 +54,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.skipif("COVERAGE_PROCESS_START" in os.environ, reason="coverage.py has SIGTERM for itself")
 def test_a_child_lives_on_when_all_processes_are_signalled_and_ends_in_order():
     with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, start_new_session=True) as child:
         assert child.stdout is not None

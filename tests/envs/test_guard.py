@@ -51,6 +51,7 @@ START = """
 """
 
 
+@pytest.mark.skipif("COVERAGE_PROCESS_START" in os.environ, reason="coverage.py has SIGTERM for itself")
 def test_a_signal_to_all_processes_ends_neither_guard_nor_worker():
     command = [sys.executable, "-I", "-S", guard.__file__, "64", guard.NO_NAMESPACE]
     command += [sys.executable, "-m", worker.__name__]
