@@ -137,7 +137,7 @@ def changed(path: Path, number: int) -> str:
 
 
 def run_tests(tree: Path, names: list[str], options: argparse.Namespace) -> str | None:
-    """What the first test that failed said; None when none failed in `--limit` seconds. A test that hangs fails by itself."""
+    """What the first test that failed said; None when none did in `--limit` seconds. One that hangs fails by itself."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tests", options.tests, "-p", "no:cacheprovider"]
     command += ["--numprocesses", "0", "--timeout", str(TEST_LIMIT_S), *names]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--tests", default="quick")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument(
-        "--limit", type=float, default=1200, help="seconds for a defect's tests without an engine, with"
+        "--limit", type=float, default=1200, help="seconds for the tests without an engine, and for the others"
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
