@@ -1,16 +1,22 @@
-"""Engine and trainer take turns on one GPU: when the engine is put to sleep, and when it is woken."""
+"""Engine and trainer take turns on one GPU: when the engine sleeps, and is woken; and which groups of an earlier
+attempt are used again."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from slipstream.config import load_settings
 from slipstream.errors import EngineError
 from slipstream.launch.engine_sleep import SleepWake
+from slipstream.launch.generation import shape_of_groups
+from slipstream.launch.prepare import prepare
 from slipstream.launch.weight_sync import RunHooks
 from slipstream.orchestrator.control.commands import EngineState
 from slipstream.orchestrator.control.handle import LocalCaller
 from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from ..orchestrator.executors import executor_of
 
@@ -96,3 +102,54 @@ def test_an_update_is_repeated_where_one_engine_of_several_died(bridge, orchestr
     hooks = RunHooks(SimpleNamespace(config=config, log=log), caller, None)
     assert hooks.repeats_update(EngineError("it died")) is expected
     assert events == ([("update_repeated", {"reason": "it died"})] if expected else [])
+
+
+ENVIRONMENT = """
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {i}"} for i in range(4)]
+def reward(task, completion):
+    return 0.0
+"""
+
+
+def test_groups_of_an_earlier_attempt_are_used_only_where_all_that_made_them_is_equal(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    file, more = tmp_path / "environment.py", tmp_path / "more.py"
+    file.write_text(ENVIRONMENT)
+    more.write_text(ENVIRONMENT + "# another\n")
+
+    def prepared(environment=file, **changes):
+        settings = {
+            "model": {"path": str(model)},
+            "algorithm": {"kind": "grpo", "group_size": 4},
+            "training": {"steps": 4, "prompts_per_batch": 2, "staleness": 1},
+            "environment": {"name": str(environment)},
+            "evaluation": False,
+        }
+        for name, change in changes.items():
+            settings[name] = {**settings.get(name, {}), **change}
+        return prepare(load_settings(settings))
+
+    def with_kernels(plan):
+        config = plan.config
+        return replace(
+            plan, config=config.model_copy(update={"model": config.model.model_copy(update={"shared_kernels": True})})
+        )
+
+    usual = prepared()
+    shape = shape_of_groups(usual, 0)
+    assert shape_of_groups(prepared(), 3) == shape
+    assert shape_of_groups(prepared(training={"steps": 5, "learning_rate": 1e-4}), 0) == shape
+    others = [
+        prepared(training={"prompts_per_batch": 4}),
+        prepared(training={"staleness": 2}),
+        prepared(training={"order": "data"}),
+        prepared(algorithm={"group_size": 2}),
+        prepared(sampling={"temperature": 0.7}),
+        prepared(run={"seed": 1}),
+        prepared(more),
+        replace(usual, train_tasks=usual.train_tasks[:3]),
+        replace(usual, plan=with_kernels(usual.plan)),
+    ]
+    assert all(shape_of_groups(other, 0) != shape for other in others)
+    assert len({repr(shape_of_groups(other, 0)) for other in others}) == len(others)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config import needs_engine_logprobs
+from slipstream.config import PlannedConfig, needs_engine_logprobs
 from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
@@ -25,6 +25,7 @@ from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.matching.answers import answer_tokens, detects
 from slipstream.launch.matching.targets import detection_metrics
+from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.orchestrator.batches.batcher import Batcher
@@ -232,26 +233,12 @@ def _runner(
 def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledger:
     """The run's ledger, from step `first` on, written by this event loop."""
     config = context.config
-    assert config.algorithm.kind != "sft"
     return Ledger(
         context.folder,
         context.log.lineage,
         first,
         staleness=config.training.staleness,
-        shape={
-            "prompts_per_batch": config.training.prompts_per_batch,
-            "staleness": config.training.staleness,
-            "order": config.training.order,
-            "group_size": config.algorithm.group_size,
-            "sampling": context.prepared.sampling(),
-            "seed": config.run.seed,
-            "tasks": tasks_digest(context.prepared.train_tasks),
-            "code": code_digest(context.prepared),
-            "orchestrators": config.run.orchestrators,
-            # An engine without them has other log-probabilities.
-            **({"shared_kernels": True} if config.model.shared_kernels else {}),
-            **_mixture_shape(context),
-        },
+        shape=shape_of_groups(context.prepared, context.log.lineage),
         orchestrator=context.orchestrator,
         saved_step=saved_step,
         later=asyncio.get_running_loop().call_later,
@@ -260,22 +247,42 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
     )
 
 
+def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:
+    """What must be equal for groups of an earlier attempt to be used in this one, `lineage`."""
+    config = prepared.config
+    assert config.algorithm.kind != "sft"
+    return {
+        "prompts_per_batch": config.training.prompts_per_batch,
+        "staleness": config.training.staleness,
+        "order": config.training.order,
+        "group_size": config.algorithm.group_size,
+        "sampling": prepared.sampling(),
+        "seed": config.run.seed,
+        "tasks": tasks_digest(prepared.train_tasks),
+        "code": code_digest(prepared),
+        "orchestrators": config.run.orchestrators,
+        # An engine without them has other log-probabilities.
+        **({"shared_kernels": True} if config.model.shared_kernels else {}),
+        **_mixture_shape(config, lineage),
+    }
+
+
 def drop_metrics(reason: str, num_tokens: int) -> dict[str, float]:
     """Metrics of a group that the ledger drops."""
     name = reason.replace(" ", "_")
     return {f"dropped_groups/{name}": 1.0, f"dropped_tokens/{name}": float(num_tokens)}
 
 
-def _mixture_shape(context: Context) -> dict[str, Any]:
+def _mixture_shape(config: PlannedConfig, lineage: int) -> dict[str, Any]:
     """What of a mixture decides which task a draw is. Under a curriculum that may be another in each attempt."""
-    section = context.config.environment
+    section = config.environment
     if section is None or not section.mixture:
         return {}
     is_adaptive = section.curriculum == "adaptive"
     return {
-        "weights": mixture_weights(context.config),
+        "weights": mixture_weights(config),
         "limits": [(part.group_size, part.max_tokens) for part in section.mixture.values()],
-        "attempt": context.log.lineage if is_adaptive else None,
+        "attempt": lineage if is_adaptive else None,
     }
 
 
