@@ -198,8 +198,10 @@ class _Own:
             self.path.unlink()
 
     def _beat(self) -> None:
-        while not self._ended:
+        while True:
             self._is_news.clear()
+            if self._ended:
+                return
             beat = ProcessHeartbeat(
                 round(time.time(), 3),
                 self.pid,
