@@ -53,6 +53,22 @@ SETTINGS: dict[str, dict[str, object]] = {
     "ppo": {"algorithm.kind": "ppo"},
     "grpo_lora": {"algorithm.kind": "grpo", "lora.rank": 16, "training.learning-rate": 1e-2},
 }
+RECIPES = list(SETTINGS)
+DEFAULTS = {
+    "algorithm.kind": "grpo",
+    "training.prompts-per-batch": 32,
+    "training.updates-per-batch": 1,
+    "training.learning-rate": "auto",
+    "training.schedule": "constant",
+    "training.warmup-steps": 0,
+}
+"""What a run file that sets none of these has."""
+SETTINGS |= {
+    "defaults": DEFAULTS,
+    "linear": {**DEFAULTS, "training.schedule": "linear"},
+    "two_updates": {**DEFAULTS, "training.updates-per-batch": 2},
+    "linear_two_updates": {**DEFAULTS, "training.schedule": "linear", "training.updates-per-batch": 2},
+}
 
 
 def slipstream(log: Path, *arguments: object) -> bool:
@@ -165,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make what is not there yet, then say how it ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--recipes", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--recipes", nargs="+", choices=SETTINGS, default=RECIPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
