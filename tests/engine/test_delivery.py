@@ -43,12 +43,15 @@ class Steps:
         self.made: dict[str, tuple[list[int], list[float]]] = {id_: ([], []) for id_ in requests}
         self.number = 0
 
-    def step(self, *ending: str) -> list[EngineCoreOutput]:
+    def step(self, *ending: str, is_shipped: bool = False) -> list[EngineCoreOutput]:
+        """With `is_shipped` the outputs have vLLM's own lists, which begin with the sampled token's."""
         ids = list(self.scheduler.requests)
         values = np.float32([[-0.1 - self.number - 100 * i] for i in range(len(ids))])
         tokens = [1000 * i + self.number for i in range(len(ids))]
         lists = LogprobsLists(np.int32(tokens)[:, None], values, np.ones(len(ids), np.int32))
-        step = undelivered.StepLogprobs(lists)
+        step: Any = undelivered.StepLogprobs(lists)
+        if is_shipped:
+            step = LogprobsLists(np.int32([[t, t + 1] for t in tokens]), np.hstack([values, values + 7]), lists[2])
         outputs = []
         for i, id_ in enumerate(ids):
             reason = FinishReason.STOP if id_ in ending else None
@@ -59,7 +62,7 @@ class Steps:
         for id_ in ending:
             del self.scheduler.requests[id_]
         self.number += 1
-        return self.held.deliver(self.scheduler, 0, outputs, step)
+        return self.held.deliver(self.scheduler, 0, outputs, None if is_shipped else step)
 
 
 def received(batches: list[list[EngineCoreOutput]], id_: str) -> tuple[list[int], list[float]]:
@@ -82,6 +85,14 @@ def test_every_token_comes_once_with_its_own_number():
     for id_, made in steps.made.items():
         assert received(batches, id_) == made
     assert not steps.held.drain(steps.scheduler)
+
+
+def test_steps_with_vllms_own_lists_come_between_others():
+    steps = Steps({f"r{i}": QUIET for i in range(3)})
+    batches = [steps.step(is_shipped=number % 2 == 1) for number in range(6)]
+    batches += [steps.step("r0", "r1", "r2", is_shipped=True)]
+    for id_, made in steps.made.items():
+        assert received(batches, id_) == made
 
 
 def test_every_step_says_that_tokens_come_and_little_more():

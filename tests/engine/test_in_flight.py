@@ -49,7 +49,7 @@ def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
         stop(live)
 
 
-@pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("own_process", [False, True])
 def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
     """Under `keep` tokens after an update are off by what their context is old; requests that begin later are not."""
     live = start(tiny_model, tmp_path, in_flight="keep", own_process=own_process)
