@@ -47,6 +47,9 @@ def test_a_run_without_faults_finishes(scripted):
     assert all(0 < row["reward/mean"] < 1 for row in scripted.metrics[1:])
     assert scripted.metrics[-1]["eval/num_tasks"] == 8
     assert [event["version"] for event in scripted.events("apply")] == ["0.0", "0.1", "0.2", "0.3"]
+    (readiness,) = scripted.events("readiness")
+    assert readiness["verdict"]
+    assert readiness["text"]
 
 
 LOSS = """

@@ -86,6 +86,17 @@ def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, obj
         assert difference < 2e-6, name
 
 
+def test_completions_of_a_prompt_stay_together_where_each_rank_has_one():
+    """So that their prompt is computed once."""
+    prompt = [7] * 40
+    ids = [[*prompt, *([place + 1] * 10)] for place in range(8)]
+    other = [[9, *each[1:]] for each in ids]
+    sequences = [records.Sequence(each, [False] * 40 + [True] * 10, [0.0] * 50) for each in (*ids, *other)]
+    batch = StepBatch(sequences, [1.0] * 16)
+    (step,) = even_rows(batch, 4000, 2)
+    assert sorted(sorted(group) for row in step for group in row) == [[*range(8)], [*range(8, 16)]]
+
+
 def gradients(learner):
     return {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
 

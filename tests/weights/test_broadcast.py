@@ -141,6 +141,12 @@ def test_messages_hold_everything_once_and_no_bucket_is_too_large():
         assert total >= places[-1] + num_bytes(message[-1])
 
 
+def test_a_bucket_may_be_full():
+    full, other = torch.zeros(50), torch.zeros(25)
+    specs = describe([("a", other), ("b", full), ("c", torch.zeros(1))])
+    assert [[spec.name for spec in message] for message in messages(specs, Small("", 1, 1.0))] == [["a", "b"], ["c"]]
+
+
 def test_copies_of_every_kind():
     sources = [torch.randn(8, 6), torch.randn(6, 8).t(), torch.randn(8, 6).bfloat16(), torch.randn(20)[::2]]
     targets = [torch.zeros(8, 6), torch.zeros(8, 6), torch.zeros(8, 6), torch.zeros(10)]

@@ -54,6 +54,12 @@ def test_an_adapter_without_room(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_begun(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SlipstreamError, match="Not a directory"), whole_folder(tmp_path / "file" / "a", durable=False):
+        raise AssertionError("there is nothing to write into")
+
+
 def test_another_failure_is_not_the_disks(tmp_path):
     with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "made", durable=False):
         _ = 1 / 0
