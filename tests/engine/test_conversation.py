@@ -354,6 +354,25 @@ def test_a_vllm_that_makes_no_step_hangs_but_one_that_is_idle_or_was_not_looked_
     assert look() == 0.5
 
 
+async def test_a_vllm_that_hangs_is_noticed_by_one_request_and_an_idle_one_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "HUNG_S", 0.2)
+    server = serving(Host(1.0))
+
+    async def looks(number=8):
+        found = []
+        for _ in range(number):
+            found.append(server.is_hung())
+            await asyncio.sleep(0.05)
+        return found
+
+    assert not any(await looks())
+    async with talk(tmp_path, routes(server)) as client:
+        asked = asyncio.create_task(client.generate(ask("alone")))
+        assert any(await looks(16))
+        await asked
+    assert not any(await looks())
+
+
 async def test_a_bug_leaves_its_traceback_and_an_unknown_path_is_not_one(caplog):
     async def boom(request):
         return {}["missing"]

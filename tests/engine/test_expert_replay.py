@@ -95,19 +95,22 @@ def test_every_token_has_its_own_choices(tmp_path):
         weights = perturbed({name: tensor.float() for name, tensor in stored.items()}, 1)
 
         ticket = bridge.publisher.publish(weights.items(), 1, 7, lambda _: None)
-        is_over, crossed = threading.Event(), []
+        has_tokens, is_over, crossed = threading.Event(), threading.Event(), []
 
         async def go_on(place):
+            length = sampling if place else SamplingParams(max_tokens=2)
             for number in itertools.count():
-                request = GenerateRequest(f"beside-{place}-{number}", prompts[place], sampling, seed=number)
+                request = GenerateRequest(f"beside-{place}-{number}", prompts[place], length, seed=number)
                 completion = await live.engine.generate(request)
                 if len(completion.versions) > 1:
                     crossed.append((prompts[place], completion))
+                if place == 0:  # the short one has ended: the others came with it
+                    has_tokens.set()
                 if is_over.is_set():
                     return
 
         running = [live.thread.submit(go_on(place)) for place in range(len(prompts))]
-        live.until_running()
+        assert has_tokens.wait(120)
         check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
         is_over.set()
         for each in running:
