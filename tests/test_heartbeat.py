@@ -1,6 +1,7 @@
 """A run's heartbeat: life and progress, apart."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream import runlog
@@ -77,6 +79,15 @@ def test_a_process_that_is_stopped_is_named_in_the_list_of_runs(tmp_path, monkey
         process.stdout.readline()
         until(lambda: (beat := read_heartbeat(folder)) and beat.step == 7)
         assert runlog.summarize(folder).message == ""
+        silent = heartbeat.ProcessHeartbeat(
+            time.time() - 90, process.pid, "elsewhere", "rank-1", "loading its shard", 0.0
+        )
+        file = heartbeat.folder_of(folder) / f"{silent.name}.json"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(msgspec.json.encode(silent))
+        told = f"no heartbeat for 9\\d s of rank-1, process {process.pid} on elsewhere \\(loading its shard\\)"
+        assert re.fullmatch(told, runlog.summarize(folder).message)
+        file.unlink()
         process.send_signal(signal.SIGSTOP)
         said = until(lambda: runlog.summarize(folder).message)
         assert f"of process {process.pid} on " in said
@@ -116,6 +127,8 @@ for line in sys.stdin:
             stacks.register()
             sys.exit()
         os.wait()
+    if order == "interval":
+        heartbeat.INTERVAL_S = float(what)
     {"doing": heartbeat.doing, "progress": lambda _: heartbeat.progress()}.get(order, str)(what)
     print("done", flush=True)
 """
@@ -152,24 +165,26 @@ def test_further_processes_beat_and_say_what_they_are_at(child, tmp_path, monkey
     child.say("doing loading weights")
     (busy,) = until(lambda: [beat for beat in read_processes(run) if beat.doing])  # at once, not at the next beat
     assert busy.time - first.time < heartbeat.INTERVAL_S
-    assert busy.state(busy.progress_at + 312.2) == "at loading weights, no progress for 312 s"
-    time.sleep(0.05)
-    child.say("progress")
+    assert busy.state(busy.progress_at + 312.2) == "loading weights, no progress for 312 s"
+    child.say("interval 0.05")
     child.say("doing serving requests")
-    (later,) = until(lambda: [beat for beat in read_processes(run) if beat.doing == "serving requests"])
-    assert later.progress_at > busy.progress_at
+    (begun,) = until(lambda: [beat for beat in read_processes(run) if beat.doing == "serving requests"])
+    (alive,) = until(lambda: [beat for beat in read_processes(run) if beat.time > begun.time + 0.3])
+    assert alive.progress_at == begun.progress_at > busy.progress_at, "it lives, and does not get on"
+    child.say("progress")
+    until(lambda: read_processes(run)[0].progress_at > begun.progress_at)
     assert Path(run / "logs" / "heartbeats").stat().st_mode & 0o77 == 0
 
     # What is silent is named, and what was at which place stands beside its stacks.
     monkeypatch.setattr("slipstream.runlog.heartbeat.SILENT_S", 0.5)
     child.process.send_signal(signal.SIGSTOP)
     (silence,) = until(lambda: [text for beat in read_processes(run) if (text := beat.silence(time.time()))])
-    assert f"of engine process {child.process.pid} on " in silence
-    assert silence.endswith(", which was at serving requests")
+    assert f"of engine, process {child.process.pid} on " in silence
+    assert silence.endswith(" (serving requests)")
     folder = stacks.folder_of(run)
     until(lambda: stacks.ask(folder)[0].missing == "is stopped (state T)")
     said = stacks.sentence(folder, stacks.ask(folder))
-    assert f"{name} is stopped (state T); {name} is at serving requests, no progress for " in said
+    assert f"{name} is stopped (state T); {name}: serving requests, no progress for " in said
     child.process.send_signal(signal.SIGCONT)
     child.process.stdin.close()
     child.process.wait(20)

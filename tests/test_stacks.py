@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from slipstream.errors import DeadlineError, EngineError, RankDeadlineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.settings import EngineSettings
 from slipstream.runlog import stacks
-from slipstream.runlog.heartbeat import Heartbeat
+from slipstream.runlog.heartbeat import Heartbeat, ProcessHeartbeat
 
 PROGRAM = """
 import signal, sys, threading, time
@@ -186,10 +187,22 @@ def test_a_wait_that_runs_out_names_the_folder(tmp_path, kind):
     folder = stacks.folder_of(tmp_path)
     ((kind, fields),) = log.events
     state = fields.pop("states")[name]
-    assert re.fullmatch(r"at step 7 in generate, no progress for 9\d s", state)
+    assert re.fullmatch(r"step 7 in generate, no progress for 9\d s", state)
     assert (kind, fields) == ("stacks", {"folder": str(folder), "asked": [name], "missing": {}})
-    assert str(raised.value).endswith(f"into {folder}; {name} is {state})")
+    assert str(raised.value).endswith(f"into {folder}; {name}: {state})")
     assert "test_a_wait_that_runs_out_names_the_folder" in (folder / f"{name}.txt").read_text()
+
+
+def test_at_the_end_nothing_is_left_of_the_heartbeats_of_killed_processes(tmp_path):
+    beats = tmp_path / "logs" / "heartbeats"
+    with stacks.kept_in(tmp_path):
+        beats.mkdir()
+        with subprocess.Popen(["true"]) as ended:
+            ended.wait()
+        beat = ProcessHeartbeat(time.time(), ended.pid, socket.gethostname(), "engine", "", 0.0)
+        (beats / f"{beat.name}.json").write_bytes(msgspec.json.encode(beat))
+        (beats / f"{beat.name}.json.partial").touch()
+    assert not beats.exists()
 
 
 @pytest.mark.parametrize("error", [EngineError("it died"), DeadlineError("nobody is registered")])

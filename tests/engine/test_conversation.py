@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -22,6 +23,7 @@ from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.probe import Probe
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version, encode
+from slipstream.runlog import heartbeat
 
 
 class Host(SimpleNamespace):
@@ -352,6 +354,21 @@ def test_a_vllm_that_makes_no_step_hangs_but_one_that_is_idle_or_was_not_looked_
     assert look() == 0.5
     assert look(is_computing=False) == 0.0
     assert look() == 0.5
+
+
+def test_an_engine_gets_on_with_each_token(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    heartbeat.begin(tmp_path, "engine")
+    try:
+        time.sleep(0.01)
+        begun = time.time() - 0.001  # a heartbeat rounds to milliseconds
+        TokenClock().tick()
+        until = time.monotonic() + 20
+        while not (found := heartbeat.read_folder(tmp_path)) or found[0].progress_at < begun:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        heartbeat.end()
 
 
 async def test_a_vllm_that_hangs_is_noticed_by_one_request_and_an_idle_one_is_none(tmp_path, monkeypatch):

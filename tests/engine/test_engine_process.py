@@ -19,6 +19,7 @@ from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
+from slipstream.runlog import heartbeat, stacks
 from slipstream.weights.model_files import stored_parameters
 
 from .conftest import PROMPTS, settings_for, start, stop
@@ -30,6 +31,25 @@ def long_requests(tag, **changes):
     """Many, because any of them may sample its end token at once."""
     sampling = SamplingParams(max_tokens=200)
     return [GenerateRequest(f"{tag} {i}", PROMPTS[i % len(PROMPTS)], sampling, **changes) for i in range(64)]
+
+
+def test_its_heartbeat_says_what_it_is_doing(live):
+    def beat():
+        logs = stacks.prefix_of(live.engine.process.log_path).parent.parent
+        name = f"engine-{live.engine.pids[0]}"
+        return next(each for each in heartbeat.read_folder(logs / heartbeat.FOLDER) if each.name == name)
+
+    def until(doing, since=0.0):
+        deadline = time.monotonic() + 20
+        while (found := beat()).doing != doing or found.progress_at <= since:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+        return found
+
+    idle = until("waiting for requests")
+    with live.under_load("heartbeat"):
+        busy = until("computing requests", idle.progress_at)
+    until("waiting for requests", busy.progress_at)
 
 
 def test_health_says_what_runs(live):

@@ -352,7 +352,7 @@ def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_pa
             time.sleep(0.02)
         (answer,) = stacks.ask(tmp_path / "stacks")
         assert (answer.name, answer.missing) == (f"rank-1-{crew.pids[0]}", "")
-        assert answer.state.startswith("at waiting for rank 0, no progress for ")
+        assert answer.state.startswith("waiting for rank 0, no progress for ")
         assert "child.py" in (tmp_path / "stacks" / f"{answer.name}.txt").read_text()
         crew._ranks[0].process.send_signal(signal.SIGKILL)
         crew._ranks[0].process.wait(10)

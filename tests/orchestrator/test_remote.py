@@ -13,6 +13,7 @@ from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Ou
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
 from slipstream.records import Sequence as TokenSequence
+from slipstream.runlog import heartbeat
 from slipstream.transport import (
     FileStreams,
     MemoryTransport,
@@ -220,6 +221,39 @@ def test_notices_come_in_order_and_before_the_reply_that_follows_them(sides, tmp
     while len(sides.heard) < 8 and time.monotonic() < until:
         time.sleep(0.01)
     assert sides.heard[-1] == remote.Event("later", {}), "told without a reply"
+
+
+def test_its_heartbeat_tells_its_phase_and_gets_on_with_what_ends(sides, tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    progress, ended, goes_on = NoticeProgress(sides.outbox), 0, threading.Event()
+
+    def until(doing, since=0.0):
+        deadline = time.monotonic() + 20.0
+        while (
+            not (found := heartbeat.read_folder(tmp_path)) or found[0].doing != doing or found[0].progress_at <= since
+        ):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+        return found[0].progress_at
+
+    async def start():
+        progress.phase("generate", 8)
+        await asyncio.to_thread(goes_on.wait, 20.0)
+        progress.end_phase()
+
+    heartbeat.begin(tmp_path, "orchestrator")
+    try:
+        caller = sides.serve(executor_of(Engine(), Versions(), start=start, num_ended=lambda: ended))
+        until("serving the trainer")
+        starting = caller.submit(commands.Start())
+        begun = until('"generate"')
+        ended = 1
+        until('"generate"', begun)
+        goes_on.set()
+        starting.result(20.0)
+        until("serving the trainer")
+    finally:
+        heartbeat.end()
 
 
 def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
 from slipstream.runlog import stacks
+from slipstream.runlog.heartbeat import state_of
 from slipstream.runlog.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -108,15 +109,6 @@ def _wind_up(code: int) -> int:
             with contextlib.suppress(OSError):
                 os.write(2, f"error: the output cannot be written ({error})\n".encode())
     return code
-
-
-def state_of(pid: int) -> str:
-    """The state of a process in one letter, as /proc has it; empty when it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
 
 
 def is_stopped(pid: int) -> bool:

@@ -34,6 +34,8 @@ SILENT_S = 3 * INTERVAL_S
 LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS = 600.0, 20.0, 3
 """A phase that has been repeated so often may take so many times as long as the longest before, and at least this."""
 _END_S = 2.0
+_PAUSE_S = 0.1
+"""At least so much between two beats, however often a process begins something else."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -55,11 +57,11 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
     def silence(self, now: float) -> str:
         """A sentence on a process that has stopped beating; empty for one that beats."""
-        return _silence(now - self.time, f"process {self.pid} on {self.host}", self.place)
+        return _silence(now - self.time, f"process {self.pid} on {self.host}, which was at {self.place}")
 
     def state(self, now: float) -> str:
         """What it is at and since when, as part of a sentence."""
-        return f"at {self.place}, no progress for {max(0.0, now - self.progress_at):.0f} s"
+        return _state(self.place, now - self.progress_at)
 
     @property
     def place(self) -> str:
@@ -151,22 +153,17 @@ class ProcessHeartbeat(msgspec.Struct, frozen=True):
 
     def silence(self, now: float) -> str:
         """As that of the run's process."""
-        return _silence(now - self.time, f"{self.role} process {self.pid} on {self.host}", self.doing)
+        doing = f" ({self.doing})" if self.doing else ""
+        return _silence(now - self.time, f"{self.role}, process {self.pid} on {self.host}{doing}")
 
     def state(self, now: float) -> str:
         """What it is at and since when, as part of a sentence; empty where it does not say."""
-        return f"at {self.doing}, no progress for {max(0.0, now - self.progress_at):.0f} s" if self.doing else ""
+        return _state(self.doing, now - self.progress_at) if self.doing else ""
 
     @property
     def has_ended(self) -> bool:
         """Whether the process, if it is one of this host, is there no more."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
-        except OSError:
-            return True
-        return stat.rpartition(")")[2].split()[0] in "ZX"
+        return self.host == socket.gethostname() and state_of(self.pid) in ("", "Z", "X")
 
 
 class _Own:
@@ -175,8 +172,7 @@ class _Own:
     def __init__(self, folder: Path, role: str) -> None:
         self.pid, self._role = os.getpid(), role
         self.path = folder / f"{role}-{self.pid}.json"
-        self._is_news = threading.Event()
-        self._ended = False
+        self._is_news, self._has_ended = threading.Event(), threading.Event()
         self._doing, self._progress_at = "", time.time()
         self._thread = threading.Thread(target=self._beat, name="slipstream-heartbeat", daemon=True)
         self._thread.start()
@@ -191,7 +187,7 @@ class _Own:
         self._progress_at = time.time()
 
     def end(self) -> None:
-        self._ended = True
+        self._has_ended.set()
         self._is_news.set()
         self._thread.join(_END_S)
         with contextlib.suppress(OSError):
@@ -200,7 +196,7 @@ class _Own:
     def _beat(self) -> None:
         while True:
             self._is_news.clear()
-            if self._ended:
+            if self._has_ended.is_set():
                 return
             beat = ProcessHeartbeat(
                 round(time.time(), 3),
@@ -212,6 +208,7 @@ class _Own:
             )
             with contextlib.suppress(SlipstreamError, OSError):
                 write_whole(self.path, msgspec.json.encode(beat) + b"\n", durable=False)
+            self._has_ended.wait(_PAUSE_S)
             self._is_news.wait(INTERVAL_S)
 
 
@@ -283,7 +280,18 @@ def _read(path: Path) -> ProcessHeartbeat | None:
         return None
 
 
-def _silence(seconds: float, who: str, place: str) -> str:
-    if seconds <= SILENT_S:
+def state_of(pid: int) -> str:
+    """The state of a process in one letter, as /proc has it; empty when it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
         return ""
-    return f"no heartbeat for {seconds:.0f} s of {who}{f', which was at {place}' if place else ''}"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def _silence(seconds: float, who: str) -> str:
+    return f"no heartbeat for {seconds:.0f} s of {who}" if seconds > SILENT_S else ""
+
+
+def _state(what: str, seconds: float) -> str:
+    return f"{what}, no progress for {max(0.0, seconds):.0f} s"

@@ -183,7 +183,7 @@ def sentence(folder: Path, answers: Sequence[Answer]) -> str:
     given = [answer.name for answer in answers if not answer.missing]
     texts = [f"{_joined(given)} wrote the stacks of all threads into {folder}"] if given else []
     texts += [f"{answer.name} {answer.missing}" for answer in answers if answer.missing]
-    texts += [f"{answer.name} is {answer.state}" for answer in answers if answer.state]
+    texts += [f"{answer.name}: {answer.state}" for answer in answers if answer.state]
     return "; ".join(texts)
 
 

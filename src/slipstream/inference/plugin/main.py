@@ -24,7 +24,7 @@ from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog import stacks
+from slipstream.runlog import heartbeat, stacks
 
 
 async def serve(settings: EngineSettings) -> bool:
@@ -45,6 +45,7 @@ async def serve(settings: EngineSettings) -> bool:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(END, stop.set)
     while not (stop.is_set() or server.host.is_dead or server.is_hung()):
+        heartbeat.doing(server.doing)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 0.2)
     if server.is_hung():

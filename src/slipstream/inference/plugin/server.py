@@ -341,6 +341,13 @@ class EngineServer:
         """Whether vLLM has made no step for `HUNG_S` while it had requests; call it several times a second."""
         return self._stillness.lasts_s(self.num_running > 0 and self.service.is_serving) > HUNG_S
 
+    @property
+    def doing(self) -> str:
+        """What its process says in its heartbeat."""
+        if not self.service.is_serving:
+            return f"in the state {self.service.state.value}"
+        return "computing requests" if self.num_running else "waiting for requests"
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion. When its deadline passed, or vLLM rejected it, the finish reason is `abort` and `error` says
         why."""

@@ -34,7 +34,7 @@ _DOING = {
     "profile": "measuring memory or compiling",
     "cache": "making the KV cache or capturing graphs",
     "verify": "looking at the weights",
-    READY: "serving requests",
+    READY: "in service",
 }
 
 

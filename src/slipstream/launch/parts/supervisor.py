@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError, Interrupted, SlipstreamError, Trainer
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
-from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat
+from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
 
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""
@@ -110,7 +110,7 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has just ended
                 os.write(write_end, b".")
             _reap_orphans(child.pid)
-            beat, state = read_heartbeat(self._folder), child_process.state_of(child.pid)
+            beat, state = read_heartbeat(self._folder), state_of(child.pid)
             if why := looks.add(state, beat if beat is not None and beat.pid == child.pid else None):
                 self._kill(child, f"the trainer, process {child.pid}, {why}")
                 looks = _Looks()
