@@ -312,7 +312,7 @@ def test_parts_of_the_users_reward_stand_right_after_the_reward(write, tmp_path)
 
 
 def test_curves_that_do_not_vary_are_one_line_with_their_numbers(write, tmp_path):
-    flat = {"staleness/mean": 0.0, "staleness/max": 1.0, "memory/gib": 2.5}
+    flat = {"staleness/mean": 0.0, "staleness/max": 1.0, "staleness/age_1": 1.0, "memory/gib": 2.5}
     folder = rewrite(write("one"), "metrics.jsonl", lambda row: row | flat)
     text, page = report(tmp_path, folder)
     for title in ("Gradient norm", "Staleness", "Signal fraction"):
@@ -320,6 +320,7 @@ def test_curves_that_do_not_vary_are_one_line_with_their_numbers(write, tmp_path
     words = page.words.replace("\u00a0", " ")
     assert "Signal fraction 50.0 %" in words
     assert "Staleness largest 1" in words
+    assert "Tokens by age age 1 100.0 %" in words
     assert "memory/gib 2.5" in words
     assert "All other metrics (3)" in words
     folder = rewrite(write("other"), "metrics.jsonl", lambda row: row | {"train/grad_norm": 0.75})

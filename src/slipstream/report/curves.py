@@ -81,8 +81,9 @@ def _constants(constant: Sequence[tuple[Panel, list[Series]]]) -> Html | None:
     shown: list[Html] = []
     for panel, series in constant[:_MAX_CONSTANTS]:
         value = number(series[0].y[0], panel.unit)
-        if not _agree(series):
-            lines = [line for line in series if line.y[0] != 0.0]
+        is_left_of_several = len(series) == 1 and panel.lines[0].absent is not None
+        if is_left_of_several or not _agree(series):
+            lines = [line for line in series if line.y[0] != 0.0] or series
             value = ", ".join(f"{line.label} {number(line.y[0], panel.unit)}" for line in lines)
         shown.append(h("span", f"{panel.title} ", h("b", value), class_="constant"))
     more = len(constant) - len(shown)

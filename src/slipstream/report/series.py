@@ -93,7 +93,9 @@ def _mismatch_lines(name: str, bounds: Sequence[str]) -> tuple[Line, ...]:
 def _age_lines() -> tuple[Line, ...]:
     """The bins of `orchestrator.batches.staleness.staleness_metrics`."""
     bounds = (*range(8), 8, 16, 32, 64)
-    return tuple(Line(f"staleness/age_{age}", f"{age}{'' if age < 8 else ' and more'}", absent=0.0) for age in bounds)
+    return tuple(
+        Line(f"staleness/age_{age}", f"age {age}{'' if age < 8 else ' and more'}", absent=0.0) for age in bounds
+    )
 
 
 def _idle_lines(side: str, reasons: Sequence[str]) -> tuple[Line, ...]:
