@@ -22,9 +22,12 @@ the kernels of one training step of ours (`learner.py --data grpo`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +40,7 @@ from gpu import ENVIRONMENT, PHASES, WARM_UP, PeakMemory, run_file
 
 TRL = {"trl": True, "trl-plain": False}
 PROMPTS, GROUP_SIZE = 32, 8
+ENDLESS = 1_000_000
 PICTURES = f'''\
 """A question on a picture of its own; the reward is the part of the completion's words that end with a 7."""
 import sys
@@ -71,7 +75,7 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         folder / "environment.py",
         lora=False,
         placement=placement,
-        steps=options.steps + WARM_UP,
+        steps=ENDLESS,
         tokens=options.tokens,
         evaluates=False,
     )
@@ -82,7 +86,7 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for setting in ("weights.bridge=single_copy", *(options.set or ["training.compile=true"])):
         key, _, value = setting.partition("=")
         command += [f"--{key}", value]
-    result, done = watched(command, options)
+    result, done = watched(command, options, run)
     if "error" in result:
         logs = sorted((run / "logs").glob("*.log"))
         return result | {"logs": {log.name: log.read_text(errors="replace")[-2000:] for log in logs}}
@@ -136,25 +140,30 @@ def run_trl(system: str, options: argparse.Namespace, folder: Path) -> dict[str,
     }
 
 
-def watched(command: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What the card's memory came to while a command ran, and what it printed."""
-    begun = time.monotonic()
-    with PeakMemory() as memory:
-        try:
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=options.timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            return {"error": f"not done after {options.timeout:.0f} s"}, str(error.output)[-3000:]
+def watched(command: list[str], options: argparse.Namespace, run: Path | None = None) -> tuple[dict[str, Any], str]:
+    """What the card's memory came to while a command ran, and what it printed. A run of ours is ended when it has made
+    its steps: the checkpoint of its end is many times its weights."""
+    from slipstream.runlog import read_metrics
+
+    begun, steps = time.monotonic(), options.steps + WARM_UP
+    with PeakMemory() as memory, tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        made, in_time = False, True
+        while process.poll() is None and not made and (in_time := time.monotonic() - begun < options.timeout):
+            time.sleep(0.5)
+            written = run is not None and (run / "metrics.jsonl").exists()
+            made = written and sum(1 for _ in read_metrics(run)) >= steps
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        time.sleep(10 if made else 0)  # an engine left alone ends itself
+        output.seek(0)
+        printed = output.read()
     result: dict[str, Any] = {"whole_s": time.monotonic() - begun, "card_mib": memory.peaks}
-    if done.returncode:
-        return result | {"error": f"code {done.returncode}: {done.stdout[-1500:]}"}, done.stdout
-    return result, done.stdout
+    if made or code == 0:
+        return result, printed
+    why = f"code {code}" if in_time else f"not done after {options.timeout:.0f} s"
+    return result | {"error": f"{why}: {printed[-1500:]}"}, printed
 
 
 def trl_child(options: argparse.Namespace) -> None:

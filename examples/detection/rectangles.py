@@ -11,11 +11,11 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 COLOURS = ("red", "green", "blue", "black")
-SIZE, CELLS, MOST = 64, 2, 2
+SIZE, CELLS, MOST = 64, 2, 4
 
 
 def draw(number):
-    """A picture of one or two rectangles, each in a quarter of its own, and its objects."""
+    """A picture of one to four rectangles, each in a quarter of its own, and its objects."""
     numbers = random.Random(number)
     picture = Image.new("RGB", (SIZE, SIZE), "white")
     pen, cell, objects = ImageDraw.Draw(picture), SIZE // CELLS, []
@@ -29,10 +29,10 @@ def draw(number):
     return picture, objects
 
 
-def write(folder, num_rows):
+def write(folder, num_rows, first=0):
     (folder / "images").mkdir(parents=True, exist_ok=True)
     with (folder / "rows.jsonl").open("w") as rows:
-        for number in range(num_rows):
+        for number in range(first, first + num_rows):
             picture, objects = draw(number)
             picture.save(folder / f"images/{number}.png")
             row = {"images": [f"images/{number}.png"], "objects": objects, "width": SIZE, "height": SIZE}

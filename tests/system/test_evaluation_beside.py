@@ -78,6 +78,17 @@ def test_evaluations_come_later_at_their_own_step_and_the_last_is_made_by_all(sc
     assert balance(scripted.folder).num("trained") == STEPS * 4
 
 
+def test_one_is_recorded_after_the_step_in_which_it_ended_and_not_when_the_next_begins(scripted):
+    options = (*TWO, "--training.steps", "9", "--evaluation.every", "9")
+    report = scripted.run(*options, **patient(scripted, steps=9))
+    assert (report.status, report.step) == ("finished", 9)
+    later = evaluated(scripted)
+    assert later.pop(9) is None
+    # The engine may answer when the trainer is two versions ahead.
+    assert 2.0 <= later.pop(0) < 9.0
+    assert not later
+
+
 @pytest.mark.full
 def test_where_nothing_is_said_it_is_so_with_staleness_only(scripted):
     options = ("--inference.replicas", "2", "--run.threads", "2", "--evaluation.every", "1")
