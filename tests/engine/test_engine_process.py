@@ -296,6 +296,18 @@ def test_the_engine_and_vllms_processes_live_on_when_all_are_signalled(tiny_mode
     assert live.events == []
 
 
+def test_an_engine_whose_core_was_killed_ends_by_itself(tiny_model, tmp_path):
+    live = start(tiny_model, tmp_path, own_process=True)
+    try:
+        process = live.engine.process.process
+        children = psutil.Process(process.pid).children()
+        (core,) = (each for each in children if "resource_tracker" not in " ".join(each.cmdline()))
+        core.kill()
+        assert process.wait(30), "nobody has asked it anything, and it has failed"
+    finally:
+        stop(live)
+
+
 @pytest.mark.real_start
 def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     script = tmp_path / "supervisor.py"

@@ -51,6 +51,30 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
             located.part(specs[1])
 
 
+class Picky(nn.Module):
+    """Its loader makes tensors of its own, of a dtype that it names, to find the rows that it wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 4))
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            rows = torch.zeros(2, dtype=torch.long) + torch.ones(2, dtype=torch.long)
+            assert rows.dtype == torch.long
+            self.weight.copy_(tensor[int(rows[0]) : int(rows[0]) + 2])
+
+
+def test_what_a_loader_computes_for_itself_is_computed_as_it_says():
+    weights = {"weight": torch.randn(4, 4)}
+    located = record(layer := Picky(), describe(weights.items()))
+    assert not located.opaque
+    (piece,) = located.pieces["weight"]
+    assert piece.offset == 4, "its second row is the first that is kept"
+    assert not layer.weight.any(), "and nothing was written"
+
+
 class Wrapped(nn.Module):
     """A layer with adapters as vLLM 0.26 makes it: a loader does not see through it."""
 

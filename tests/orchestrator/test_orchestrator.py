@@ -33,7 +33,7 @@ from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.hooks import Hooks, TrainerHooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import (
     ApplyReport,
@@ -558,6 +558,16 @@ def test_a_deadline_begins_anew_with_activity():
         thread.call(work(), 1.0, "rollouts", activity=lambda: num_ended)
     assert time.monotonic() - began > 2.5
     thread.stop(asyncio.sleep(0))
+
+
+def test_silence_is_counted_from_nothing():
+    seen = [0]
+    silence = Silence(lambda: seen[0])
+    counted = [silence.seconds]
+    for seen[0] in (0, 0, 1, 1):
+        silence.poll()
+        counted.append(silence.seconds)
+    assert counted == [0.0, POLL_S, 2 * POLL_S, 0.0, POLL_S]
 
 
 def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path):
