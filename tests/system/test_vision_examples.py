@@ -59,7 +59,8 @@ def test_from_rows_with_images_to_grpo(command, sees, tmp_path, streams):
     assert (Path(weights) / "processor_config.json").is_file()
 
     folder = tmp_path / "grpo"
-    options = ("--model.path", weights, "--run.streams", streams, "--run.folder", folder)
+    options = ("--model.path", weights, "--model.train_tower", "false", "--run.streams", streams)
+    options += ("--run.folder", folder)
     size = ("--training.steps", "2", "--training.prompts_per_batch", "6", "--training.learning_rate", "1e-3")
     code, _, err = command("train", EXAMPLES / "grpo.toml", *options, *size, *SMALL).wait(400)
     assert code == 0, err

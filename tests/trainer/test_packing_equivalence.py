@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
+from slipstream.errors import ConfigError
+from slipstream.trainer.attention.packed import packed_attention
 from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
@@ -151,6 +153,18 @@ def test_layers_computed_again_give_the_same_loss_and_gradients(
     assert again["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(same[name], gradient, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_attention_that_says_nothing_of_its_direction_is_causal_and_another_is_refused():
+    states = torch.randn(3, 1, 2, 5, 4)
+    layout = segment_layout([5])
+    output, _ = packed_attention(torch.nn.Module(), *states, None, segments=layout)
+    whole = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+    torch.testing.assert_close(output, whole.transpose(1, 2))
+    other = torch.nn.Module()
+    other.is_causal = False
+    with pytest.raises(ConfigError, match="bidirectional attention, which packed attention does not do"):
+        packed_attention(other, *states, None, segments=layout)
 
 
 def test_a_prompt_of_one_token_is_not_shared():
