@@ -44,6 +44,7 @@ def options(model, folder, *more, steps=4):
 def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
     folder = tmp_path / "a"
     more = ("--no-evaluation", "--matching.softctx_iterations", "2", "--training.learning_rate", "2e-3")
+    more += ("--training.schedule", "constant")
     code, _, err = command("sft", EXAMPLES / "a.toml", *options(draws, folder, *more, steps=12)).wait(200)
     assert code == 0, err
     assert read_exit(folder).status == "finished"
