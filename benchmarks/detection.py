@@ -1,7 +1,7 @@
 """Does rollout matching teach a detector more than as many steps of SFT? With real vLLM, on a CPU or a GPU.
 
     python benchmarks/detection.py [--seeds 0 1 2] [--at-once 1] [--threads N] [--num-eval 1000]
-                                   [--out FOLDER] [--json FILE]
+                                   [--set KEY=VALUE] [--out FOLDER] [--json FILE]
 
 `examples/detection` with models of several seeds: drawn pictures with up to four rectangles, SFT at a constant rate
 (`sft.toml`), and from its weights 60 steps each of: channels A and B in turn (`ab.toml`), channel A alone (`a.toml`),
@@ -9,7 +9,8 @@ and more SFT at the same rate. Each is `slipstream sft` in a process of its own.
 held-out pictures, with an interval, by the trained model's own greedy answers; invalid answers; minutes.
 
 The interval is Wilson's, of as many trials as there are pictures: boxes of one picture are not independent, so that
-taking each for a trial would make it too narrow. The exit code is 1 when a run failed.
+taking each for a trial would make it too narrow. The exit code is 1 when a run failed. vLLM needs torchvision for these
+models.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def train(seed: int, stage: str, options: argparse.Namespace) -> dict[str, Any]:
     data = f'{{path = "{rows["train"]}", eval_path = "{rows["held-out"]}", prompt = "Detect."}}'
     words = ["sft", "--plain", EXAMPLES / file, "--model.path", model, "--run.folder", folder, "--run.seed", seed]
     words += ["--environment.settings", data, "--evaluation.num_tasks", options.num_eval]
-    words += ["--evaluation.at_start", "false", *more, *options.set]
+    words += ["--evaluation.at_start", "false", *more]
+    for setting in options.set:
+        key, _, value = setting.partition("=")
+        words += [f"--{key}", value]
     environment = os.environ | ({"OMP_NUM_THREADS": str(options.threads)} if options.threads else {})
     begun = time.monotonic()
     with (options.out / f"{folder.name}.log").open("w") as log:
@@ -114,7 +118,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="of each run, on a CPU")
     parser.add_argument("--num-train", type=int, default=4000, help="pictures to train on")
     parser.add_argument("--num-eval", type=int, default=1000, help="held-out pictures")
-    parser.add_argument("--set", nargs="*", default=[], help="further options of the runs, as --evaluation.every 100")
+    parser.add_argument("--set", action="append", default=[], help="a further setting of the runs, KEY=VALUE")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for a run")
     parser.add_argument("--out", type=Path, help="keep everything here")
     parser.add_argument("--json", type=Path)
