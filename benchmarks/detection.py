@@ -6,7 +6,8 @@
 `examples/detection` with models of several seeds: drawn pictures with up to four rectangles, SFT at a constant rate
 (`sft.toml`), and from its weights 60 steps each of: channels A and B in turn (`ab.toml`), channel A alone (`a.toml`),
 and more SFT at the same rate. Each is `slipstream sft` in a process of its own. Prints a Markdown table: F1 on the same
-held-out pictures, with an interval, by the trained model's own greedy answers; invalid answers; minutes.
+held-out pictures, with an interval, by the trained model's own greedy answers; how many of these, and at most of a
+step's rollouts, were invalid; minutes.
 
 The interval is Wilson's, of as many trials as there are pictures: boxes of one picture are not independent, so that
 taking each for a trial would make it too narrow. The exit code is 1 when a run failed. vLLM needs torchvision for these
@@ -65,9 +66,11 @@ def train(seed: int, stage: str, options: argparse.Namespace) -> dict[str, Any]:
     environment = os.environ | ({"OMP_NUM_THREADS": str(options.threads)} if options.threads else {})
     begun = time.monotonic()
     with (options.out / f"{folder.name}.log").open("w") as log:
-        code = subprocess.run(
-            command(*words), stdout=log, stderr=log, env=environment, timeout=options.timeout, check=False
-        ).returncode
+        try:
+            limits: dict[str, Any] = {"env": environment, "timeout": options.timeout, "check": False}
+            code = subprocess.run(command(*words), stdout=log, stderr=log, **limits).returncode
+        except subprocess.TimeoutExpired:
+            code = -1  # the other seeds go on
     result: dict[str, Any] = {"seed": seed, "stage": stage, "code": code, "minutes": (time.monotonic() - begun) / 60}
     if code:
         return result
@@ -76,14 +79,16 @@ def train(seed: int, stage: str, options: argparse.Namespace) -> dict[str, Any]:
     num_trials = int(last["eval/num_tasks"])
     low, high = wilson_interval(round(found["f1"] * num_trials), num_trials)
     rollouts = [row["stage2/invalid_rollout"] for row in read_metrics(folder) if "stage2/invalid_rollout" in row]
-    return result | found | {"iou": last["eval/matched_maskiou_mean"], "low": low, "high": high, "rollouts": rollouts}
+    invalid = max(rollouts, default=None)
+    return result | found | {"iou": last["eval/matched_maskiou_mean"], "low": low, "high": high, "invalid": invalid}
 
 
 def of_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All stages of a seed, one after the other."""
     model = options.out / f"model-{seed}"
-    new = command("model", "new", model, "--vision", "--coordinates", "--num-layers", 2, "--seed", seed)
-    subprocess.run(new, stdout=subprocess.DEVNULL, check=True)
+    if not model.exists():  # with --out, stages may be run apart
+        new = command("model", "new", model, "--vision", "--coordinates", "--num-layers", 2, "--seed", seed)
+        subprocess.run(new, stdout=subprocess.DEVNULL, timeout=options.timeout, check=True)
     results = []
     for stage in options.stages:
         results.append(train(seed, stage, options))
@@ -96,7 +101,7 @@ def of_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 def table(results: list[dict[str, Any]]) -> str:
     """The results in Markdown."""
     lines = [
-        "| seed | trained by | F1 (95 % interval) | precision, recall | mean IoU | invalid | minutes |",
+        "| seed | trained by | F1 (95 % interval) | precision, recall | mean IoU | invalid answers, rollouts | min |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in sorted(results, key=lambda r: (r["seed"], list(STAGES).index(r["stage"]))):
@@ -105,7 +110,8 @@ def table(results: list[dict[str, Any]]) -> str:
             continue
         f1 = f"{r['f1']:.3f} ({r['low']:.3f} to {r['high']:.3f})"
         figures = f"{r['precision']:.3f}, {r['recall']:.3f} | {r['iou']:.3f} | {100 * r['invalid_rate']:.1f} %"
-        lines.append(f"| {r['seed']} | {r['stage']} | {f1} | {figures} | {r['minutes']:.0f} |")
+        rollouts = "" if r["invalid"] is None else f", {100 * r['invalid']:.1f} %"
+        lines.append(f"| {r['seed']} | {r['stage']} | {f1} | {figures}{rollouts} | {r['minutes']:.0f} |")
     return "\n".join(lines)
 
 

@@ -12,7 +12,10 @@ probe was above `--limit`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP = 2
+ENDLESS = 1_000_000
+"""Steps of a run that `run_until` ends."""
 ENVIRONMENT = '''\
 """Prompts of a fixed length; the reward is the part of the completion's words that end with a 7."""
 import random
@@ -38,6 +43,8 @@ def reward(task, completion):
     words = completion.split()
     return sum(word.endswith("7") for word in words) / max(1, len(words))
 '''
+ORPHAN_S = 10.0
+"""An engine whose run was killed ends itself within so many seconds, and frees its memory."""
 PHASES = ("batch", "train", "wake", "update", "probe", "sleep", "checkpoint")
 
 
@@ -95,6 +102,31 @@ class PeakMemory:
             self.peaks = [max(pair) for pair in zip(used, self.peaks or used, strict=True)]
 
 
+def run_until(command: list[str], timeout: float, *, run: Path | None = None, steps: int = 0) -> tuple[str, str]:
+    """Run a command to its end, or, where its run folder `run` is given, until that has made `steps` steps: the
+    checkpoint of a run's end is many times its weights. Returns what went wrong, if anything, and what was printed."""
+    from slipstream.runlog import read_metrics
+
+    deadline, is_made = time.monotonic() + timeout, False
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        while process.poll() is None and not is_made and time.monotonic() < deadline:
+            time.sleep(0.5)
+            if run is not None and (run / "metrics.jsonl").exists():
+                is_made = sum(row["step"] > 0 for row in read_metrics(run)) >= steps
+        is_late = process.poll() is None and not is_made
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        output.seek(0)
+        printed = output.read()
+    if is_made:
+        time.sleep(ORPHAN_S)
+    if is_made or code == 0:
+        return "", printed
+    return f"not done after {timeout:.0f} s" if is_late else f"code {code}", printed
+
+
 def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one case and read its run folder."""
     from shapes import shaped_model
@@ -146,10 +178,7 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     result["generated_per_s"] = spread([n / row["time/batch_s"] for n, row in zip(tokens, rows, strict=True)])
     result["probe_diff"] = spread([row["probe/abs_logprob_diff"] for row in rows])
     # Of every step, the first ones included: what `run.exact` promises has no warm-up.
-    every = list(read_metrics(run))
-    name = "mismatch/abs_logprob_diff"
-    result["token_diff"] = spread([row[name] for row in every if name in row])
-    result["num_tokens"] = sum(row.get("rollout/num", 0) * row.get("rollout/length", 0) for row in every)
+    result["token_diff"] = spread([row["mismatch/abs_logprob_diff"] for row in read_metrics(run) if row["step"] > 0])
     result["entropy"] = spread([row["train/entropy"] for row in rows if "train/entropy" in row])
     result["reward"] = [rows[0]["reward/mean"], rows[-1]["reward/mean"]]
     return result
@@ -164,7 +193,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """The results in Markdown."""
     lines = [
         "| case | s a step | generate | train | update | probe | wake + sleep | tokens/s | mean abs. logprob "
-        "difference, probe: median, largest step | trained tokens: the same | peak GiB |",
+        "difference of the probe: median, largest step | that of the trained tokens | peak GiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:

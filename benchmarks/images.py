@@ -14,24 +14,18 @@ step with images against TRL's: `step_against_trl.py --shape 4b-vl`. The exit co
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from gpu import WARM_UP, spread
+from gpu import ENDLESS, WARM_UP, run_until, spread
 from vision_shapes import shaped_vision_model, write_rows
 
-_ENDLESS = 1_000_000
 RUN_FILE = """
 evaluation = false
 [model]
@@ -58,25 +52,16 @@ def measure(name: str, matching: str, options: argparse.Namespace, folder: Path)
 
     file, run = folder / "run.toml", folder / f"run-{name.replace(' ', '')}"
     places = {"model": options.model, "rows": folder / "rows.jsonl", "matching": matching}
-    file.write_text(RUN_FILE.format(**places, steps=_ENDLESS, prompts=options.rows))
+    file.write_text(RUN_FILE.format(**places, steps=ENDLESS, prompts=options.rows))
     command = [sys.executable, "-m", "slipstream.cli", "sft", "--plain", str(file), "--run.folder", str(run)]
     for setting in options.set:
         key, _, value = setting.partition("=")
         command += [f"--{key}", value]
-    wanted, deadline, rows = options.steps + WARM_UP, time.monotonic() + options.timeout, []
-    with (folder / "output").open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        while len(rows) < wanted and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.5)
-            rows = list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # without the checkpoint of its end, 50 GB
-        process.wait()
-        output.seek(0)
-        text = output.read()
-    shutil.rmtree(run, ignore_errors=True)
-    if len(rows) < wanted:
-        return {"name": name, "error": f"{len(rows)} of {wanted} steps after {options.timeout:.0f} s: {text[-1500:]}"}
+    problem, printed = run_until(command, options.timeout, run=run, steps=options.steps + WARM_UP)
+    if problem:
+        return {"name": name, "error": f"{problem}: {printed[-1500:]}"}
+    rows = list(read_metrics(run))
+    shutil.rmtree(run)
     seconds = [row["time"] - before["time"] for before, row in itertools.pairwise(rows)][WARM_UP - 1 :]
     tokens = [row["train/num_tokens"] for row in rows[WARM_UP:] if "train/num_tokens" in row]
     return {"name": name, "seconds": seconds, "tokens": tokens, "last": rows[-1]}

@@ -22,12 +22,9 @@ the kernels of one training step of ours (`learner.py --data grpo`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,11 +33,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu import ENVIRONMENT, PHASES, WARM_UP, PeakMemory, run_file
+from gpu import ENDLESS, ENVIRONMENT, PHASES, WARM_UP, PeakMemory, run_file, run_until
 
 TRL = {"trl": True, "trl-plain": False}
 PROMPTS, GROUP_SIZE = 32, 8
-ENDLESS = 1_000_000
 PICTURES = f'''\
 """A question on a picture of its own; the reward is the part of the completion's words that end with a 7."""
 import sys
@@ -142,28 +138,12 @@ def run_trl(system: str, options: argparse.Namespace, folder: Path) -> dict[str,
 
 def watched(command: list[str], options: argparse.Namespace, run: Path | None = None) -> tuple[dict[str, Any], str]:
     """What the card's memory came to while a command ran, and what it printed. A run of ours is ended when it has made
-    its steps: the checkpoint of its end is many times its weights."""
-    from slipstream.runlog import read_metrics
-
-    begun, steps = time.monotonic(), options.steps + WARM_UP
-    with PeakMemory() as memory, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        made, in_time = False, True
-        while process.poll() is None and not made and (in_time := time.monotonic() - begun < options.timeout):
-            time.sleep(0.5)
-            written = run is not None and (run / "metrics.jsonl").exists()
-            made = written and sum(1 for _ in read_metrics(run)) >= steps
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        time.sleep(10 if made else 0)  # an engine left alone ends itself
-        output.seek(0)
-        printed = output.read()
+    its steps."""
+    begun = time.monotonic()
+    with PeakMemory() as memory:
+        problem, printed = run_until(command, options.timeout, run=run, steps=options.steps + WARM_UP)
     result: dict[str, Any] = {"whole_s": time.monotonic() - begun, "card_mib": memory.peaks}
-    if made or code == 0:
-        return result, printed
-    why = f"code {code}" if in_time else f"not done after {options.timeout:.0f} s"
-    return result | {"error": f"{why}: {printed[-1500:]}"}, printed
+    return (result | {"error": f"{problem}: {printed[-1500:]}"} if problem else result), printed
 
 
 def trl_child(options: argparse.Namespace) -> None:
