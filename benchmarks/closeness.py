@@ -1,12 +1,13 @@
 """How far engine and trainer are apart in GRPO runs of one model, setting by setting, and what a step takes.
 
     python benchmarks/closeness.py MODEL [--variants default "model.fp32_head=false model.fp32_residual=false"]
-                                   [--steps 8] [--tokens 128] [--length 512] [--json FILE]
+                                   [--steps 8] [--tokens 128] [--length 512] [--images] [--json FILE]
 
 Each variant is `slipstream train` in a process of its own: 32 prompts, 8 completions of up to 128 tokens each at
-temperature 1, one update a step, bridge `single_copy`; its settings are separated by spaces. Prints a Markdown table:
-the mean absolute difference of a trained token's log-probability (the median of the steps, smallest and largest), the
-KL divergence, the importance ratio's first and last percent, and seconds a step, without the first two steps.
+temperature 1, one update a step, bridge `single_copy`; its settings are separated by spaces. With `--images` each
+prompt has a drawn picture, for models that read them (`vision_shapes.py`). Prints a Markdown table: the mean absolute
+difference of a trained token's log-probability (the median of the steps, smallest and largest), the KL divergence, the
+importance ratio's first and last percent, and seconds a step, without the first two steps.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from typing import Any
 from gpu import WARM_UP, run_file
 
 ENVIRONMENT = '''\
-"""Beginnings of texts; the reward is the part of the completion's words with an `e`."""
+"""Beginnings of texts; the reward is the part of the completion's words with an `e` or an even digit."""
 import random
+
+from PIL import Image, ImageDraw
+
+IMAGES = False
 
 WHAT = ["The history of the city began when", "In mathematics, a function is", "She opened the door and", "The recipe",
         "Scientists have found that", "The law says that every", "During the war, the", "My favourite book is about"]
@@ -34,12 +39,22 @@ WHAT = ["The history of the city began when", "In mathematics, a function is", "
 
 def tasks(split, num_tasks, seed):
     draw = random.Random(f"{split}-{seed}")
-    return [{"prompt": f"{draw.choice(WHAT)} ({number})"} for number in range(num_tasks)]
+    texts = [f"{draw.choice(WHAT)} ({number})" for number in range(num_tasks)]
+    return [{"prompt": pictured(text, draw) if IMAGES else text} for text in texts]
+
+
+def pictured(text, draw):
+    image = Image.new("RGB", (64, 48), "white")
+    pen = ImageDraw.Draw(image)
+    for colour in ("red", "green", "blue"):
+        left, top = draw.randint(0, 40), draw.randint(0, 30)
+        pen.rectangle((left, top, left + draw.randint(4, 20), top + draw.randint(4, 16)), fill=colour)
+    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
 
 
 def reward(task, completion):
     words = completion.split()
-    return sum("e" in word for word in words) / max(1, len(words))
+    return sum(any(sign in "e2468" for sign in word) for word in words) / max(1, len(words))
 '''
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
@@ -48,7 +63,7 @@ def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str
     """Run one variant and read its run folder."""
     from slipstream.runlog import read_metrics
 
-    (folder / "environment.py").write_text(ENVIRONMENT)
+    (folder / "environment.py").write_text(ENVIRONMENT.replace("IMAGES = False", f"IMAGES = {options.images}"))
     file, run = folder / "run.toml", folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     size = {"steps": options.steps, "tokens": options.tokens}
@@ -95,6 +110,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--images", action="store_true", help="a picture in each prompt")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     template = options.model / "chat_template.jinja"

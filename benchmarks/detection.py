@@ -1,6 +1,6 @@
 """Does rollout matching teach a detector more than as many steps of SFT? With real vLLM, on a CPU or a GPU.
 
-    python benchmarks/detection.py [--seeds 0 1 2] [--at-once 1] [--threads N] [--num-eval 1000]
+    python benchmarks/detection.py [--seeds 0 1 2] [--at-once 1] [--threads N] [--num-eval 2000]
                                    [--set KEY=VALUE] [--out FOLDER] [--json FILE]
 
 `examples/detection` with models of several seeds: drawn pictures with up to four rectangles, SFT at a constant rate
@@ -122,8 +122,8 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--at-once", type=int, default=1, help="seeds side by side")
     parser.add_argument("--threads", type=int, help="of each run, on a CPU")
-    parser.add_argument("--num-train", type=int, default=4000, help="pictures to train on")
-    parser.add_argument("--num-eval", type=int, default=1000, help="held-out pictures")
+    parser.add_argument("--num-train", type=int, default=8000, help="pictures to train on")
+    parser.add_argument("--num-eval", type=int, default=2000, help="held-out pictures")
     parser.add_argument("--set", action="append", default=[], help="a further setting of the runs, KEY=VALUE")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for a run")
     parser.add_argument("--out", type=Path, help="keep everything here")

@@ -1,9 +1,11 @@
-"""Writes a Qwen3-VL of the size of the real one with 4 B parameters, with random weights, and pictures for it.
+"""Writes a Qwen3-VL of the size of the real one with 4 B parameters, or a Gemma 3 that reads images, with random
+weights, and pictures for it.
 
-    python benchmarks/vision_shapes.py FOLDER tiny|4b
+    python benchmarks/vision_shapes.py FOLDER tiny|4b|gemma-tiny|gemma-1b
 
-Its tokenizer has a token for every id of the vocabulary, the 1000 coordinates among them; images are scaled to at most
-1024 x 1024 pixels, and 32 x 32 of them are a token.
+Its tokenizer has a token for every id of the vocabulary, the 1000 coordinates among them; Qwen's images are scaled to
+at most 1024 x 1024 pixels, and 32 x 32 of them are a token. `gemma-1b` has the decoder of the Gemma 3 with 1 B
+parameters and the tower of the larger ones, and their 256 tokens for an image.
 """
 
 from __future__ import annotations
@@ -33,6 +35,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 _PATCH, _MERGE = 16, 2
+SQUARES: dict[str, dict[str, Any]] = {
+    "gemma-tiny": {
+        "text": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 64, "intermediate_size": 512, "sliding_window": 32, "query_pre_attn_scalar": 64}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        "tower": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+        | {"image_size": 64, "patch_size": 8},
+        "tokens": 16,
+        "std": 0.1,
+    },
+    "gemma-1b": {
+        "text": {"hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}
+        | {"head_dim": 256, "intermediate_size": 6912, "sliding_window": 512, "query_pre_attn_scalar": 256},
+        "tower": {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+        | {"image_size": 896, "patch_size": 14},
+        "tokens": 256,
+        "std": 0.02,
+    },
+}
+SQUARE_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+SQUARE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def shaped_vision_model(folder: Path, shape: str) -> Path:
@@ -75,6 +104,57 @@ def shaped_vision_model(folder: Path, shape: str) -> Path:
     return folder
 
 
+def shaped_square_model(folder: Path, shape: str) -> Path:
+    """The same for a Gemma 3, under the names of the hub's files, which vLLM knows."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = SQUARES[shape]
+    tokenizer = word_tokenizer(SQUARE_TEMPLATE, SQUARE_TOKENS, ["\n\n", "\n\n\n", "\n\n\n\n"])
+    begin, end, soft = (tokenizer.convert_tokens_to_ids(token) for token in SQUARE_TOKENS)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Gemma3Config(
+        architectures=["Gemma3ForConditionalGeneration"],
+        dtype="bfloat16",
+        text_config=sizes["text"] | {"vocab_size": VOCABULARY, "max_position_embeddings": 32_768} | ends,
+        vision_config=sizes["tower"] | {"vision_use_head": False},
+        mm_tokens_per_image=sizes["tokens"],
+        boi_token_index=begin,
+        eoi_token_index=end,
+        image_token_index=soft,
+    )
+    network = random_network(Gemma3ForConditionalGeneration, config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=sizes["std"])
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    names = {
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+    }
+    weights = {
+        new + name.removeprefix(old): tensor.cpu().contiguous()
+        for name, tensor in network.state_dict().items()
+        for old, new in names.items()
+        if name.startswith(old)
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tokenizer.save_pretrained(folder)
+    extra = dict(zip(("boi_token", "eoi_token", "image_token"), SQUARE_TOKENS, strict=True))
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"extra_special_tokens": extra} | extra
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    side = sizes["tower"]["image_size"]
+    processor = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": side, "width": side}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    whole = {"processor_class": "Gemma3Processor", "image_seq_length": sizes["tokens"], "image_processor": processor}
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    return folder
+
+
 def draw(number: int, side: int, boxes: int = 4) -> tuple[Any, list[dict[str, Any]]]:
     """A picture of `side` pixels with rectangles, and its objects as a detector's row has them."""
     from PIL import Image, ImageDraw
@@ -108,4 +188,4 @@ def write_rows(folder: Path, num_rows: int, side: int) -> Path:
 
 
 if __name__ == "__main__":
-    shaped_vision_model(Path(sys.argv[1]), sys.argv[2])
+    (shaped_square_model if sys.argv[2] in SQUARES else shaped_vision_model)(Path(sys.argv[1]), sys.argv[2])

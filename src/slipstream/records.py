@@ -1,7 +1,6 @@
 """Records that cross a process boundary: tasks, rollouts, batches and weight tickets.
 
-Every record is a plain `msgspec` struct (no pickle), decodes only with the schema it was written with, and holds tokens
-exactly as they were sampled. Nothing here imports heavy libraries.
+Every record is a `msgspec` struct (no pickle), decodes only with its own schema, and holds tokens as they were sampled.
 
 A rollout holds one or more *sequences*. A sequence is one contiguous run of tokens: prompt, sampled tokens and, in
 later turns, the environment's tokens between them; `mask` marks the sampled tokens, which are trained on. If a later
@@ -86,6 +85,8 @@ class Media(msgspec.Struct, frozen=True):
     height: int = 0
     grid: tuple[int, int, int] = (0, 0, 0)
     """Frames, rows and columns in which the placeholder tokens lie; zeros where positions do not follow them."""
+    sees_itself: bool = False
+    """Whether all of its tokens attend to one another, those before to those after."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from PIL import Image
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations, read_problems
 from slipstream.data.examples import split_off, tokenized
-from slipstream.data.images.processor import ImageProcessor
+from slipstream.data.images.families import image_processor
 from slipstream.data.images.reading import bytes_of, decoded, read_image
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Media, Message
@@ -264,8 +264,8 @@ def test_the_engine_scales_a_scaled_image_no_more(chat):
         image = read_image(png(*size), "it")
         again = read_image(chat.images.scaled(image), "it")
         assert chat.images.size_of(again) == (again.width, again.height) == chat.images.size_of(image)
-        pixels, grid = chat.images.patches([image])
-        same, _ = chat.images.patches([again])
+        pixels, grid = chat.images.pixels([image]).values()
+        same, _ = chat.images.pixels([again]).values()
         assert pixels.equal(same)
         assert len(pixels) == grid.prod() == 4 * again.width * again.height // 256
 
@@ -276,9 +276,9 @@ def test_the_trainer_scales_to_the_grid_of_the_prompt(model):
     talk = talk_of(read_image(png(100, 100), "it"))[:1]
     (placed,) = bounded.place_images(talk, bounded.render(talk))
     assert placed.grid == (1, 2, 2)
-    pixels, grid = ImageProcessor(model).patches([placed])
+    pixels, grid = image_processor(model).pixels([placed]).values()
     assert grid.tolist() == [[1, 4, 4]]
-    assert pixels.equal(bounded.images.patches([placed])[0])
+    assert pixels.equal(bounded.images.pixels([placed])["pixel_values"])
     (sent,) = bounded.request(bounded.render(talk), [placed])[1]
     assert decoded(sent, "it").size == (32, 32)
 
@@ -328,7 +328,7 @@ def test_a_row_whose_text_holds_the_placeholder_is_named(chat, folder):
 def test_a_model_of_text_reads_no_images(tmp_path, folder):
     text = new_model(tmp_path / "text", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
     with pytest.raises(ConfigError, match="reads no images, and there are some in the data"):
-        ImageProcessor(text)
+        image_processor(text)
     chat = ChatTokenizer(text)
     with pytest.raises(ConfigError, match="reads no images"):
         chat.render(talk_of(read_image(A, "it", folder))[:1])
@@ -338,7 +338,7 @@ def test_a_folder_without_processor_is_refused(model, tmp_path):
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((model / file).read_bytes())
     with pytest.raises(ConfigError, match=r"its image processor cannot be loaded .*preprocessor_config.json"):
-        ImageProcessor(tmp_path)
+        image_processor(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_forms_of_a_processors_file(model, tmp_path, written, kind):
         (tmp_path / file).write_bytes((model / file).read_bytes())
     values = {"image_processor_type": kind, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, **written}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
-    processor = ImageProcessor(tmp_path)
+    processor = image_processor(tmp_path)
     bounds = {"min_pixels": 3136, "max_pixels": 12_845_056}
     assert processor.pinned == {**bounds, "patch_size": 14, "merge_size": 2}
     assert processor.grid_of(read_image(png(280, 140), "it")) == (1, 5, 10)

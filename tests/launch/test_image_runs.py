@@ -15,6 +15,7 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import identity_of
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from tests.data.test_square_images import save_model
 
 SFT = """
 [model]
@@ -136,6 +137,21 @@ def test_settings_that_images_exclude(run, overrides, said, monkeypatch):
     monkeypatch.setattr("slipstream.config.checks.processes.process_problems", lambda config: iter(()))
     with pytest.raises(ConfigError, match=said):
         run(*overrides)
+
+
+def test_images_whose_tokens_see_later_ones(run, tmp_path, monkeypatch):
+    """Gemma 3: the packed attention of training does it, transformers' causal mask and vLLM on a CPU do not."""
+    folder = str(save_model(tmp_path / "gemma"))
+    notes = [note for note in run("--model.path", folder).plan.notes if note.name == "images"]
+    assert [(note.value, note.how) for note in notes] == [
+        (2, "4 to 4 tokens each; scaled once, to 16 x 16 pixels, by the model's processor")
+    ]
+    said = r"has images whose tokens attend to later ones too, and training.packing = false has a causal mask"
+    with pytest.raises(ConfigError, match=said):
+        run("--model.path", folder, "--training.packing", "false")
+    monkeypatch.setattr("slipstream.launch.preflight.images.uses_engine", lambda config: True)
+    with pytest.raises(ConfigError, match="which vLLM does not do on a CPU: use a GPU, or here SFT without"):
+        run("--model.path", folder)
 
 
 @pytest.mark.parametrize(("name", "value"), [("train_tower", "true"), ("max_pixels", "1024")])

@@ -12,7 +12,7 @@ import transformers
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.sft import MatchingConfig
-from slipstream.data.images.processor import ImageProcessor
+from slipstream.data.images.families import image_processor
 from slipstream.envs.registry import load_environment
 from slipstream.launch.matching.reader import MatchingReader
 from slipstream.launch.matching.targets import examples_of
@@ -71,7 +71,7 @@ class Trained:
         prompts = [self.tasks[item].prompt for item in items]
         ids = [chat.render(prompt) for prompt in prompts]
         images = [media for prompt, each in zip(prompts, ids, strict=True) for media in chat.place_images(prompt, each)]
-        pixels, grids = ImageProcessor(self.detector.folder).patches(images)
+        pixels, grids = image_processor(self.detector.folder).pixels(images).values()
         inputs = torch.tensor(ids)
         said = self.plain.generate(
             input_ids=inputs,

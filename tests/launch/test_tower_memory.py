@@ -1,13 +1,14 @@
 """What the plan counts of a vision tower is what torch's allocator sees: activations by patches, features, states."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import RunConfig
-from slipstream.data.images.processor import ImageProcessor
+from slipstream.data.images.families import image_processor
 from slipstream.launch.plan.measure import measure_tower, read_trained_model
 from slipstream.launch.plan.memory.sizes import BYTES_OF, optimizer_bytes
 from slipstream.launch.plan.memory.tower import block_elements, feature_bytes, patches_at_once, tower_bytes
@@ -20,6 +21,7 @@ from tests.launch.test_memory import most_bytes
 from tests.trainer.test_image_rows import FAMILIES, picture, save, sequence, sequences
 from tests.trainer.test_vision_towers import MODELS
 
+TOWERS = re.compile("visual|vision_tower|multi_modal_projector")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -33,7 +35,8 @@ def folders(tmp_path_factory):
             kind, own, tower, tokens = MODELS[family]
             wide = {"embed_dim": 128} if family == "qwen2-vl" else {"hidden_size": 128, "intermediate_size": 320}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(MODELS, family, (kind, own, tower | wide | {"depth": depth}, tokens))
+                layers = "num_hidden_layers" if family == "gemma3" else "depth"
+                patch.setitem(MODELS, family, (kind, own, tower | wide | {layers: depth}, tokens))
                 made[family, depth] = save(tmp_path_factory.mktemp("models") / family, family)
         return made[family, depth]
 
@@ -59,8 +62,9 @@ def images_of(batch):
 
 def many(folder):
     """So many patches that parameters are few beside what is made of them."""
-    processor = ImageProcessor(folder)
-    return [sequence(processor, [picture(64, 64, seed), 3], 1) for seed in range(10)]
+    processor = image_processor(folder)
+    num_images = 10 * 64 // processor.num_tokens(picture(64, 64, 0))
+    return [sequence(processor, [picture(64, 64, seed), 3], 1) for seed in range(num_images)]
 
 
 def kept(work):
@@ -109,7 +113,7 @@ def test_a_trained_tower_takes_at_most_what_is_planned(family, dtype, folders):
 
 
 def tower_parameters(model):
-    return (parameter for name, parameter in model.network.named_parameters() if "visual" in name)
+    return (parameter for name, parameter in model.network.named_parameters() if TOWERS.search(name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,7 +147,7 @@ def test_features_and_states_are_those_that_are_there(family, trained, folders):
     masters = learner.optimizer.masters()
     known = read_trained_model(str(folder), with_tower=trained)
     assert known.num_decoding == sum(master.numel() for master in masters.values())
-    of_tower = sum(master.numel() for name, master in masters.items() if "visual" in name)
+    of_tower = sum(master.numel() for name, master in masters.items() if TOWERS.search(name))
     assert tower.num_parameters == known.num_tower == sum(parameter.numel() for parameter in tower_parameters(model))
     assert of_tower == (tower.num_parameters if trained else 0)
     assert optimizer_bytes("adamw", of_tower, None) == 16 * of_tower

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from slipstream.data.images.processor import ImageProcessor
+from slipstream.data.images.families import image_processor
 from slipstream.errors import ConfigError
 from slipstream.trainer.model.loading import check_architecture
 from slipstream.trainer.model.small.tiny_qwen2_vl import IMAGE_TOKENS, new_vision_model
@@ -18,7 +18,7 @@ def test_the_folder_loads_with_tokenizer_and_processor(tmp_path, kind):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert network.config.image_token_id == tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[2])
     assert network.generation_config.eos_token_id == tokenizer.eos_token_id
-    processor = ImageProcessor(folder)
+    processor = image_processor(folder)
     assert processor.token_id == network.config.image_token_id
     assert processor.pinned == {"min_pixels": 256, "max_pixels": 16_384, "patch_size": 8, "merge_size": 2}
     shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]

@@ -43,6 +43,7 @@ SIGLIP = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "image_size": 16,
+    "vision_use_head": False,
 }
 MODELS = {
     "qwen2-vl": (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config.sft import TrainOn
+from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import ReadRecorder
 from slipstream.data.unknown_characters import Vocabulary
@@ -42,7 +43,7 @@ class ChatTokenizer:
 
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
     system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
-    variable for it; `max_pixels` bounds images (`ImageProcessor`). Raises `ConfigError` if there is no tokenizer or
+    variable for it; `max_pixels` bounds images (`image_processor`). Raises `ConfigError` if there is no tokenizer or
     template, if the template does not use one of these variables or has no thinking variable, or if it does not end an
     assistant's turn with a special token (a policy could not learn to stop).
     """
@@ -103,7 +104,7 @@ class ChatTokenizer:
     @cached_property
     def images(self) -> ImageProcessor:
         """Expands the placeholders of images. Raises `ConfigError` for a model whose images cannot be trained on."""
-        return ImageProcessor(self.path, self._trusted, max_pixels=self._max_pixels)
+        return image_processor(self.path, self._trusted, max_pixels=self._max_pixels)
 
     def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
         """The images of a conversation with their places in its tokens."""

@@ -128,14 +128,13 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     loaded = with_weights_folder(loaded)
     config = _with_environment(loaded.config)
     _check_what_it_needs(config)
-    section = config.environment
     check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
     config = config.model_copy(update={"model": model})
     check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
     tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer)
-    environment = load_environment(section) if section else None
+    environment = load_environment(config.environment) if config.environment else None
     train_tasks, eval_tasks, requested = _tasks(config, environment)
     dropped: dict[str, int] = {}
     held_out = {_question(task.prompt) for task in eval_tasks}
@@ -163,9 +162,10 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         conversations, examples = _tokenized(conversations, tokenizer, config, context, dropped)
         eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
     items = [part_of.get(id(each), "") for each in conversations] if is_sft else [task.part for task in train_tasks]
-    part_of_item = _part_of_item(section, items)
+    part_of_item = _part_of_item(config.environment, items)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
-    check_fields(tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)], dropped)
+    prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
+    check_fields(tokenizer, prompts, dropped)
     gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
@@ -188,7 +188,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
     notes += [*_mixture_notes(plan.config, part_of_item), *schedule_notes(plan.config)]
-    notes += check_images(plan.config, tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)])
+    notes += check_images(plan.config, tokenizer, prompts, on_cpu=not facts.num_gpus)
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"

@@ -340,7 +340,7 @@ def _micro_batch(
     return MicroBatch(
         token_ids_T=to_device(_integers(token_ids), device),
         position_ids_T=to_device(_integers(position_ids), device),
-        layout=segment_layout(lengths, device, prefixes),
+        layout=segment_layout(lengths, device, prefixes, images.blocks()),
         predict_index_N=to_device(_integers(predict_index), device),
         target_ids_N=to_device(_integers(target_ids), device),
         sequence_index_N=to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device),

@@ -1,2 +1,2 @@
 """Images of conversations: read and checked (`reading`), placed in messages (`parts`), turned into tokens
-(`processor`)."""
+(`processor`, and `families` with one for each model)."""

@@ -222,25 +222,48 @@ def measure_tower(
 
     whole: Any = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     vision = whole.vision_config
-    is_first = whole.model_type == "qwen2_vl"
-    hidden = vision.embed_dim if is_first else vision.hidden_size
-    num_added = len(getattr(vision, "deepstack_visual_indexes", ()))
+    shape = _square_tower(whole) if whole.model_type == "gemma3" else _grid_tower(whole.model_type, vision)
     return TowerFacts(
+        **shape,
         model_type=whole.model_type,
         is_trained=config.model.train_tower,
         num_parameters=model.num_tower,
-        depth=vision.depth,
-        hidden_size=hidden,
-        intermediate_size=int(hidden * vision.mlp_ratio) if is_first else vision.intermediate_size,
-        num_heads=vision.num_heads,
-        patch_elements=3 * vision.temporal_patch_size * vision.patch_size**2,
-        merged=vision.spatial_merge_size**2,
-        token_outputs=(vision.hidden_size if is_first else vision.out_hidden_size) * (1 + num_added),
-        num_added=num_added,
         total_tokens=sum(tokens.values()),
         image_tokens=max(tokens.values()),
         row_tokens=max(sum(size for _, size in row) for row in images),
     )
+
+
+def _grid_tower(model_type: str, vision: Any) -> dict[str, int]:
+    """The shape of a tower of the Qwen families."""
+    is_first = model_type == "qwen2_vl"
+    hidden = vision.embed_dim if is_first else vision.hidden_size
+    num_added = len(getattr(vision, "deepstack_visual_indexes", ()))
+    return {
+        "depth": vision.depth,
+        "hidden_size": hidden,
+        "intermediate_size": int(hidden * vision.mlp_ratio) if is_first else vision.intermediate_size,
+        "num_heads": vision.num_heads,
+        "patch_elements": 3 * vision.temporal_patch_size * vision.patch_size**2,
+        "merged": vision.spatial_merge_size**2,
+        "token_outputs": (vision.hidden_size if is_first else vision.out_hidden_size) * (1 + num_added),
+        "num_added": num_added,
+    }
+
+
+def _square_tower(whole: Any) -> dict[str, int]:
+    """The shape of SigLIP, whose patches are pooled to equally many tokens for every image."""
+    vision = whole.vision_config
+    return {
+        "depth": vision.num_hidden_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "num_heads": vision.num_attention_heads,
+        "patch_elements": 3 * vision.patch_size**2,
+        "merged": (vision.image_size // vision.patch_size) ** 2 // whole.mm_tokens_per_image,
+        "token_outputs": whole.get_text_config().hidden_size,
+        "num_added": 0,
+    }
 
 
 def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config import PlannedConfig
+from slipstream.config.traits import uses_engine
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.summary import Note
@@ -12,10 +13,10 @@ from slipstream.records import Message
 
 
 def check_images(
-    config: PlannedConfig, tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
+    config: PlannedConfig, tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]], *, on_cpu: bool
 ) -> list[Note]:
     """Notes on the images of the run's conversations and prompts. Raises ConfigError for settings that images exclude,
-    and for those that have no effect without any."""
+    and for those that have no effect without any. `on_cpu`: an engine has no GPU."""
     images = {image.sha256: image for talk in conversations for message in talk for image in message.media}
     if not images:
         unused = {"train_tower = true": config.model.train_tower, "max_pixels": config.model.max_pixels}
@@ -37,19 +38,25 @@ def check_images(
             "images"
         )
     processor = tokenizer.images
-    pinned, tokens = processor.pinned, [_num_tokens(processor.grid_of(image)) for image in images.values()]
-    bounds = f"scaled once, to {pinned['min_pixels']:,} to {pinned['max_pixels']:,} pixels, by the model's processor"
+    if processor.sees_itself:
+        _check_blocks(config, on_cpu)
+    tokens = [processor.num_tokens(image) for image in images.values()]
+    bounds = f"scaled once, {processor.bounds}, by the model's processor"
     return [Note("images", len(images), "", f"{min(tokens)} to {max(tokens)} tokens each; {bounds}")]
+
+
+def _check_blocks(config: PlannedConfig, on_cpu: bool) -> None:
+    """For models in which all tokens of an image attend to one another."""
+    of_model = f"model.path = {config.model.path} has images whose tokens attend to later ones too"
+    if not config.training.packing:
+        raise ConfigError(f"{of_model}, and training.packing = false has a causal mask: set it to true")
+    if on_cpu and uses_engine(config):
+        raise ConfigError(
+            f"{of_model}, which vLLM does not do on a CPU: use a GPU, or here SFT without [evaluation] of answers"
+        )
 
 
 def image_tokens(tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]) -> list[list[tuple[str, int]]]:
     """Of each conversation or prompt with images their digests and tokens."""
     found = [[image for message in talk for image in message.media] for talk in conversations]
-    return [
-        [(image.sha256, _num_tokens(tokenizer.images.grid_of(image))) for image in images] for images in found if images
-    ]
-
-
-def _num_tokens(grid: tuple[int, int, int]) -> int:
-    frames, rows, columns = grid
-    return frames * rows * columns
+    return [[(image.sha256, tokenizer.images.num_tokens(image)) for image in images] for images in found if images]

@@ -3,14 +3,15 @@
 A continuation attends to its whole prefix, which the row holds once for all of them, and causally to itself.
 Guarantees: no `[T, T]` mask, no padding in any linear layer, and on a CPU the same bits for the same input and
 thread count. Padding exists only inside this function (see `row_layout`), on the right, where a causal kernel
-ignores it without a mask; only continuations, and segments longer than a sliding window, need a mask.
+ignores it without a mask; only continuations, segments longer than a sliding window, and images whose tokens attend
+to one another need a mask.
 
 The layout reaches the function as a keyword argument that transformers models pass through to their
 attention interface. A model that loses it on the way, or asks for something this function does not do
 (soft-capping, sinks, biases), gets a ConfigError; nothing is silently left out.
 
 On a GPU, in half precision, it is one custom operation (`slipstream::ragged_attention`), opaque to torch.compile, so
-that a compiled layer is one graph for rows of any layout.
+that a compiled layer is one graph for rows of any layout without such images.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def packed_attention(
         raise ConfigError(f"{name} needs {what}, which packed attention does not do: set training.packing = false")
     if not torch.compiler.is_compiling():
         segments.windows_seen.add(sliding_window or 0)
-    if not _has_kernel(query):
+    if not _has_kernel(query) or segments.has_blocks:
         output = _padded(query, key, value, segments, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
         return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -105,6 +106,11 @@ def _padded(
     for bucket, mask, *parts in zip(layout.buckets, masks, queries, keys, values, strict=True):
         num_blocks = bucket.queries_BQ.shape[0]
         query_BHQD, key_BKJD, value_BKJD = (part.unflatten(0, (num_blocks, -1)).transpose(1, 2) for part in parts)
+        num_groups = query_BHQD.shape[1] // key_BKJD.shape[1]
+        if mask is not None and query.is_cuda and num_groups > 1:
+            # The kernel that takes masks wants as many heads of keys as of queries; without it, all scores are kept.
+            key_BKJD, value_BKJD = (each.repeat_interleave(num_groups, 1) for each in (key_BKJD, value_BKJD))
+            num_groups = 1
         output_BHQD = scaled_dot_product_attention(
             query_BHQD,
             key_BKJD,
@@ -112,7 +118,7 @@ def _padded(
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=num_groups > 1,
         )
         outputs.append(output_BHQD.transpose(1, 2).flatten(0, 1))
     return scatter_slots(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries).unsqueeze(0)

@@ -48,6 +48,11 @@ class RowImages:
                     "sequence: mask its placeholders out of the loss"
                 )
 
+    def blocks(self) -> list[tuple[int, int]]:
+        """Row positions, first and past the last, of each image whose tokens all attend to one another."""
+        found = [(image.start, image.media.num_tokens) for image in self.found if image.media.sees_itself]
+        return [(start, start + num_tokens) for start, num_tokens in found]
+
     def rotary_ids(self) -> Tensor | None:
         """`[3, T]`; None without images that have a grid."""
         if not any(image.media.num_tokens and image.media.grid[0] for image in self.found):

@@ -103,6 +103,10 @@ class SegmentLayout:
     prefixes: tuple[int | None, ...]
     """Per segment the index of its prefix segment, or None. Continuations follow their prefix immediately."""
     device: torch.device | str = "cpu"
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Row positions, first and past the last, of tokens that all attend to one another: images of some models."""
+    has_blocks: bool = field(init=False)
+    """Whether there are any. Compiled layers read this: by the blocks they would be compiled for each number."""
     windows_seen: set[int] = field(default_factory=set[int])
     """The sliding windows that layers requested (0: none), by which a check sees that the layout was used."""
     _masks: dict[tuple[int, torch.dtype], list[Tensor | None]] = field(
@@ -112,6 +116,7 @@ class SegmentLayout:
     """An id `[]` on the CPU, by which custom operations, whose arguments are tensors, look the layout up."""
 
     def __post_init__(self) -> None:
+        self.has_blocks = bool(self.blocks)
         _layouts.setdefault(int(self.layout_id), self)  # a copy keeps the id
 
     @cached_property
@@ -155,7 +160,7 @@ class SegmentLayout:
         return self._masks[window, dtype]
 
     def _mask(self, bucket: Bucket, window: int, dtype: torch.dtype) -> Tensor | None:
-        if bucket.is_whole:
+        if bucket.is_whole and not self.has_blocks:
             num_keys = bucket.keys_BJ.shape[1]
             if not 0 < window < num_keys:
                 return None
@@ -168,11 +173,23 @@ class SegmentLayout:
             queries_BQ1 = bucket.queries_BQ[:, :, None]
             back = place_T[queries_BQ1] - place_T[bucket.keys_BJ][:, None]
             visible = (segment_BJ == segment_T[queries_BQ1]) | (segment_BJ == prefix_T[queries_BQ1])
-            visible &= (back >= 0) & bucket.real_BJ[:, None]
+            visible &= back >= 0
+            if self.has_blocks:
+                block_BJ = self._block_T[bucket.keys_BJ][:, None]
+                visible |= (block_BJ == self._block_T[queries_BQ1]) & (block_BJ >= 0)
+            visible &= bucket.real_BJ[:, None]
         if window:
             visible &= back < window
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
         return to_device(mask[:, None], self.device)
+
+    @cached_property
+    def _block_T(self) -> Tensor:
+        """The number of each row position's block, or -1."""
+        block_T = torch.full((sum(self.lengths),), -1)
+        for number, (start, end) in enumerate(self.blocks):
+            block_T[start:end] = number
+        return block_T
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,10 +262,13 @@ def layout_of(layout_id: Tensor) -> SegmentLayout:
 
 
 def segment_layout(
-    lengths: Sequence[int], device: torch.device | str = "cpu", prefixes: Sequence[int | None] | None = None
+    lengths: Sequence[int],
+    device: torch.device | str = "cpu",
+    prefixes: Sequence[int | None] | None = None,
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> SegmentLayout:
-    """The layout of consecutive segments of these lengths; `prefixes` as in SegmentLayout."""
-    return SegmentLayout(tuple(lengths), tuple(prefixes or [None] * len(lengths)), device)
+    """The layout of consecutive segments of these lengths; `prefixes` and `blocks` as in SegmentLayout."""
+    return SegmentLayout(tuple(lengths), tuple(prefixes or [None] * len(lengths)), device, tuple(blocks))
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.bounds import KEPT_FEATURES, TOWER_PATCHES
+from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.errors import TrainingError
 from slipstream.records import Media
@@ -56,12 +57,12 @@ class ImageFeatures:
 
     @cached_property
     def _processor(self) -> ImageProcessor:
-        return ImageProcessor(self._folder, self._trusted)
+        return image_processor(self._folder, self._trusted)
 
     def of(self, images: Sequence[RowImage]) -> list[Features]:
         """The features of a row's images, in their order."""
         missing = {_key(image.media): image.media for image in images if _key(image.media) not in self._kept}
-        for chunk in _chunks(missing.values()):
+        for chunk in self._chunks(missing.values()):
             with torch.no_grad():
                 found = self._read(chunk)
             for media, features in zip(chunk, found, strict=True):
@@ -88,7 +89,7 @@ class ImageFeatures:
         if not self._trained:
             return
         used = [self._media[key] for key, features in self._kept.items() if features.parts[0].grad is not None]
-        for chunk in _chunks(used):
+        for chunk in self._chunks(used):
             outputs: list[Tensor] = []
             gradients: list[Tensor] = []
             for media, features in zip(chunk, self._read(chunk), strict=True):
@@ -105,10 +106,21 @@ class ImageFeatures:
             self._kept.clear()
             self._media.clear()
 
+    def _chunks(self, images: Iterable[Media]) -> Iterator[list[Media]]:
+        """The images in groups that the tower reads at once."""
+        most, chunk = _MOST_PATCHES // self._processor.patches_per_token, list[Media]()
+        for image in images:
+            if chunk and sum(each.num_tokens for each in chunk) + image.num_tokens > most:
+                yield chunk
+                chunk = []
+            chunk.append(image)
+        if chunk:
+            yield chunk
+
     def _read(self, images: Sequence[Media]) -> list[Features]:
-        pixels, grids = self._processor.patches(images)
         device = next(self._network.parameters()).device
-        output = self._network.base_model.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
+        pixels = {name: tensor.to(device) for name, tensor in self._processor.pixels(images).items()}
+        output = self._network.base_model.get_image_features(**pixels, return_dict=True)
         self.num_read += len(images)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
         layers = [_by_image(layer, images) for layer in layers]
@@ -124,24 +136,14 @@ class ImageFeatures:
 
 def _by_image(layer: Tensor | Sequence[Tensor], images: Sequence[Media]) -> Sequence[Tensor]:
     """What a layer of the tower gives for each image. Older versions of transformers return deepstack features of all
-    images in one tensor."""
-    return layer.split([media.num_tokens for media in images]) if isinstance(layer, Tensor) else layer
+    images in one tensor `[P, D]`; those of images of one size are `[I, P, D]`."""
+    if not isinstance(layer, Tensor):
+        return layer
+    return layer.unbind() if layer.ndim == 3 else layer.split([media.num_tokens for media in images])
 
 
 def _key(media: Media) -> tuple[str, tuple[int, int, int]]:
     return media.sha256, media.grid
-
-
-def _chunks(images: Iterable[Media]) -> Iterator[list[Media]]:
-    """The images in groups that the tower reads at once. A token has four patches in all families."""
-    chunk: list[Media] = []
-    for image in images:
-        if chunk and 4 * (sum(each.num_tokens for each in chunk) + image.num_tokens) > _MOST_PATCHES:
-            yield chunk
-            chunk = []
-        chunk.append(image)
-    if chunk:
-        yield chunk
 
 
 def uses_its_own_attention(network: nn.Module) -> None:
@@ -172,10 +174,13 @@ class RowEmbeddings:
         return {"visual_pos_masks": self.image_mask_T[None], "deepstack_visual_embeds": list(self.deepstack_PD)}
 
 
-def embed_images(embeds_TD: Tensor, images: Sequence[RowImage], found: Sequence[Features]) -> RowEmbeddings:
-    """The row's embeddings with the features `found` of its images in their places."""
-    index_P = torch.cat([torch.arange(image.start, image.start + image.media.num_tokens) for image in images])
-    index_P = index_P.to(embeds_TD.device)
+def image_places(images: Sequence[RowImage]) -> Tensor:
+    """Row positions `[P]` of the images' placeholder tokens."""
+    return torch.cat([torch.arange(image.start, image.start + image.media.num_tokens) for image in images])
+
+
+def embed_images(embeds_TD: Tensor, index_P: Tensor, found: Sequence[Features]) -> RowEmbeddings:
+    """The row's embeddings with the features `found` of its images at the row positions `index_P`."""
     layers_PD = [torch.cat(parts).to(embeds_TD.dtype) for parts in zip(*(each.parts for each in found), strict=True)]
     mask_T = torch.zeros(len(embeds_TD), dtype=torch.bool, device=embeds_TD.device)
     mask_T[index_P] = True

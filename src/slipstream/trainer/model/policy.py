@@ -29,6 +29,7 @@ from slipstream.trainer.model.image_features import (
     ImageFeatures,
     RowEmbeddings,
     embed_images,
+    image_places,
     uses_its_own_attention,
 )
 from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
@@ -182,12 +183,14 @@ class PolicyModel:
 
     def embed(self, row: MicroBatch) -> RowEmbeddings:
         """What the decoder reads of a row: its tokens' embeddings, with the features of its images in their places."""
-        embeds_TD = self.token_embeddings(row.token_ids_T)
         if not row.images:
-            return RowEmbeddings(embeds_TD)
+            return RowEmbeddings(self.token_embeddings(row.token_ids_T))
         if self.images is None:
             raise TrainingError(f"{type(self.network).__name__} has no vision tower, and a row has images: remove them")
-        return embed_images(embeds_TD, row.images, self.images.of(row.images))
+        index_P = image_places(row.images).to(self.device)
+        # A placeholder may be no token of the vocabulary; its embedding is replaced anyway.
+        embeds_TD = self.token_embeddings(row.token_ids_T.index_fill(0, index_P, 0))
+        return embed_images(embeds_TD, index_P, self.images.of(row.images))
 
     def token_embeddings(self, token_ids_T: Tensor) -> Tensor:
         """The input embeddings `[T, D]` of tokens."""

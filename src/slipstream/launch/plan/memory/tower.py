@@ -10,7 +10,7 @@ from slipstream.config.bounds import KEPT_FEATURES, TOWER_PATCHES
 from slipstream.launch.plan.facts import TowerFacts
 from slipstream.launch.plan.memory.sizes import BYTES_OF
 
-_MLP = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2}
+_MLP = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "gemma3": 2}
 """Vectors of the MLP's size that a block keeps for a patch: its input's product and activation, the sigmoid of one, or
 the gate's and the product of both."""
 
@@ -23,10 +23,16 @@ def patches_at_once(tower: TowerFacts) -> int:
 def block_elements(tower: TowerFacts, dtype: str) -> int:
     """Elements that a block keeps for a patch until its backward pass: the residual stream twice, both norms' outputs,
     q, k and v before the rotation, q and k after it, the attention's output twice, and those of the MLP; RMS norms also
-    keep what they scale in fp32. With the attention's and the norms' statistics."""
+    keep what they scale in fp32. With the attention's and the norms' statistics. SigLIP (Gemma 3) has no rotation, and
+    its attention's output once."""
     hidden, wide = tower.hidden_size, 4 // BYTES_OF[dtype]
     norms = 2 * wide * hidden if tower.model_type == "qwen2_5_vl" else 0
-    return 11 * hidden + norms + _MLP.get(tower.model_type, 4) * tower.intermediate_size + wide * (tower.num_heads + 4)
+    return (
+        (8 if tower.model_type == "gemma3" else 11) * hidden
+        + norms
+        + _MLP.get(tower.model_type, 4) * tower.intermediate_size
+        + wide * (tower.num_heads + 4)
+    )
 
 
 def tower_bytes(tower: TowerFacts, dtype: str) -> int:
