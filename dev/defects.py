@@ -148,7 +148,10 @@ def run_tests(tree: Path, names: list[str], options: argparse.Namespace) -> str 
         out, _ = process.communicate(timeout=options.limit)
     except subprocess.TimeoutExpired:
         process.terminate()
-        process.communicate(timeout=60)
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:  # a defect may keep it from ending, and engines its pipe open
+            process.kill()
         return None
     if process.returncode in (0, NO_TESTS_RAN):
         return None

@@ -51,6 +51,18 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
             located.part(specs[1])
 
 
+def test_values_go_straight_into_memory_of_their_own_dtype_alone():
+    """Bytes of float32 in a parameter that the engine holds in bfloat16 would be other numbers."""
+    specs = describe([("a", torch.zeros(2, 4)), ("b", torch.zeros(2, 4))])
+    held = {"a": torch.zeros(2, 4), "b": torch.zeros(2, 4, dtype=torch.bfloat16)}
+    pieces = {name: [Piece(0, (2, 4), (4, 1), tensor)] for name, tensor in held.items()}
+    located = TensorMap(pieces)
+    same, other = (located.memory(spec) for spec in specs)
+    assert same is not None
+    assert same.data_ptr() == held["a"].data_ptr()
+    assert other is None
+
+
 class Picky(nn.Module):
     """Its loader makes tensors of its own, of a dtype that it names, to find the rows that it wants."""
 

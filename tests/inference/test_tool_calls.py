@@ -132,6 +132,9 @@ def test_text_without_calls_is_left_alone():
     assert read_calls("x", lambda text: Parsed((), text), None) == ([], "x")
 
 
+SAYS = '<tool_call>{"name":"say","arguments":{"text":"<think>"}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -142,8 +145,9 @@ def test_text_without_calls_is_left_alone():
         (f"<think>{CALL}", ""),
         (f"x{CALL}<think>{CALL}", f"x{CALL}"),
         (f"[THINK]{CALL}[/THINK]5", "5"),
-        ('<tool_call>{"name":"say","arguments":{"text":"<think>"}}</tool_call>', None),
+        (SAYS, None),
         (f'<tool_call>{{"name":"say","arguments":{{"text":"<think>"}}}}</tool_call><think>{CALL}', 68),
+        (f"<think>a</think>{SAYS}", SAYS),
     ],
 )
 def test_calls_within_thinking_do_not_count(text, part):

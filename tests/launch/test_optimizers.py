@@ -26,6 +26,7 @@ from slipstream.launch.prepare import prepare
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.adapter_folder import AdapterConfig
+from tests.trainer.test_vision_towers import save_with_tower
 
 CONFIG = RunConfig(
     model=ModelConfig(path="org/name"),
@@ -87,6 +88,30 @@ def test_lora_plus_has_b_move_further(folder, name):
 
     plain, plus = moved(1.0), moved(8.0)
     assert plus == pytest.approx({"lora_A": plain["lora_A"], "lora_B": 8 * plain["lora_B"]}, rel=0.01)
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+def test_a_tower_moves_at_a_rate_of_its_own(name, family, tmp_path):
+    folder = save_with_tower(tmp_path, family)
+
+    def moved(rate):
+        model = PolicyModel.load(folder, "bfloat16", train_tower=True)
+        live = dict(model.network.named_parameters())
+        with torch.no_grad():
+            for parameter in live.values():
+                parameter.zero_()
+        values = {"training.optimizer": name, "training.learning_rate": 1e-3, "training.tower_learning_rate": rate}
+        optimizer = build_optimizer(with_values(CONFIG, values), model.network)
+        sum(parameter.float().sum() for parameter in live.values()).backward()
+        optimizer.prepare(1e-3)
+        optimizer.commit()
+        return {n: parameter.detach().float().norm().item() for n, parameter in live.items()}
+
+    plain, apart = moved(None), moved(1e-4)
+    of_tower = {n for n in plain if "visual" in n or "vision_tower" in n or "projector" in n}
+    assert 0 < len(of_tower) < len(plain)
+    assert apart == pytest.approx({n: plain[n] * (0.1 if n in of_tower else 1.0) for n in plain}, rel=0.01)
 
 
 def test_a_plan_shows_what_is_saved(folder):

@@ -182,6 +182,7 @@ class TestKeeping:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-000005"]
         older = tmp_path / "step-000004"
         assert [has_state(each) for each in (tmp_path / "step-000003", older, path)] == [False, False, True]
+        assert store.resumable_steps() == [5]
         assert [file.name for file in (older / "state").iterdir()] == ["state.json"]
         assert damage(older) is None
         assert (older / "weights/model.safetensors").is_file()

@@ -161,6 +161,8 @@ def test_attention_that_says_nothing_of_its_direction_is_causal_and_another_is_r
     output, _ = packed_attention(torch.nn.Module(), *states, None, segments=layout)
     whole = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
     torch.testing.assert_close(output, whole.transpose(1, 2))
+    packed_attention(torch.nn.Module(), *states, None, segments=layout, sliding_window=3)
+    assert layout.windows_seen == {0, 3}, "by which a model that does not tell its window is found"
     other = torch.nn.Module()
     other.is_causal = False
     with pytest.raises(ConfigError, match="bidirectional attention, which packed attention does not do"):

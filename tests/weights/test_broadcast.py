@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,13 +118,19 @@ def test_the_workers_leave_the_group_before_it_ends(monkeypatch):
     def receive(ticket: Ticket) -> None:
         list(Group(rendezvous_of(ticket), rank=1).receive(ticket))
 
+    tickets: list[Ticket] = []
+
     def announce(ticket: Ticket) -> None:
+        tickets.append(ticket)
         receivers.append(threading.Thread(target=receive, args=(ticket,)))
         receivers[-1].start()
 
     publisher.publish(weights.items(), 1, 0, announce)
     receivers[0].join(20)
+    folder = Path(rendezvous_of(tickets[0]).store).parent
+    assert folder.is_dir()
     publisher.close()
+    assert not folder.exists()
     assert left == ["workers", "trainer"]
     BroadcastPublisher(num_workers=1, timeout_s=1.0, leave=lambda: left.append("nobody")).close()
     assert left == ["workers", "trainer"], "without a version there is no group"

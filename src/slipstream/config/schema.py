@@ -295,6 +295,8 @@ class TrainingConfig(Section):
     learning_rate: bounds.Rate | Literal["auto"] = "auto"
     """Peak, reached at the end of the warm-up. `auto`: for all parameters 1e-6 in reinforcement learning and 1e-5 in
     SFT, for [lora] 1e-4; more for models of less than 500 M parameters, up to 1e-3, 4e-3 and 1e-2 at 1 M."""
+    tower_learning_rate: bounds.Rate | None = None
+    """Of a vision tower and its projector (`model.train_tower`), on the same schedule. Not set: `learning_rate`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decaying to zero at the last step."""
     warmup_steps: bounds.NonNegativeItems = 0

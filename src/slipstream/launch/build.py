@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.loss import Objective
     from slipstream.trainer.model.loading import SharedTensors
     from slipstream.trainer.model.policy import PolicyModel
-    from slipstream.trainer.optim.base import Optimizer
+    from slipstream.trainer.optim.base import Optimizer, RateOf
     from slipstream.weights.bridges.single_copy import SharedWeights
 
 Stage = Callable[[str], AbstractContextManager[object]]
@@ -283,7 +283,6 @@ def with_adapter(config: PlannedConfig, model: PolicyModel) -> PolicyModel:
 
 def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) -> Optimizer:
     """Build `training.optimizer` for all trainable parameters of `network`, or for this rank's shards of them."""
-    from slipstream.trainer.model.lora import rate_in_adapter
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
     from slipstream.trainer.optim.base import MasterAdamW
     from slipstream.trainer.optim.muon import MasterMuon
@@ -293,7 +292,7 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
         "betas": (training.adam_beta1, training.adam_beta2),
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
-        "rate_of": partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio),
+        "rate_of": _rate_of(config, network),
     }
     if training.optimizer == "adamw_bf16":
         return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
@@ -308,6 +307,19 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
     if training.optimizer == "muon":
         return MasterMuon(named, network, momentum=training.muon_momentum, **options)
     return MasterAdamW(named, **options)
+
+
+def _rate_of(config: PlannedConfig, network: nn.Module) -> RateOf:
+    """The factors on `training.learning_rate`: of LoRA+, and of a vision tower."""
+    from slipstream.trainer.model.lora import rate_in_adapter
+    from slipstream.trainer.model.vision_towers import tower_names
+
+    training = config.training
+    if training.tower_learning_rate is None:
+        return partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio)
+    of_tower = training.tower_learning_rate / training.learning_rate
+    towers = tuple(f"{name}." for name in tower_names(network))
+    return lambda name: of_tower if name.startswith(towers) else 1.0
 
 
 def share_weights(config: PlannedConfig, ask: Callable[[commands.Share], commands.Answer]) -> tuple[SharedWeights, ...]:

@@ -73,6 +73,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found[f"environment.{name}"] = "has no effect with environment.fresh_worker: each has one call"
     if config.training.optimizer != "muon":
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
+    if not config.model.train_tower:
+        found["training.tower_learning_rate"] = "has no effect while model.train_tower is false"
     if not uses_critic(config):
         found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
     for name, users in _OF_SINKS.items():
