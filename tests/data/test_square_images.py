@@ -181,6 +181,8 @@ def test_tokens_around_an_image_that_are_not_its_own_are_named(chat):
         chat.request(wrong, [image])
     with pytest.raises(DataError, match="renders 1 image placeholders for 0 images"):
         chat.images.expand(chat.request(ids, [image])[0], [])
+    with pytest.raises(DataError, match="a text has the token that stands for a part of an image"):
+        chat.render(talk_of("a<soft>", "b"))
 
 
 def test_every_image_is_scaled_to_the_towers_square(folder):

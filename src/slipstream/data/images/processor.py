@@ -35,6 +35,9 @@ class ImageProcessor(ABC):
     bounds: str
     """What images are scaled to, in words."""
 
+    _arguments: tuple[str, ...] = ("pixel_values",)
+    """What the tower takes of what transformers' processor makes."""
+
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         """Transformers' own."""
@@ -93,6 +96,3 @@ class ImageProcessor(ABC):
         """The images as the model's `get_image_features` takes them."""
         found = self._processor(images=[self._scale(image) for image in images], return_tensors="pt")
         return {name: found[name] for name in self._arguments}
-
-    _arguments: tuple[str, ...] = ("pixel_values",)
-    """What the tower takes of what transformers' processor makes."""

@@ -66,6 +66,11 @@ class SquareProcessor(ImageProcessor):
         return self._num_tokens
 
     def _expanded(self, token_ids: Sequence[int], images: Sequence[Media]) -> list[int]:
+        if self._image_id in token_ids:
+            raise DataError(
+                "a text has the token that stands for a part of an image in the model: keep the names of its special "
+                "tokens out of texts"
+            )
         two = self._newlines[1]
         whole = [two, self.token_id, *[self._image_id] * self._num_tokens, self._end_id, two]
         parts = [whole if token == self.token_id else [token] for token in token_ids]
