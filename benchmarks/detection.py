@@ -78,8 +78,8 @@ def train(seed: int, stage: str, options: argparse.Namespace) -> dict[str, Any]:
     found = {name: last[f"eval/{name}"] for name in ("f1", "precision", "recall", "invalid_rate")}
     num_trials = int(last["eval/num_tasks"])
     low, high = wilson_interval(round(found["f1"] * num_trials), num_trials)
-    rollouts = [row["stage2/invalid_rollout"] for row in read_metrics(folder) if "stage2/invalid_rollout" in row]
-    invalid = max(rollouts, default=None)
+    steps = [row for row in read_metrics(folder) if row.get("rollout/num_samples")]
+    invalid = max((row["stage2/invalid_rollout"] / row["rollout/num_samples"] for row in steps), default=None)
     return result | found | {"iou": last["eval/matched_maskiou_mean"], "low": low, "high": high, "invalid": invalid}
 
 
