@@ -11,6 +11,7 @@ else; no redirect is followed with it.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.data.images.reading import bytes_of, decoded, encoded
+from slipstream.errors import ConfigError
 from slipstream.records import AbortCause, Completion, GenerateRequest, Media, Message
 from slipstream.runlog.redaction import hide_userinfo
 
@@ -27,6 +29,8 @@ _AGAIN = frozenset({408, 425, 429})
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _CONNECT_S = 30.0
 _SHOWN = 200
+_TYPES = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff"}
+"""How files of these formats begin."""
 
 
 class MessageTokens:
@@ -36,19 +40,19 @@ class MessageTokens:
         self._system = [{"role": "system", "content": system}] if system else []
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """The messages as JSON."""
+        """The messages as JSON, with a part `{"type": "image"}` at the place of each image."""
         chat = [message.as_chat() for message in messages]
         if not chat or chat[0]["role"] != "system":
             chat = self._system + chat
         return list(msgspec.json.encode(chat))
 
     def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
-        """Raises DataError: none are sent."""
-        raise DataError("a message has images, which are not sent to an address: evaluate a model folder")
+        """The images of the messages, which have no tokens here."""
+        return tuple(image for message in messages for image in message.media)
 
     def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
-        """What is asked for a prompt without images."""
-        return list(token_ids), ()
+        """The prompt and its images, as PNG or JPEG files: all servers read these."""
+        return list(token_ids), tuple(_file_of(image) for image in media)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a reply."""
@@ -58,6 +62,29 @@ class MessageTokens:
         """The same twice: a reply has no special tokens."""
         text = self.decode(token_ids)
         return text, text
+
+
+def _file_of(image: Media) -> bytes:
+    data = bytes_of(image)
+    return data if _type_of(data) else encoded(decoded(data, f"image {image.uri:.80}"))
+
+
+def _type_of(data: bytes) -> str:
+    """`png` or `jpeg`; empty for another format."""
+    return next((kind for kind, start in _TYPES.items() if data.startswith(start)), "")
+
+
+def _with_images(chat: list[dict[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The messages with the images in the places of their parts, as OpenAI's requests have them."""
+    given = iter(images)
+    for message in chat if images else ():
+        parts = message["content"] if isinstance(message["content"], list) else []
+        for place, part in enumerate(parts):
+            if part["type"] == "image":
+                data = next(given)
+                url = f"data:image/{_type_of(data)};base64,{base64.b64encode(data).decode()}"
+                parts[place] = {"type": "image_url", "image_url": {"url": url}}
+    return chat
 
 
 class Unanswered(Exception):
@@ -133,7 +160,7 @@ class ChatServer:
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": msgspec.json.decode(bytes(request.prompt_ids)),
+            "messages": _with_images(msgspec.json.decode(bytes(request.prompt_ids)), request.images),
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }
@@ -148,7 +175,9 @@ class ChatServer:
             async with self._slots:
                 due = time.monotonic() + request.timeout_s  # waiting for a slot is not the server's time
                 answer = await self._request("POST", "/chat/completions", body, due)
-            return self._completion(request.id, answer)
+            completion = self._completion(request.id, answer)
+            # What a prompt's images are in the model is the server's business.
+            return msgspec.structs.replace(completion, prompt_ids=request.prompt_ids if request.images else None)
         except Unanswered as error:
             return Completion(request.id, [], None, "abort", error=str(error), cause=error.cause)
 
