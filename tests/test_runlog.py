@@ -22,6 +22,7 @@ from slipstream import runlog
 from slipstream.errors import ConfigError, DataError, EngineError, Interrupted, SlipstreamError
 from slipstream.records import Rollout, Sequence
 from slipstream.runlog import RunLog
+from slipstream.runlog.files import whole_lines
 from slipstream.runlog.redaction import is_secret, redact, redact_toml
 
 WRITER = """
@@ -119,6 +120,21 @@ def test_two_processes_cannot_use_one_folder(tmp_path):
     finally:
         kill(process)
     assert not runlog.is_running(tmp_path / "run")
+
+
+def test_readers_of_a_run_that_writes_fast_see_no_damage(tmp_path):
+    """Nor lines that are added while they read: where one process appends, the kernel may show another one zeros."""
+    process = start_writer(tmp_path / "run")
+    try:
+        assert {runlog.summarize(tmp_path / "run").status for _ in range(8)} == {"running"}
+    finally:
+        kill(process)
+    path = tmp_path / "run/metrics.jsonl"
+    rows, num_rows = whole_lines(path), num_lines(tmp_path / "run")
+    found = [next(rows)]
+    with path.open("ab") as file:
+        file.write(b'{"step": 1}\n' * 10_000)
+    assert len([*found, *rows]) == num_rows
 
 
 def test_readers_do_not_disturb_a_starting_writer(tmp_path):

@@ -172,11 +172,16 @@ def _end_of_lines(path: Path) -> int:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Iterates over the whole lines of a file with their numbers, one in memory at a time; skips what follows the last
-    newline (being written, or torn)."""
+    """Iterates over the whole lines that a file has now, with their numbers, one in memory at a time; skips what
+    follows the last newline (being written, or torn). What another process appends meanwhile is left: the kernel may
+    show a reader zeros there for a moment."""
     try:
         with path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size
             for number, line in enumerate(file, start=1):
+                left -= len(line)
+                if left < 0:
+                    return
                 if line.endswith(b"\n"):
                     yield number, line
     except FileNotFoundError:
