@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from aiohttp import web
-from PIL import Image
+from PIL import ExifTags, Image
 
 from slipstream.cli import main
 from slipstream.errors import ConfigError
@@ -156,16 +156,20 @@ def test_is_evaluated_and_kept(server, run_file, slipstream, tmp_path, monkeypat
 
 
 def test_images_go_with_the_messages(server, run_file, slipstream, tmp_path):
-    """In their places, as files of PNG or JPEG: a BMP becomes a PNG of the same pixels."""
+    """In their places, as files of PNG or JPEG: a BMP becomes a PNG of the same pixels, and a photo that lies on its
+    side one that stands."""
     for name, colour in (("a.png", "red"), ("b.jpg", "green"), ("c.bmp", "blue")):
         Image.new("RGB", (8, 6), colour).save(tmp_path / name)
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (8, 6), "black").save(tmp_path / "d.jpg", exif=turned)
     (tmp_path / "adds.py").write_text(
         f"""
 def tasks(split, num_tasks, seed):
     part = lambda name: {{"type": "image", "image": "{tmp_path}/" + name}}
     text = lambda words: {{"type": "text", "text": words}}
     one = [part("a.png"), text("Which?")]
-    two = [text("First "), part("b.jpg"), text(" then "), part("c.bmp")]
+    two = [text("First "), part("b.jpg"), text(" then "), part("c.bmp"), part("d.jpg")]
     return [{{"prompt": [{{"role": "user", "content": content}}], "answer": "it"}} for content in (one, two)]
 
 def reward(task, completion):
@@ -178,14 +182,15 @@ def reward(task, completion):
     assert json.loads(out)["eval/accuracy"] == 1.0
     one, two = sorted((body["messages"][-1]["content"] for body in server.bodies), key=len)
     assert [part["type"] for part in one] == ["image_url", "text"]
-    assert [part.get("text") for part in two] == ["First ", None, " then ", None]
-    png, jpeg, bmp = (part["image_url"]["url"] for part in (one[0], two[1], two[3]))
+    assert [part.get("text") for part in two] == ["First ", None, " then ", None, None]
+    png, jpeg, bmp, photo = (part["image_url"]["url"] for part in (one[0], two[1], *two[3:]))
     assert png == f"data:image/png;base64,{base64.b64encode((tmp_path / 'a.png').read_bytes()).decode()}"
     assert jpeg == f"data:image/jpeg;base64,{base64.b64encode((tmp_path / 'b.jpg').read_bytes()).decode()}"
-    head, _, data = bmp.partition(",")
-    assert head == "data:image/png;base64"
-    again = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert (again.size, again.getpixel((3, 3))) == ((8, 6), (0, 0, 255))
+    for sent, size, colour in ((bmp, (8, 6), (0, 0, 255)), (photo, (6, 8), (0, 0, 0))):
+        head, _, data = sent.partition(",")
+        assert head == "data:image/png;base64"
+        again = Image.open(io.BytesIO(base64.b64decode(data)))
+        assert (again.size, again.getpixel((3, 3))) == (size, colour)
 
 
 def test_two_are_compared(server, run_file, slipstream, tmp_path):

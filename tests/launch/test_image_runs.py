@@ -12,7 +12,8 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch import make_plan
 from slipstream.launch.plan.summary import trainer_bytes
 from slipstream.launch.prepare import prepare
-from slipstream.launch.recovery.resume import identity_of
+from slipstream.launch.recovery.resume import identity_of, tasks_digest
+from slipstream.records import Media, Message, Task
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.data.test_square_images import save_model
@@ -124,6 +125,13 @@ def test_another_picture_is_another_training_set_and_another_place_is_not(run, t
     assert found() == before
     Image.new("RGB", (40, 30), "green").save(tmp_path / "pictures/0.png")
     assert found() != before
+
+
+def test_tasks_with_images_have_the_digest_that_earlier_versions_gave_them():
+    """Or runs of before could not be resumed."""
+    media = Media("image", "/pictures/a.png", "ab" * 32, width=3, height=4)
+    task = Task("a", (Message("user", "<image>x", (media,)), Message("user", "t")), "1")
+    assert tasks_digest([task]) == "04299cf52e952cff3ba45ce19ccbdb51d98d4e33c0e0ef5f531aa5c82f02d13f"
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,17 @@ def test_equal_tokens_of_different_images_are_no_shared_prompt(folders):
     assert not scores[0].allclose(scores[2])
 
 
+def test_a_placeholder_may_be_no_token_of_the_vocabulary(folders):
+    """As transformers allows it: the token has no embedding of its own."""
+    folder = folders["gemma3"]
+    model, batch = PolicyModel.load(folder), sequences(folder)
+    expected = score(model, batch, micro_batch_tokens=512).logprobs
+    for each in batch:
+        beyond = model.config.get_text_config().vocab_size
+        each.token_ids = [beyond if token == IMAGE else token for token in each.token_ids]
+    assert all(map(torch.equal, score(model, batch, micro_batch_tokens=512).logprobs, expected))
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_tower_reads_an_image_once_a_step(trained, folders):
     folder = folders["qwen2-vl"]
@@ -193,6 +204,18 @@ def test_the_tower_reads_an_image_once_a_step(trained, folders):
     after = learner.forward(batch).logprobs
     assert model.images.num_read == (9 if trained else 3)
     assert not before[0].allclose(after[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tower_reads_at_most_so_many_patches_at_once(family, folders, monkeypatch):
+    monkeypatch.setattr("slipstream.trainer.model.image_features._MOST_PATCHES", 40)
+    model, batch = PolicyModel.load(folders[family]), sequences(folders[family])
+    read, chunks = model.images._read, []
+    monkeypatch.setattr(model.images, "_read", lambda images: chunks.append(images) or read(images))
+    score(model, batch, micro_batch_tokens=512)
+    sizes = [sum(4 * image.num_tokens for image in chunk) for chunk in chunks]
+    assert len(sizes) > 1
+    assert all(size <= 40 or len(chunk) == 1 for size, chunk in zip(sizes, chunks, strict=True))
 
 
 def test_deepstack_features_in_one_tensor_are_those_of_each_image(folders, monkeypatch):

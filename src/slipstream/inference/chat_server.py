@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from slipstream.data.images.reading import bytes_of, decoded, encoded
+from slipstream.data.images.reading import bytes_of, decoded, encoded, is_upright
 from slipstream.errors import ConfigError
 from slipstream.records import AbortCause, Completion, GenerateRequest, Media, Message
 from slipstream.runlog.redaction import hide_userinfo
@@ -65,8 +65,9 @@ class MessageTokens:
 
 
 def _file_of(image: Media) -> bytes:
+    """As it is, if it is a PNG or JPEG file that lies upright: not every server turns images."""
     data = bytes_of(image)
-    return data if _type_of(data) else encoded(decoded(data, f"image {image.uri:.80}"))
+    return data if _type_of(data) and is_upright(data) else encoded(decoded(data, f"image {image.uri:.80}"))
 
 
 def _type_of(data: bytes) -> str:

@@ -118,6 +118,14 @@ def decoded(data: bytes, where: str) -> Image:
         ) from error
 
 
+def is_upright(data: bytes) -> bool:
+    """Whether a file's pixels lie as they are to be shown; otherwise its EXIF entry says how to turn them."""
+    from PIL import ExifTags, Image
+
+    with Image.open(io.BytesIO(data)) as picture:
+        return picture.getexif().get(ExifTags.Base.Orientation, 1) == 1
+
+
 def encoded(picture: Image) -> bytes:
     """PNG bytes of an image: without loss, and fast rather than small."""
     file = io.BytesIO()

@@ -101,14 +101,16 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
     return _digest([[task.id, _content(task.prompt), task.answer] for task in tasks])
 
 
-def _content(messages: Sequence[Message]) -> list[Message]:
-    """The messages without the places of their images, whose digests say what they are."""
-    return [
-        msgspec.structs.replace(message, media=tuple(msgspec.structs.replace(image, uri="") for image in message.media))
-        if message.media
-        else message
-        for message in messages
-    ]
+def _content(messages: Sequence[Message]) -> list[Any]:
+    """The messages without the places of their images, whose digests say what they are, and without what the model
+    makes of them."""
+    found: list[Any] = []
+    for message in messages:
+        media = [{**msgspec.to_builtins(image), "uri": ""} for image in message.media]
+        for image in media:
+            del image["sees_itself"]
+        found.append({**msgspec.to_builtins(message), "media": media} if media else message)
+    return found
 
 
 def _digest(items: list[Any]) -> str:
