@@ -121,6 +121,11 @@ class TestSockets:
             "leaked objects\n",
             "RuntimeError: no scheduler: set it to false leaked objects",
         ),
+        (
+            "[rank0]: Traceback (most recent call last):\n[rank0]:   File x\n[rank0]: ValueError: no parameter a\n"
+            "Loading shards:   0% Completed\n",
+            "ValueError: no parameter a Loading shards",
+        ),
         ("killed\n", "killed"),
         ("", ""),
     ],

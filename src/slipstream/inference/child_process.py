@@ -37,7 +37,8 @@ MAX_SOCKET_FOLDER = 48
 """Bytes of a temporary folder's name and a kind: a Unix socket's path has 107, our folder's own name takes 22 and
 vLLM's of a socket in it 37."""
 _TAIL_BYTES = 1 << 16
-_LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?")
+_LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?(?:\[rank\d+\]: *)?")
+"""What processes, vLLM's logger and torch.distributed put before a line."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
 _SECOND_HAND = re.compile(r"Engine core initialization failed|root cause")
 """Errors of vLLM that only say that another of its processes raised."""
