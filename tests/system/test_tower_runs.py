@@ -92,3 +92,48 @@ def test_a_trained_tower_reaches_the_engine(bridge, delta, command, images, tmp_
     for name, tensor in before.items():
         if tensor.ndim > 1:
             assert not after[name].equal(tensor.bfloat16()), name
+
+
+COINS = """
+import importlib.util
+
+spec = importlib.util.spec_from_file_location("rectangles", {path!r})
+rectangles = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rectangles)
+tasks = rectangles.tasks
+
+
+def reward(task, completion):
+    return float(sum(map(ord, completion)) % 2)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bridge", ["lora", "disk"])
+def test_an_adapter_of_the_tower_reaches_the_engine(bridge, command, images, tmp_path):
+    """With a KL term, so that the model without the adapter reads the same images too; then evaluated and merged."""
+    model = new_vision_model(tmp_path / "new", hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
+    (tmp_path / "coins.py").write_text(COINS.format(path=str(EXAMPLES / "rectangles.py")))
+    folder = tmp_path / "run"
+    where = ("--model.path", model, "--environment.name", tmp_path / "coins.py", "--run.folder", folder)
+    size = ("--training.steps", "3", "--training.prompts_per_batch", "4", "--algorithm.group_size", "4")
+    small = ("--environment.num_train_tasks", "12", "--evaluation.num_tasks", "8", "--sampling.max_tokens", "8")
+    how = ("--lora.rank", "4", "--model.train_tower", "true", "--weights.bridge", bridge, "--algorithm.kl_coef", "0.01")
+    rate = ("--training.learning_rate", "1e-2", "--training.warmup_steps", "0")
+    code, _, err = command("train", EXAMPLES / "grpo.toml", *where, *size, *small, *how, *rate).wait(400)
+    assert code == 0, err
+    rows = read_metrics(folder)
+    assert all(row["probe/abs_logprob_diff"] < 1e-3 for row in rows if "probe/abs_logprob_diff" in row)
+    assert rows[-1]["train/kl_reference"] > 0
+    adapter = load_file(folder / "checkpoints/step-000003/weights/adapter_model.safetensors")
+    moved = [name for name, tensor in adapter.items() if "visual" in name and "lora_B" in name and tensor.any()]
+    assert any("blocks" in name for name in moved)
+    assert any("merger" in name for name in moved)
+    code, out, err = command("eval", folder, "--evaluation.num_tasks", "8").wait(400)
+    assert code == 0, err
+    assert "accuracy" in out
+    code, _, err = command("export", folder, tmp_path / "merged", "--merged").wait(400)
+    assert code == 0, err
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "merged"))
+    changed = {name for name, tensor in before.items() if not tensor.equal(after[name].to(tensor.dtype))}
+    assert len(changed) == len(adapter) // 2

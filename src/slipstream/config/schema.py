@@ -62,7 +62,8 @@ class ModelConfig(Section):
     """Scale larger images down to so many pixels, in trainer and engine: an image's tokens and the tower's memory grow
     with them. Not set: the bound of the model's own image processor, which can only be lowered."""
     train_tower: bool = False
-    """Train the vision tower and its projector too, on the images in the data. Not with [lora]."""
+    """Train the vision tower and its projector too, on the images in the data; under [lora] by adapters of their linear
+    layers."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 
@@ -220,7 +221,7 @@ class LoraConfig(Section):
     """Their product is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output head.
-    Never those of a vision tower."""
+    Those of a vision tower and its projector only under `model.train_tower`: `["q_proj", "visual.merger.mlp.0"]`."""
     plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
     `training.learning_rate`. The paper uses 16, with rates half as large."""

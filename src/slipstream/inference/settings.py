@@ -54,6 +54,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Enable LoRA with adapters of this rank; None: without LoRA."""
     lora_target_modules: tuple[str, ...] = ()
     """Last parts of the names of adapted modules."""
+    lora_tower: bool = False
+    """Whether adapters have layers of a vision tower."""
     adapter: Ticket | None = None
     """The adapter to load and verify, with its base model, before the engine is ready."""
     deltas: tuple[Ticket, ...] = ()

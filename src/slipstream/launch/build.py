@@ -312,14 +312,15 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
 def _rate_of(config: PlannedConfig, network: nn.Module) -> RateOf:
     """The factors on `training.learning_rate`: of LoRA+, and of a vision tower."""
     from slipstream.trainer.model.lora import rate_in_adapter
-    from slipstream.trainer.model.vision_towers import tower_names
+    from slipstream.trainer.model.vision_towers import in_modules, tower_names
 
     training = config.training
+    in_adapter = partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio)
     if training.tower_learning_rate is None:
-        return partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio)
+        return in_adapter
     of_tower = training.tower_learning_rate / training.learning_rate
-    towers = tuple(f"{name}." for name in tower_names(network))
-    return lambda name: of_tower if name.startswith(towers) else 1.0
+    towers = tower_names(network)
+    return lambda name: in_adapter(name) * (of_tower if in_modules([name], towers) else 1.0)
 
 
 def share_weights(config: PlannedConfig, ask: Callable[[commands.Share], commands.Answer]) -> tuple[SharedWeights, ...]:

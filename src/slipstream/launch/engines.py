@@ -81,6 +81,7 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator
         threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,
         lora_rank=lora.rank if lora else None,
         lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
+        lora_tower=config.model.train_tower and lora is not None,
         patches=inference.patches,
         tool_parser="" if inference.tool_parser == NO_PARSER else inference.tool_parser,
         options=inference.options,

@@ -55,8 +55,10 @@ class AdapterConfig:
     base: str
     dora: bool = False
     """DoRA (arXiv 2402.09353): beside both matrices a magnitude for each row of the weight."""
+    with_tower: bool = False
+    """Whether layers of a vision tower are targets too."""
     excluded: tuple[str, ...] = ()
-    """Modules without targets, whatever the names in them (a vision tower)."""
+    """Modules without targets, whatever the names in them (a vision tower that is not trained)."""
 
     @property
     def scaling(self) -> float:

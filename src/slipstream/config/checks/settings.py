@@ -315,11 +315,6 @@ def _lora(config: RunConfig) -> Iterator[tuple[str, str]]:
             sentence = 'weights.bridge = "lora" needs an adapter to publish, and there is no [lora]: set lora.rank'
             yield "weights.bridge", sentence
         return
-    if config.model.train_tower:
-        yield (
-            "model.train_tower",
-            "model.train_tower = true trains weights that no adapter has, and there is a [lora]: remove one of the two",
-        )
     if lora.dora and config.weights.bridge in ("lora", "single_copy"):
         yield (
             "lora.dora",

@@ -37,7 +37,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             # The current version, and the one before, with which running requests go on.
             "max_loras": 2,
             "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
-            "lora_target_modules": list(settings.lora_target_modules),
+            **_adapted(settings),
         }
     return {
         "scheduling_policy": "priority",  # urgent requests first; among others, as without it, the first that came
@@ -97,18 +97,37 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
     return found if part is whole else {"text_config": found}
 
 
+def _adapted(settings: EngineSettings) -> dict[str, Any]:
+    """Which layers have room for an adapter. Raises RuntimeError for a vLLM that has none for vision towers."""
+    adapted = {"lora_target_modules": list(settings.lora_target_modules)}
+    if not settings.lora_tower:
+        return adapted
+    name = "enable_tower_connector_lora"
+    if not _has_argument(name):
+        raise RuntimeError(
+            f"an adapter of a vision tower needs vLLM's {name}, which this one lacks: set model.train_tower = false, "
+            'or weights.bridge = "disk", which merges adapters'
+        )
+    return {**adapted, name: True}
+
+
 def _routed_experts() -> dict[str, Any]:
     """vLLM's own option, for its GPU workers; on a CPU a patch does it (`patches/experts.py`). Raises RuntimeError for
     a vLLM without it."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return {}
     name = "enable_return_routed_experts"
-    if name not in {each.name for each in dataclasses.fields(EngineArgs)}:
+    if not _has_argument(name):
         raise RuntimeError(f"model.replay_experts = true needs vLLM's {name}, which this one lacks: set it to false")
     return {name: True}
+
+
+def _has_argument(name: str) -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return name in {each.name for each in dataclasses.fields(EngineArgs)}
 
 
 def _block_size() -> dict[str, Any]:
@@ -129,13 +148,11 @@ def _pixels(folder: Path) -> dict[str, Any]:
     """Have the image processor normalize pixels, as in the trainer. vLLM 0.32 otherwise leaves that to the tower, with
     the numbers that the processor's file names: those that are the class's defaults are missing there, and pixels then
     stay as they are."""
-    from vllm.engine.arg_utils import EngineArgs
-
     reads_images = (folder / "config.json").is_file() and "vision_config" in json.loads(
         (folder / "config.json").read_text()
     )
-    has_setting = "mm_device_do_normalize" in {each.name for each in dataclasses.fields(EngineArgs)}
-    return {"mm_device_do_normalize": False} if reads_images and has_setting else {}
+    name = "mm_device_do_normalize"
+    return {name: False} if reads_images and _has_argument(name) else {}
 
 
 def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:

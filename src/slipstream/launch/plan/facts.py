@@ -112,9 +112,9 @@ class AdapterFacts:
 
     num_parameters: int
     target_modules: tuple[str, ...]
-    """Last parts of the names of all layers that get an adapter."""
+    """Ends of the names of all layers that get an adapter, which no other layer has."""
     num_outputs: int = 0
-    """Elements that its matrices output for a token, over all layers."""
+    """Elements that its matrices output for a token, over all layers of the decoder."""
     num_unreached: int = 0
     """Parameters of matrices that are no linear layers and so cannot be adapted, such as fused experts."""
     unreached: tuple[str, ...] = ()

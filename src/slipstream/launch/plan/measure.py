@@ -133,10 +133,21 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
     adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
     if lora.path is not None:
         check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
-    targets = tuple(sorted({name.rpartition(".")[2] for name in adapter.layers}))
-    num_outputs = sum(layer.lora_A.shape[0] + layer.lora_B.shape[0] for layer in adapter.layers.values())
+    if model.train_tower and not adapter.of_tower:
+        raise ConfigError(
+            "model.train_tower = true, and lora.target_modules names no layer of a vision tower: name some of its "
+            'layers too, use "all-linear", or set model.train_tower = false'
+        )
+    decoding = [layer for name, layer in adapter.layers.items() if name not in adapter.of_tower]
+    num_outputs = sum(layer.lora_A.shape[0] + layer.lora_B.shape[0] for layer in decoding)
     unreached = adapter.unreached
-    return AdapterFacts(adapter.num_parameters, targets, num_outputs, sum(unreached.values()), tuple(sorted(unreached)))
+    return AdapterFacts(
+        adapter.num_parameters,
+        adapter.config.target_modules,
+        num_outputs,
+        sum(unreached.values()),
+        tuple(sorted(unreached)),
+    )
 
 
 def adapter_config(config: RunConfig) -> AdapterConfig:
@@ -146,7 +157,9 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
     lora = config.lora
     assert lora is not None
     targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
-    return AdapterConfig(lora.rank, lora.alpha, targets, hub_id(config.model.path), dora=lora.dora)
+    return AdapterConfig(
+        lora.rank, lora.alpha, targets, hub_id(config.model.path), dora=lora.dora, with_tower=config.model.train_tower
+    )
 
 
 def measure_data(

@@ -172,12 +172,14 @@ def _tower_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         return
     dtype, optimizer = config.model.dtype, config.training.optimizer
     weights = tower.num_parameters * BYTES_OF[dtype]
-    states = optimizer_bytes(optimizer, tower.num_parameters, None) if tower.is_trained else 0
+    states = optimizer_bytes(optimizer, tower.num_parameters, None) if tower.is_trained and not facts.adapter else 0
     features = feature_bytes(tower, dtype, config.training.prompts_per_batch)
     working = tower_bytes(tower, dtype)
     kept = f"trained: weights {gib(weights)}, masters, moments and gradients {gib(states)}"
     if not tower.is_trained:
         kept = f"frozen: weights {gib(weights)}"
+    elif facts.adapter is not None:
+        kept = f"trained by the adapter: weights {gib(weights)}"
     how = (
         f"{kept}, features of images {gib(features)}, activations {gib(working)} for {patches_at_once(tower):,} "
         "patches at once (model.max_pixels bounds those of an image), while no row has any; part of the trainer's"

@@ -149,7 +149,7 @@ def chat_session(deployable: Deployable, tokenizer: ChatTokenizer, options: Chat
         trust_remote_code=options.trust_remote_code,
         start_timeout_s=options.start_timeout_s,
     )
-    adapter = adapter_config_of(deployable)
+    adapter = adapter_config_of(deployable, trust_remote_code=options.trust_remote_code)
     # SIGINT too: it is ignored where a shell started this process in the background.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

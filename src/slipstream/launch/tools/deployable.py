@@ -5,7 +5,7 @@ Guarantees: nothing is started and no weights are loaded; anything missing or in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def _run_settings(weights: Path) -> dict[str, Any]:
     return read_settings(run) if is_checkpoint else {}
 
 
-def adapter_config_of(deployable: Deployable) -> AdapterConfig | None:
+def adapter_config_of(deployable: Deployable, *, trust_remote_code: bool = False) -> AdapterConfig | None:
     """Rank, scale and adapted layers of its adapter, None without one. Raises ConfigError for DoRA."""
     from slipstream.weights.adapter_folder import (
         AdapterConfig,
@@ -151,7 +151,15 @@ def adapter_config_of(deployable: Deployable) -> AdapterConfig | None:
         )
     modules = adapted_modules(read_adapter_shapes(deployable.adapter))
     targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
-    return AdapterConfig(adapter.rank, adapter.alpha, targets, hub_id(deployable.model))
+    has_tower = adapts_tower(deployable.model, modules, trust_remote_code=trust_remote_code)
+    return AdapterConfig(adapter.rank, adapter.alpha, targets, hub_id(deployable.model), with_tower=has_tower)
+
+
+def adapts_tower(model: str, modules: Iterable[str], *, trust_remote_code: bool = False) -> bool:
+    """Whether an adapter of these modules reaches into the model's vision tower."""
+    from slipstream.trainer.model.vision_towers import names_in_towers
+
+    return bool(names_in_towers(model, modules, trust_remote_code=trust_remote_code))
 
 
 def deployed_engine_plan(

@@ -198,7 +198,7 @@ def verified_plan(
     settings = plan.settings
     dtype = getattr(torch, settings.dtype)
     weights = ((name, tensor.to(dtype)) for name, tensor in read_model_folder(Path(settings.model)))
-    changes: dict[str, Any] = {"lora_rank": None, "lora_target_modules": ()}
+    changes: dict[str, Any] = {"lora_rank": None, "lora_target_modules": (), "lora_tower": False}
     if adapter is None or adapter_config is None:
         parameters = describe(weights)
         changes |= {"version": Version(0, 0, digest(parameters)), "parameters": parameters}
@@ -207,5 +207,6 @@ def verified_plan(
         publisher = AdapterPublisher(scratch / "adapter", adapter_config, weights)
         targets = tuple(name.rpartition(".")[2] for name in adapter_config.target_modules)
         changes = {"lora_rank": adapter_config.rank, "lora_target_modules": targets}
+        changes["lora_tower"] = adapter_config.with_tower
         changes["adapter"] = publisher.publish(tensors, 0, 0, lambda ticket: None)
     return replace(plan, settings=msgspec.structs.replace(settings, **changes))

@@ -51,6 +51,6 @@ def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     dtype: Any = dtypes.pop() if dtypes in ({"float32"}, {"float16"}) else "bfloat16"
     model = PolicyModel.load(config.base, dtype, trust_remote_code=trust_remote_code, packing=False)
-    # Module names from the tensors: an adapter made elsewhere may have a pattern as target_modules.
-    model.add_adapter(replace(config, target_modules=adapted_modules(tensors)), source)
+    # Whole names, from the tensors: an adapter made elsewhere may have a pattern as target_modules.
+    model.add_adapter(replace(config, target_modules=adapted_modules(tensors), with_tower=True), source)
     write_model_folder(out, model.named_weights(), model.folder, durable=True)

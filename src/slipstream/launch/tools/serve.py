@@ -93,7 +93,8 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         gpu_memory_utilization=options.gpu_memory_utilization,
         trust_remote_code=options.trust_remote_code,
     )
-    settings, adapter, name = plan.settings, adapter_config_of(deployable), _name(deployable, options)
+    settings, name = plan.settings, _name(deployable, options)
+    adapter = adapter_config_of(deployable, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {
         "model": deployable.model,
         "served-model-name": f"{name}-base" if deployable.adapter else name,
@@ -115,6 +116,7 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
     flags = {
         "enforce-eager": settings.enforce_eager,
         "enable-lora": adapter is not None,
+        "enable-tower-connector-lora": adapter is not None and adapter.with_tower,
         "trust-remote-code": options.trust_remote_code,
         "disable-log-stats": True,
     }

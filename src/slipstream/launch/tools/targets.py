@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.config import Loaded, LoraConfig, load_config, with_values
 from slipstream.config.parse.load import COMMAND_LINE
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.deployable import find_deployable, weights_folder
+from slipstream.launch.tools.deployable import adapts_tower, find_deployable, weights_folder
 from slipstream.runlog import REDACTED, holds_run
 
 _RESOLVED = "resolved.toml"
@@ -112,8 +112,18 @@ def with_model(loaded: Loaded, model: str) -> Loaded:
         "lora.path": str(folder.resolve()),
         "lora.rank": adapter.rank,
         "lora.alpha": float(adapter.alpha),
-        "lora.target_modules": tuple(sorted({name.rpartition(".")[2] for name in modules})),
+        "lora.target_modules": _targets(adapter.target_modules, modules),
         "lora.dora": adapter.dora,
+        "model.train_tower": adapts_tower(
+            deployable.model, modules, trust_remote_code=loaded.config.model.trust_remote_code
+        ),
     }
     config = loaded.config if loaded.config.lora else loaded.config.model_copy(update={"lora": LoraConfig()})
     return replace(loaded, config=with_values(config, values))
+
+
+def _targets(named: tuple[str, ...], modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that select these adapted modules: what the adapter's file names, unless that is a pattern of PEFT."""
+    if all(any(f".{module}".endswith(f".{name}") for name in named) for module in modules):
+        return named
+    return tuple(sorted({module.rpartition(".")[2] for module in modules}))

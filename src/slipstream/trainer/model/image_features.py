@@ -55,6 +55,13 @@ class ImageFeatures:
         self.num_read = 0
         """Images that the tower has read."""
 
+    def frozen(self) -> ImageFeatures:
+        """Features that are nobody else's and get no gradients, of a tower that computes something else (without its
+        adapter); these themselves if the tower is not trained."""
+        if not self._trained:
+            return self
+        return ImageFeatures(self._network, self._folder, trained=False, trust_remote_code=self._trusted)
+
     @cached_property
     def _processor(self) -> ImageProcessor:
         return image_processor(self._folder, self._trusted)
@@ -95,8 +102,9 @@ class ImageFeatures:
             for media, features in zip(chunk, self._read(chunk), strict=True):
                 for output, leaf in zip(features.parts, self._kept[_key(media)].parts, strict=True):
                     if leaf.grad is not None:
-                        outputs.append(output)
-                        gradients.append(leaf.grad)
+                        if output.requires_grad:  # an adapter may be of parts that come later
+                            outputs.append(output)
+                            gradients.append(leaf.grad)
                         leaf.grad = None
             torch.autograd.backward(outputs, gradients)
 

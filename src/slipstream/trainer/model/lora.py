@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slipstream.errors import ConfigError
-from slipstream.trainer.model.vision_towers import blank_network, text_parts, tower_names
+from slipstream.trainer.model.vision_towers import blank_network, in_modules, text_parts, tower_names
 from slipstream.weights.adapter_folder import (
     AdapterConfig,
     adapter_parameter,
@@ -113,10 +113,13 @@ class Adapter:
         self.config = config
         self.unreached: dict[str, int] = {}
         """See `unreached_parameters`."""
+        self.of_tower: frozenset[str] = frozenset()
+        """Names of the layers that belong to a vision tower."""
 
     @classmethod
     def attach(cls, network: nn.Module, config: AdapterConfig) -> Adapter:
-        """Freeze `network` and add a fresh adapter to the layers that `config.target_modules` name.
+        """Freeze `network` and add a fresh adapter to the layers that `config.target_modules` name, under
+        `config.with_tower` of a vision tower too.
 
         Raises ConfigError when one of them names no linear layer, or the output head.
         """
@@ -124,18 +127,21 @@ class Adapter:
         layers: dict[str, LoraLinear] = {}
         kind = DoraLinear if config.dora else LoraLinear
         network.requires_grad_(False)
-        unreached = unreached_parameters(network)
-        for name in target_layers(network, targets):
+        unreached, towers = unreached_parameters(network, config.with_tower), tower_names(network)
+        modules = {name for name, _ in network.named_modules()}
+        for name in target_layers(network, targets, config.with_tower):
             parent, _, leaf = name.rpartition(".")
             module = kind(network.get_submodule(name), config.rank, config.scaling)  # pyright: ignore[reportArgumentType]
             setattr(network.get_submodule(parent), leaf, module)
             layers[name] = module
-        if targets == ALL_LINEAR:
-            # Spelled out: other loaders may resolve "all-linear" differently.
-            names = tuple(sorted({name.rpartition(".")[2] for name in layers}))
-            config = replace(config, target_modules=names)
-        adapter = cls(layers, replace(config, excluded=tuple(tower_names(network))))
+        excluded = () if config.with_tower else tuple(towers)
+        others = modules - layers.keys() - set(in_modules(modules, excluded))
+        if targets == ALL_LINEAR or any(_has_end(name, config.target_modules) for name in others):
+            # Spelled out: other loaders may resolve "all-linear" differently, and adapt what is no linear layer.
+            config = replace(config, target_modules=_ends(layers, others))
+        adapter = cls(layers, replace(config, excluded=excluded))
         adapter.unreached = unreached
+        adapter.of_tower = frozenset(in_modules(layers, towers))
         return adapter
 
     @property
@@ -193,13 +199,29 @@ class Adapter:
         return plain
 
 
-def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
+def _has_end(name: str, ends: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def _ends(layers: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """The shortest ends of the layers' names that no other module's name has."""
+    taken = {end for name in others for end in _ends_of(name)}
+    return tuple(sorted({next((end for end in _ends_of(name) if end not in taken), name) for name in layers}))
+
+
+def _ends_of(name: str) -> Iterator[str]:
+    """All ends of a name, the shortest first."""
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+
+
+def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: bool = False) -> list[str]:
     """Names of the linear layers that `targets` select: suffixes of names, or `all-linear`, all but the LM head. Layers
-    of a vision tower are excluded."""
+    of a vision tower are excluded unless `with_tower`, and then some must be selected."""
     found: Any = network
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
-    text = {id(module) for part in text_parts(network) for module in part.modules()}
-    modules = ((name, module) for name, module in network.named_modules() if id(module) in text)
+    reached = {id(module) for part in _parts(network, with_tower) for module in part.modules()}
+    modules = ((name, module) for name, module in network.named_modules() if id(module) in reached)
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     usable = [name for name, module in linears.items() if module is not head]
     known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
@@ -209,12 +231,11 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
         return usable
     chosen: set[str] = set()
     for target in targets:
-        matching = [name for name in linears if name == target or name.endswith(f".{target}")]
+        matching = [name for name in linears if _has_end(name, (target,))]
         if not matching:
             raise ConfigError(
-                f'lora.target_modules has "{target}", and no linear layer of {type(network).__name__} that text goes '
-                "through has that name: "
-                f"use some of {known}"
+                f'lora.target_modules has "{target}", and no linear layer of {type(network).__name__} that '
+                f"{'is trained' if with_tower else 'text goes through'} has that name: use some of {known}"
             )
         if not set(matching) <= set(usable):
             raise ConfigError(f'lora.target_modules has "{target}", the output head: use some of {known}')
@@ -222,12 +243,16 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
     return [name for name in usable if name in chosen]
 
 
-def unreached_parameters(network: nn.Module) -> dict[str, int]:
-    """Number of elements, by name within a layer, of the language model's matrices that no `targets` can select because
-    they belong to no linear layer (fused experts, their router)."""
+def _parts(network: nn.Module, with_tower: bool) -> list[nn.Module]:
+    return [network] if with_tower else text_parts(network)
+
+
+def unreached_parameters(network: nn.Module, with_tower: bool = False) -> dict[str, int]:
+    """Number of elements, by name within a layer, of the language model's matrices, and `with_tower` of a vision
+    tower's, that no `targets` can select because they belong to no linear layer (fused experts, their router)."""
     own: Any = (nn.Linear, nn.Embedding)
     found: dict[str, int] = {}
-    for part in text_parts(network):
+    for part in _parts(network, with_tower):
         for prefix, module in part.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if parameter.ndim > 1 and not isinstance(module, own):

@@ -174,6 +174,8 @@ class PolicyModel:
         """The base model: the same memory, computing without the adapter."""
         base = copy.copy(self)
         base._uses_adapter, base.replay = False, None
+        if self.images is not None:
+            base.images = self.images.frozen()
         return base
 
     def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
@@ -190,7 +192,9 @@ class PolicyModel:
         index_P = image_places(row.images).to(self.device)
         # A placeholder may be no token of the vocabulary; its embedding is replaced anyway.
         embeds_TD = self.token_embeddings(row.token_ids_T.index_fill(0, index_P, 0))
-        return embed_images(embeds_TD, index_P, self.images.of(row.images))
+        with self._switched():
+            features = self.images.of(row.images)
+        return embed_images(embeds_TD, index_P, features)
 
     def token_embeddings(self, token_ids_T: Tensor) -> Tensor:
         """The input embeddings `[T, D]` of tokens."""

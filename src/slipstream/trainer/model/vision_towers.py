@@ -6,7 +6,7 @@ models have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,19 @@ def auto_class(config: Any) -> Any:
 def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
     """The network of a folder's or hub id's configuration on the meta device: for names, shapes and sizes. Raises
     ConfigError if there is no usable configuration."""
+    config = _read_config(path, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise unusable(path, error) from error
+
+
+def _read_config(path: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise unusable(path, error) from error
 
@@ -80,6 +87,21 @@ def freeze_towers(network: nn.Module) -> None:
 def tower_names(network: nn.Module) -> list[str]:
     """Names of the outermost modules that have only vision-tower parameters."""
     return list(_names(network, {id(part) for part in text_parts(network)}, ""))
+
+
+def names_in_towers(path: str, names: Iterable[str], *, trust_remote_code: bool = False) -> list[str]:
+    """Those of the module names that are in a vision tower of the model in `path`; see `blank_network`."""
+    names = list(names)
+    # A text-only model is not built for this.
+    if not names or not reads_images(_read_config(path, trust_remote_code)):
+        return []
+    return in_modules(names, tower_names(blank_network(path, trust_remote_code=trust_remote_code)))
+
+
+def in_modules(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Those of the names that are `modules`' own or below them."""
+    heads = tuple(f"{module}." for module in modules)
+    return [name for name in names if f"{name}.".startswith(heads)]
 
 
 def _names(module: nn.Module, parts: set[int], prefix: str) -> Iterator[str]:

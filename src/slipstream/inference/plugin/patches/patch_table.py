@@ -89,6 +89,10 @@ TABLE = (
         *("cpu_experts_under_lora", "cpu:experts_under_lora", "required", "cpu"),
         lost='experts are not computed beside adapters on a CPU: use weights.bridge = "disk"',
     ),
+    Patch(
+        *("adapters_of_linear_layers", "adapters:of_linear_layers", "required"),
+        lost='an adapter of a vision tower may not find its layers: use weights.bridge = "disk"',
+    ),
     Patch("seeded_cpu_prefill", "cpu:seeded_prefill", "required", "cpu", lost="seeded prompts must fit into one step"),
     Patch(
         *("fp32_residual", "residual:add_in_float32", "required"),
@@ -148,7 +152,7 @@ TABLE = (
         "checked_tokens", "delivery:check_tokens", "required", lost="a token outside of the vocabulary is found late"
     ),
     Patch(
-        *("adapter_file_at_once", "adapter_file:read_at_once", "fast", "gpu", "model"),
+        *("adapter_file_at_once", "adapters:read_at_once", "fast", "gpu", "model"),
         modules=("lora.lora_model",),
         checked={"c7c7d9fb8d103271": "0.26", "35a85447741fa86d": "0.32, 0.33"},
     ),

@@ -32,6 +32,8 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     if facts.tower is not None:
         features = feature_bytes(facts.tower, dtype, config.training.prompts_per_batch)
         state += features * (2 if uses_critic(config) else 1)
+        if _has_reference(config) and (facts.tower.is_trained or facts.adapter is None):
+            state += feature_bytes(replace(facts.tower, is_trained=False), dtype, 0)  # of a tower of its own
     if (ranks := config.training.ranks) == 1:
         return copy + state
     num_kept = None

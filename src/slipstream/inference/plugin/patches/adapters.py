@@ -1,0 +1,71 @@
+"""Patches of vLLM's LoRA: which layers have room for an adapter, and how an adapter's file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import safetensors
+from torch import Tensor
+
+from slipstream.inference.plugin.patches.patch_table import Absent, NotNeeded
+from slipstream.weights.model_files import read_tensors
+
+
+class _Opened:
+    """The methods of an open safetensors file that vLLM's loader calls."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
+
+
+def of_linear_layers() -> None:
+    """Patch `LoRAModelManager._match_target_modules`: a name selects linear layers only.
+
+    For vLLM 0.26 to 0.33, which knows targets by the last part of their names, and refuses one that a module of another
+    kind has too: a patch embedding is called `proj` as the last layer of a tower's attention, a decoder layer `0`.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
+
+    manager: Any = LoRAModelManager
+    matches: Callable[[Any, str], bool] | None = getattr(manager, "_match_target_modules", None)
+    if matches is None:
+        raise Absent("LoRAModelManager._match_target_modules")
+
+    def matches_linear(self: Any, module_name: str) -> bool:
+        module = self.model.get_submodule(module_name)
+        return matches(self, module_name) and (hasattr(module, "quant_method") or isinstance(module, BaseLayerWithLoRA))
+
+    manager._match_target_modules = matches_linear
+
+
+def read_at_once(runner: Any) -> None:
+    """Patch `lora_model.safetensors.safe_open`; `runner` is vLLM's model runner.
+
+    vLLM maps the file and copies each of some hundred matrices into page-locked memory of its own before it copies them
+    to the GPU. Here the file is read into one page-locked buffer, which torch reuses for later adapters, and the
+    matrices are views of it. On a CPU, where nothing is page-locked, vLLM's way is shorter.
+    """
+    from vllm.lora import lora_model
+
+    if getattr(runner, "lora_manager", None) is None:
+        raise NotNeeded("the engine has no room for adapters")
+    module: Any = lora_model
+    if getattr(module, "safetensors", None) is not safetensors:
+        raise Absent("lora_model.safetensors")
+    pinned = bool(getattr(module, "PIN_MEMORY", False))
+
+    @contextmanager
+    def safe_open(path: str, framework: str) -> Generator[Any]:
+        tensors = read_tensors(Path(path), pinned=pinned)
+        if tensors is not None:
+            yield _Opened(tensors)
+            return
+        with safetensors.safe_open(path, framework=framework) as file:
+            yield file
+
+    module.safetensors = SimpleNamespace(safe_open=safe_open)
