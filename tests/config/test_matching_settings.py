@@ -51,7 +51,6 @@ def test_channel_a_alone_needs_no_engine(matching, is_needed):
         ({"environment": None}, "needs an environment whose tasks have objects"),
         ({"data": {"path": "rows.jsonl"}}, "remove \\[data\\]"),
         ({"model": {"path": "m", "fp32_head": True}}, "never has the logits of coordinate tokens"),
-        ({"training": {"steps": 3, "ranks": 2}}, "cannot compute the images"),
         ({"matching": {"pattern": ["A", "B"], "temperature": 0.001}}, "vLLM would raise it"),
         ({"matching": {"pattern": ["A", "C"]}}, "pattern"),
         ({"matching": {"pattern": []}}, "pattern"),

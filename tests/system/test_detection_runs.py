@@ -89,6 +89,19 @@ def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.full
+def test_both_channels_over_two_ranks(command, draws, sees, tmp_path):
+    folder = tmp_path / "ranks"
+    more = ("--matching.pattern", '["A", "B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
+    more += ("--matching.softctx_iterations", "2", "--training.ranks", "2", "--model.train_tower", "false")
+    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *more)).wait(400)
+    assert code == 0, err
+    rows = [row for row in read_metrics(folder) if "stage2/channel_a" in row]
+    assert [row["stage2/channel_b"] for row in rows] == [0, 1, 0, 1]
+    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
+
+
+@pytest.mark.engine
+@pytest.mark.full
 def test_channel_b_of_three_engines(command, draws, sees, tmp_path):
     """All of them are asked, and on every version."""
     folder = tmp_path / "three"

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import EngineError
 from slipstream.launch.matching.answers import answer_tokens
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids
@@ -129,13 +129,3 @@ def test_a_run_of_which_no_rollout_can_be_kept_says_why(detector, tmp_path):
     assert (report.status, report.error) == ("failed", "TrainingError")
     assert "no rollout could be trained on: look at dropped/too_long" in report.message
     assert [row["dropped/too_long"] for row in detector.metrics if "dropped/too_long" in row] == [2, 2]
-
-
-def test_several_ranks_are_refused_before_anything_starts(command, run_file, tmp_path):
-    run = command("sft", run_file, "--no-evaluation", "--training.ranks", "2", "--run.folder", tmp_path / "run")
-    code, _, err = run.wait(100)
-    assert code == ConfigError.exit_code
-    assert "training.ranks = 2 cannot compute the images of [matching] so far: use 1" in err
-    assert "Traceback" not in err
-    assert not (tmp_path / "run").exists()
-    assert not run.left_behind()

@@ -247,7 +247,8 @@ def build_parts(
         return {POLICY: RankModel(group, policy, memory=memory)}
     compile_if_asked(config, policy, group)
     optimizer, keeps_whole = build_optimizer(config, policy.network, rank=group.rank), config.training.reshard == "step"
-    parts = {POLICY: RankModel(group, policy, optimizer, build_objective(config, sampling), memory, keeps_whole)}
+    objective = build_objective(config, sampling, _coordinate_ids(config, policy.folder))
+    parts = {POLICY: RankModel(group, policy, optimizer, objective, memory, keeps_whole)}
     if needs_reference(config):
         frozen = shard(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
         parts[REFERENCE] = RankModel(group, frozen)
@@ -259,6 +260,16 @@ def build_parts(
         objective = ValueObjective(config.critic.value_clip)
         parts[CRITIC] = RankModel(group, model, optimizer, objective, keeps_whole=keeps_whole)
     return parts
+
+
+def _coordinate_ids(config: PlannedConfig, folder: Path) -> tuple[int, ...]:
+    """The ids of coordinate tokens, under [matching]."""
+    if config.matching is None:
+        return ()
+    from slipstream.data.chat_template import ChatTokenizer
+    from slipstream.launch.matching.answers import answer_tokens
+
+    return answer_tokens(ChatTokenizer(folder, trust_remote_code=config.model.trust_remote_code)).coordinate_ids
 
 
 def build_objective(config: PlannedConfig, sampling: SamplingParams, coordinate_ids: Sequence[int] = ()) -> Objective:

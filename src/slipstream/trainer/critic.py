@@ -20,6 +20,7 @@ from slipstream.algo.gae import value_loss
 from slipstream.config.planned import PlannedCritic
 from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import OneForward
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import MicroBatch, StepBatch
 
@@ -56,7 +57,8 @@ class ValueModel(PolicyModel):
 
     def _logits(self, row: MicroBatch) -> Tensor:
         if row.images:
-            return self._head(self.forward(self.embed(row), row)[row.predict_index_N].float())
+            hidden_ND = self.within(lambda: self.forward(self.embed(row), row)[row.predict_index_N])
+            return self._head(hidden_ND.float())
         segments = {"segments": row.layout} if self.packing else {}
         output = self._trunk(
             input_ids=row.token_ids_T[None], position_ids=row.position_ids_T[None], use_cache=False, **segments
@@ -70,7 +72,7 @@ def _values(model: PolicyModel, micro: MicroBatch) -> Tensor:
     return logits[:, 0]
 
 
-class ValueObjective:
+class ValueObjective(OneForward):
     """The mean of `algo.gae.value_loss` over all trainable tokens of the step."""
 
     ignores_silent = False

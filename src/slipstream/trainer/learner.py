@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.logprobs import token_logprobs
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
@@ -141,9 +140,7 @@ def add_gradients(
         with deterministic_on_cpu(model.device):
             if micro is None:
                 blank = dummy_micro_batch(model.device)  # referenced until its backward pass, which looks up its layout
-                logits = model.logits(blank)
-                values = logits if isinstance(logits, Tensor) else token_logprobs(logits, blank.target_ids_N)[0]
-                (values.float().sum() * 0.0).backward()
+                (objective.idle(model, blank, divisors).float().sum() * 0.0).backward()
                 continue
             loss, sums = objective.terms(model, micro, divisors)
             if model.replay is not None:

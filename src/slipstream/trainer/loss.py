@@ -23,7 +23,7 @@ from slipstream.algo.importance_sampling import (
     ratio_quantiles,
     ratio_shares,
 )
-from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_statistics
+from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_logprobs, token_statistics
 from slipstream.algo.surrogate_losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
@@ -50,12 +50,25 @@ class Objective(Protocol):
         shape."""
         ...
 
+    def idle(self, model: PolicyModel, blank: MicroBatch, divisors: dict[str, float]) -> Tensor:
+        """Outputs of as many forward passes as `terms` makes of a row, for a rank that has none."""
+        ...
+
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
         """Compute the step's metrics from the sums over all micro-batches, float64 on the CPU."""
         ...
 
 
-class SFTObjective:
+class OneForward:
+    """An objective of one forward pass a row."""
+
+    def idle(self, model: PolicyModel, blank: MicroBatch, divisors: dict[str, float]) -> Tensor:
+        """See `Objective`."""
+        logits = model.logits(blank)
+        return logits if isinstance(logits, Tensor) else token_logprobs(logits, blank.target_ids_N)[0]
+
+
+class SFTObjective(OneForward):
     """Mean cross-entropy over all trainable tokens of the step."""
 
     ignores_silent = False
@@ -80,7 +93,7 @@ class SFTObjective:
         return {"loss": sums["loss"].item(), "num_tokens": tokens, **means}
 
 
-class PolicyObjective:
+class PolicyObjective(OneForward):
     """A policy gradient: a loss of `algo.losses` with importance weights, a KL term and an entropy bonus.
 
     Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:

@@ -65,11 +65,6 @@ def matching_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             "model.fp32_head = true never has the logits of coordinate tokens as a whole, which [matching] reads: set "
             "it to false",
         )
-    if config.training.ranks > 1:
-        yield (
-            "training.ranks",
-            f"training.ranks = {config.training.ranks} cannot compute the images of [matching] so far: use 1",
-        )
     if 0.0 < matching.temperature < _LEAST_TEMPERATURE:
         yield (
             "matching.temperature",

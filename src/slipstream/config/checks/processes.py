@@ -123,6 +123,12 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
             f'{spread}, and training.optimizer = "{optimizer}" works on {whole[optimizer]}: use "adamw" or '
             '"adamw_bf16"',
         )
+    if config.model.train_tower:
+        yield (
+            "model.train_tower",
+            f"{spread}, and a vision tower that is trained is not divided so far: use model.train_tower = false, or "
+            "one rank",
+        )
     if config.lora is not None and config.lora.dora:
         yield "lora.dora", f"{spread}, and DoRA's norms are those of whole weights: use LoRA, or one rank"
     if config.lora is not None and shares_weights(config):

@@ -27,11 +27,6 @@ def check_images(
                     "images `images`"
                 )
         return []
-    if config.training.ranks > 1:
-        raise ConfigError(
-            f"training.ranks = {config.training.ranks} and images in the data: several ranks train on text alone so "
-            "far: set training.ranks = 1"
-        )
     if config.teacher is not None:
         raise ConfigError(
             "[teacher] and images in the data: an engine does not score prompts with images: remove [teacher], or the "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import WeightsError
 from slipstream.trainer.model.policy import PolicyModel, shares_memory
+from slipstream.trainer.model.vision_towers import frozen_parameters
 from slipstream.weights.bridges.single_copy import OTHER_BRIDGE, CannotShare, SharedTensor, SharedWeights, open_weights
 from slipstream.weights.shards import Shard, gathered_everywhere
 
@@ -35,7 +36,7 @@ class WorkerMemory:
         self._placed: set[str] = set()
         self.copied: set[str] = set()
         """Trained parameters that they shard differently: copied after every change."""
-        opened = open_weights(workers[rank])
+        opened, towers = open_weights(workers[rank]), {id(parameter) for parameter in frozen_parameters(model.network)}
         for name, parameter in model.network.named_parameters():
             probe = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
             found = model.stored(name, probe)
@@ -52,6 +53,8 @@ class WorkerMemory:
             place = workers[rank].tensors[stored]
             self._live[name], self._places[name] = opened[stored], (place.dim, place.start)
             dim = _common_shard_dim([worker.tensors[stored] for worker in workers], tuple(parameter.shape))
+            if id(parameter) in towers:  # each rank has them as a whole
+                continue
             if dim is not None:
                 self.dims[name] = dim
             elif parameter.requires_grad:

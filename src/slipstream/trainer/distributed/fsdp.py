@@ -1,9 +1,9 @@
 """The process group of the trainer ranks on one host, and sharding of models over them by FSDP2.
 
 The ranks meet through a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
-Guarantees: each rank keeps a shard of every parameter, by rows, or by columns where an engine's worker has columns;
-gradients are reduce-scattered as sums in float32, not averages, because an objective's divisors are those of the whole
-step; only rank 0 reads the model's files.
+Guarantees: each rank keeps a shard of every parameter, by rows, or by columns where an engine's worker has columns, and
+a frozen vision tower as a whole, so that it reads its own images; gradients are reduce-scattered as sums in float32,
+not averages, because an objective's divisors are those of the whole step; only rank 0 reads the model's files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
-from slipstream.trainer.model.layers import decoder_layers
+from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.vision_towers import frozen_parameters
 from slipstream.trainer.optim.base import add_gradient_, local_tensor
 from slipstream.weights.bridges.broadcast import environment
 from slipstream.weights.shards import Shard, part_of
@@ -116,9 +117,10 @@ class RankGroup:
         return next((f"trainer process {rank}: {text}" for rank, text in enumerate(texts) if text), "")
 
     def shard(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
-        """Shard `model` with rank 0's values: each rank keeps its shard of every parameter, and layers all-gather their
-        weights when they compute. With `memory` the shards lie in the engine worker's memory, whose values must be
-        equal. If `checked`, check afterwards that packed sequences do not attend to one another."""
+        """Shard `model` with rank 0's values: each rank keeps its shard of every parameter but a frozen vision tower's,
+        and layers all-gather their weights when they compute. With `memory` the shards lie in the engine worker's
+        memory, whose values must be equal. If `checked`, check afterwards that packed sequences do not attend to one
+        another."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -129,11 +131,13 @@ class RankGroup:
         prefixes = {module: f"{name}." if name else "" for name, module in model.network.named_modules()}
         options: dict[str, Any] = {
             "mesh": self.mesh,
+            "ignored_params": {parameter for _, parameter in replicated(model.network)},
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
             "shard_placement_fn": lambda parameter: ShardPlacement(dim_of.get(id(parameter), 0)),
         }
-        for module in (*decoder_layers(model.network), *model.roots):
+        model.take_work()
+        for module in (*text_layers(model.network), *model.roots):
             if self.rank:
                 self._allocate(module)
             sharded: Any = fully_shard(module, **options)
@@ -165,8 +169,10 @@ class RankGroup:
             torch.distributed.broadcast(value, 0)
             if memory is not None:
                 memory.check(name, value)
-            if memory is None or name not in memory.dims:
-                local_tensor(parameter).copy_(part_of(value, shard_dim(parameter), self.rank, self.size))
+            if (dim := shard_dim(parameter)) is None:
+                parameter.data = value
+            elif memory is None or name not in memory.dims:
+                local_tensor(parameter).copy_(part_of(value, dim, self.rank, self.size))
         for buffer in network.buffers():
             value = buffer.detach().to(self.device).contiguous()
             torch.distributed.broadcast(value, 0)
@@ -216,15 +222,22 @@ def saved_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in network.named_buffers() if name in state)
 
 
+def replicated(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are not sharded: those of a frozen vision tower."""
+    frozen = {id(parameter) for parameter in frozen_parameters(network) if not parameter.requires_grad}
+    return ((name, parameter) for name, parameter in network.named_parameters() if id(parameter) in frozen)
+
+
 def shard_of(name: str, tensor: Tensor) -> Shard:
-    """This rank's current shard of a sharded parameter, or a replicated buffer."""
-    dim = shard_dim(tensor) if hasattr(tensor, "placements") else None
-    return Shard(name, local_tensor(tensor), tuple(tensor.shape), dim)
+    """This rank's current shard of a sharded parameter, or a replicated one or buffer."""
+    return Shard(name, local_tensor(tensor), tuple(tensor.shape), shard_dim(tensor))
 
 
-def shard_dim(parameter: Tensor) -> int:
-    """The dimension along which a parameter is sharded."""
-    known: Any = parameter
+def shard_dim(tensor: Tensor) -> int | None:
+    """The dimension along which a parameter is sharded; None for what is replicated."""
+    known: Any = tensor
+    if not hasattr(known, "placements"):
+        return None
     (placement,) = known.placements
     return int(placement.dim)
 

@@ -98,6 +98,7 @@ def rank_batch_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[RankBatch, lis
             advantages=sequence.advantages,
             media=sequence.media,
             teacher_logprobs=sequence.teacher_logprobs,
+            detection=sequence.detection,
         )
 
     targets = batch.value_targets
@@ -410,5 +411,6 @@ class RankModel:
         return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}
 
     def _dims(self) -> dict[str, int]:
-        """The dimension along which each parameter is sharded."""
-        return {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}
+        """The dimension along which each sharded parameter is sharded."""
+        found = {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}
+        return {name: dim for name, dim in found.items() if dim is not None}

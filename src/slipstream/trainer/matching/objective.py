@@ -2,8 +2,8 @@
 
 Channel A computes `softctx_iterations` forwards of a row. In each but the first the input embeddings of coordinate
 tokens are replaced, all at once (Jacobi), by those that the forward before expects there; the losses are those of the
-last. Channel B, rows that begin with a rollout, is one forward. What concerns the token at p is computed from the
-logits at p - 1; divisors are the weights of tokens and the boxes of the whole optimizer step.
+last. Channel B, steps whose sequences begin with a rollout, is one forward. What concerns the token at p is computed
+from the logits at p - 1; divisors are the weights of tokens and the boxes of the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from slipstream.detection.coordinate_losses import (
 )
 from slipstream.detection.coordinates import LAST_BIN
 from slipstream.errors import TrainingError
-from slipstream.trainer.matching.row_boxes import RowBoxes
 from slipstream.trainer.model.image_features import RowEmbeddings
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import MicroBatch, StepBatch
@@ -46,7 +45,7 @@ class MatchingObjective:
         self._box_loss = box_ciou_loss if config.box_loss == "ciou" else box_giou_loss
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
-        """Trainable tokens, the sum of their weights, and boxes: all, and those after a rollout."""
+        """Trainable tokens, the sum of their weights, boxes, all and those after a rollout, and forwards of a row."""
         targets = [sequence.detection for sequence in batch.sequences if sequence.detection is not None]
         boxes = [box for target in targets for box in target.boxes]
         appended = sum(box.is_appended for box in boxes)
@@ -56,6 +55,7 @@ class MatchingObjective:
             "boxes": float(len(boxes)),
             "tail": float(appended),
             "prefix": float(len(boxes) - appended),
+            "forwards": 1.0 if any(target.is_rollout for target in targets) else float(self._config.softctx_iterations),
         }
 
     def terms(
@@ -66,7 +66,8 @@ class MatchingObjective:
         if row is None:
             raise TrainingError("a row has no targets of rollout matching: report this")
         ids_K = self._coordinate_ids.to(micro.token_ids_T.device)
-        logits_NV, num_forwards = self._logits(model, micro, row, ids_K)
+        num_forwards = int(divisors["forwards"])
+        logits_NV = model.within(lambda: self._logits(model, micro, ids_K, row.slots_M, row.index_M, num_forwards))
         logprobs_N, _, greedy_N = token_statistics(logits_NV, micro.target_ids_N)
         is_text_N = row.weights_N > 0
         ce_N = torch.where(is_text_N, -logprobs_N * row.weights_N, 0.0)
@@ -100,25 +101,31 @@ class MatchingObjective:
             "forwards": torch.tensor(float(num_forwards)),
         }
 
-    def _logits(self, model: PolicyModel, micro: MicroBatch, row: RowBoxes, ids_K: Tensor) -> tuple[Tensor, int]:
-        """The last forward's logits `[N, V]`, and how many forwards there were."""
+    def idle(self, model: PolicyModel, blank: MicroBatch, divisors: dict[str, float]) -> Tensor:
+        """See `Objective`: the forwards of a row without coordinates."""
+        ids_K, none = self._coordinate_ids.to(model.device), torch.zeros(0, dtype=torch.int64, device=model.device)
+        return model.within(lambda: self._logits(model, blank, ids_K, none, none, int(divisors["forwards"])))
+
+    def _logits(
+        self, model: PolicyModel, micro: MicroBatch, ids_K: Tensor, slots_M: Tensor, index_M: Tensor, forwards: int
+    ) -> Tensor:
+        """The last forward's logits `[N, V]`; `slots_M` and `index_M`: see `RowBoxes`."""
         config = self._config
         embeddings = own = model.embed(micro)
-        iterations = 1 if row.is_rollout else config.softctx_iterations
-        for _ in range(iterations - 1):
+        for _ in range(forwards - 1):
             with nullcontext() if config.softctx_unrolled else torch.no_grad():
                 hidden_TD = model.forward(embeddings, micro)
-                logits_MK = _plain(model, hidden_TD, micro.predict_index_N[row.index_M])[:, ids_K]
+                logits_MK = _plain(model, hidden_TD, micro.predict_index_N[index_M])[:, ids_K]
                 replaced_TD = with_expected_embeddings(
                     own.embeds_TD,
-                    row.slots_M,
+                    slots_M,
                     logits_MK,
                     model.token_embeddings(ids_K),
                     config.softctx_temperature,
                     unrolled=config.softctx_unrolled,
                 )
-            embeddings = _with_slots(own, row.slots_M, replaced_TD)
-        return _plain(model, model.forward(embeddings, micro), micro.predict_index_N), iterations
+            embeddings = _with_slots(own, slots_M, replaced_TD)
+        return _plain(model, model.forward(embeddings, micro), micro.predict_index_N)
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
         """Means over weights of tokens (`loss/ce`) and over boxes; `loss` as it was minimized."""

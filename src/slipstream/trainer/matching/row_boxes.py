@@ -28,8 +28,6 @@ class RowBoxes:
     true_B4: Tensor
     """The true boxes, in [0, 1]."""
     is_appended_B: Tensor
-    is_rollout: bool
-    """Whether any sequence begins with a rollout: there its coordinates are never replaced."""
 
 
 def row_boxes(
@@ -65,5 +63,4 @@ def row_boxes(
         slots_M=to_device(torch.tensor([predict_index[number] + 1 for number in index], dtype=torch.int64), device),
         true_B4=to_device(torch.tensor(boxes, dtype=torch.float32).view(-1, 4), device),
         is_appended_B=to_device(torch.tensor(appended, dtype=torch.bool), device),
-        is_rollout=any(target.is_rollout for target in found),
     )

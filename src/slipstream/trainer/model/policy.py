@@ -8,9 +8,10 @@ attend to one another is refused when it is loaded, by a test (`packing_check.py
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -71,6 +72,7 @@ class PolicyModel:
         """What sends tokens to the engine's experts, if it is asked for."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
+        self._root: nn.Module | None = None
         self._stored: list[tuple[str, Tensor]] = []
         """Cache: the tensors that a checkpoint stores, as views of the weights."""
         self._stored_of: list[tuple[int, int, torch.dtype, torch.Size]] = []
@@ -221,8 +223,7 @@ class PolicyModel:
     def head(self, hidden_TD: Tensor, index_N: Tensor) -> Tensor | HeadLogits:
         """Logits `[N, V]` at row positions `index_N`, of models whose logits are the LM head's outputs."""
         network: Any = self.network
-        logits_NV = network.get_output_embeddings()(hidden_TD[index_N])
-        return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
+        return self._of_head(network.get_output_embeddings()(hidden_TD[index_N]))
 
     def _switched(self) -> AbstractContextManager[object]:
         return nullcontext() if self.adapter is None else self.adapter.switched(self._uses_adapter)
@@ -274,9 +275,27 @@ class PolicyModel:
         (row,) = micro_batches(StepBatch([sequence]), 8, packing=self.packing, device=self.device)
         return row
 
+    def take_work(self) -> None:
+        """Have the first of the `roots` compute whatever `within` is given: what shards a module's weights brings them
+        together where the module is called."""
+        root = self.roots[0]
+        forward: Callable[..., Any] = root.forward
+
+        @functools.wraps(forward)
+        def either(*args: Any, work: Callable[[], Any] | None = None, **options: Any) -> Any:
+            return forward(*args, **options) if work is None else work()
+
+        root.forward = either
+        self._root = root
+
+    def within(self, work: Callable[[], Tensor]) -> Tensor:
+        """`work()`, which calls parts of the network, as one call of the network."""
+        return work() if self._root is None else self._root(work=work)
+
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         if row.images:
-            return self.head(self.forward(self.embed(row), row), row.predict_index_N)
+            head: Any = cast("Any", self.network).get_output_embeddings()
+            return self._of_head(self.within(lambda: head(self.forward(self.embed(row), row)[row.predict_index_N])))
         output = self.network(
             input_ids=row.token_ids_T[None],
             position_ids=row.position_ids_T[None],
@@ -285,8 +304,10 @@ class PolicyModel:
             **self._of_row(row),
         )
         # `squeeze`: the backward of indexing would allocate zeros and copy, for the largest tensor of all.
-        logits_NV = output.logits.squeeze(0)
-        return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
+        return self._of_head(output.logits.squeeze(0))
+
+    def _of_head(self, outputs_NV: Tensor) -> Tensor | HeadLogits:
+        return outputs_NV if self._fp32_head is None else HeadLogits(outputs_NV, self._fp32_head.weight)
 
     def _of_row(self, row: MicroBatch) -> dict[str, Any]:
         """What the layers need to know of a row besides its tokens and positions."""
