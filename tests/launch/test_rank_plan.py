@@ -41,6 +41,14 @@ def test_a_rank_keeps_a_part_of_the_state():
     assert kept[0] / 3 < kept[1] < kept[0] / 2
 
 
+def test_a_frozen_tower_is_whole_on_each_rank():
+    tower = {"num_tower": 1_000_000_000, "num_frozen": 1_000_000_000}
+    whole = FOUR | {"num_parameters": FOUR["num_parameters"] + tower["num_tower"]} | tower
+    rows = {"training.micro_batch_tokens": 4096, "training.reshard": "layer"}
+    more = plan(THREE | rows, **whole).trainer_bytes - plan(THREE | rows, **FOUR).trainer_bytes
+    assert more == pytest.approx(2 * tower["num_tower"], rel=0.01), "in bfloat16"
+
+
 def test_weights_stay_whole_through_a_step_where_there_is_room():
     rows = THREE | {"training.micro_batch_tokens": 4096}
     made, layer = (plan(rows | more, **FOUR) for more in ({}, {"training.reshard": "layer"}))

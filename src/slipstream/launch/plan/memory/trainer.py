@@ -9,6 +9,7 @@ from slipstream.config import RLConfig, RunConfig
 from slipstream.config.traits import keeps_copy, num_task_gradients, shares_weights, uses_critic
 from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.memory.sizes import (
+    BYTES_OF,
     activation_bytes_per_token,
     gathered_bytes,
     training_state_bytes,
@@ -29,19 +30,30 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     state = model_state(config, dtype, facts, with_reference=_has_reference(config))
     state += model_state(config, dtype, facts) if uses_critic(config) else 0
     state -= _shared_bytes(config, dtype, facts.model)
-    if facts.tower is not None:
-        features = feature_bytes(facts.tower, dtype, config.training.prompts_per_batch)
-        state += features * (2 if uses_critic(config) else 1)
-        if _has_reference(config) and (facts.tower.is_trained or facts.adapter is None):
-            state += feature_bytes(replace(facts.tower, is_trained=False), dtype, 0)  # of a tower of its own
+    features = _features(config, dtype, facts)
     if (ranks := config.training.ranks) == 1:
-        return copy + state
+        return copy + state + features
     num_kept = None
     if config.training.reshard == "step":
         num_kept = facts.adapter.num_parameters if facts.adapter else facts.model.num_decoding
+    # A frozen tower is whole on each rank, the policy's, a critic's and a reference's.
+    towers = 1 + uses_critic(config) + (_has_reference(config) and facts.adapter is None)
+    of_towers = towers * facts.model.num_frozen * BYTES_OF[dtype]
+    sharded = replace(facts.model, num_parameters=facts.model.num_decoding, num_tower=0, num_frozen=0)
+    whole = of_towers + features + gathered_bytes(sharded, dtype, num_kept=num_kept)
+    state -= of_towers
     # For a delta rank 0 gathers the whole model.
-    copy, together = 2 * copy, gathered_bytes(facts.model, dtype, num_kept=num_kept)
-    return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
+    return 2 * copy + (-(-state // ranks) + whole if facts.num_gpus else state + ranks * whole)
+
+
+def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
+    """Bytes of the features of images that are kept: of the policy's tower, a critic's and a reference's."""
+    if facts.tower is None:
+        return 0
+    num_bytes = feature_bytes(facts.tower, dtype, config.training.prompts_per_batch) * (1 + uses_critic(config))
+    if _has_reference(config) and (facts.tower.is_trained or facts.adapter is None):
+        num_bytes += feature_bytes(replace(facts.tower, is_trained=False), dtype, 0)
+    return num_bytes
 
 
 def _has_reference(config: RunConfig) -> bool:
@@ -54,6 +66,8 @@ def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
     if not shares_weights(config):
         return 0
     num = model.num_parameters
+    if config.training.ranks > 1:
+        num -= model.num_frozen
     if config.training.ranks > 1 and model.vocab_size % _VOCABULARY_BLOCK:
         num -= model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     return weights_bytes(replace(model, num_parameters=num), dtype)
