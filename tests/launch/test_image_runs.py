@@ -137,7 +137,7 @@ def test_tasks_with_images_have_the_digest_that_earlier_versions_gave_them():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("--training.ranks", "2", "--model.train_tower", "true"), "a vision tower that is trained is not divided so far"),
+        (("--training.ranks", "2", "--model.train_tower", "true"), "a vision tower that is trained is not divided"),
         (
             ("--model.train_tower", "true", "--lora.rank", "4", "--lora.target_modules", '["q_proj"]'),
             "lora.target_modules names no layer of a vision tower",

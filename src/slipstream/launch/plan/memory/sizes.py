@@ -99,6 +99,7 @@ def activation_bytes_per_token(
     dora: bool = False,
     longest: int = 0,
     fp32_residual: bool = False,
+    masked: bool = False,
 ) -> int:
     """Bytes that a trained token keeps until its backward pass; `longest`: tokens of the longest row, for
     `score_bytes_per_token`.
@@ -106,11 +107,11 @@ def activation_bytes_per_token(
     Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
     for two), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
     together, kept where products are (`selective`); DoRA keeps as many, which it multiplies. Logits: as if every token
-    carried loss.
+    carried loss. `masked`: attention has a mask, see `masked_elements`.
     """
     # The residual stream twice in a layer, and once as its input, with two more bytes.
     wider = model.hidden_size * 2 // BYTES_OF[dtype] if fp32_residual else 0
-    whole = layer_elements(model, compiled=compiled) + 2 * wider
+    whole = layer_elements(model, compiled=compiled) + 2 * wider + (masked_elements(model, dtype) if masked else 0)
     beside = adapter_outputs if dora else 0
     if checkpointing is True:
         inputs = 2 if offload else model.num_layers
@@ -155,6 +156,13 @@ def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool
     if compiled:
         return 4 * model.hidden_size + 2 * queries + keys + 3 * model.intermediate_size
     return 8 * model.hidden_size + 3 * queries + 2 * keys + 4 * model.intermediate_size
+
+
+def masked_elements(model: ModelFacts, dtype: str) -> int:
+    """What a layer keeps more for a token where a GPU's attention has a mask: q, k and v padded, with as many heads of
+    keys and values as of queries, in the place of its own, the output padded too, and the scores' log-sum-exp."""
+    queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    return 3 * queries - keys + 4 // BYTES_OF[dtype] * model.num_heads
 
 
 def logits_bytes_per_token(model: ModelFacts, dtype: str) -> int:

@@ -135,6 +135,7 @@ def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMem
         dora=config.lora is not None and config.lora.dora,
         longest=_longest(config, facts),
         fp32_residual=config.model.fp32_residual is True,
+        masked=facts.num_gpus > 0 and facts.tower is not None and facts.tower.model_type == "gemma3",
     )
     tower = tower_bytes(facts.tower, dtype) if facts.tower is not None else 0
     return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0, tower)
