@@ -142,7 +142,7 @@ def test_tasks_with_images_have_the_digest_that_earlier_versions_gave_them():
             ("--model.train_tower", "true", "--lora.rank", "4", "--lora.target_modules", '["q_proj"]'),
             "lora.target_modules names no layer of a vision tower",
         ),
-        (("--lora.rank", "4", "--lora.target_modules", '["qkv"]'), "that text goes through has that name"),
+        (("--lora.rank", "4", "--lora.target_modules", '["qkv"]'), "a layer of the vision tower, which is frozen"),
     ],
 )
 def test_settings_that_images_exclude(run, overrides, said):

@@ -9,8 +9,10 @@ from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.build import _rate_of
 from slipstream.launch.plan.measure import measure_adapter
-from slipstream.launch.tools.deployable import adapts_tower
+from slipstream.launch.tools.deployable import Deployable, adapter_config_of, adapts_tower
 from slipstream.launch.tools.export import export
+from slipstream.launch.tools.targets import _targets
+from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.learner import score
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
@@ -162,8 +164,52 @@ def test_whether_an_adapter_reaches_into_a_tower(folders, model_folder):
     assert not adapts_tower(str(model_folder), layers)
 
 
+def test_a_tower_that_vllm_does_not_find_is_served_merged(folders, tmp_path):
+    for family in ("gemma3", "qwen3-vl"):
+        adapter = adapted(folders[family]).model.adapter
+        write_adapter_folder(tmp_path / family, adapter.named_weights(), adapter.config)
+    found = [Deployable(kind, str(folders[kind]), tmp_path / kind) for kind in ("qwen3-vl", "gemma3")]
+    assert adapter_config_of(found[0]).with_tower
+    with pytest.raises(ConfigError, match="is of a vision tower of gemma3, which vLLM does not load"):
+        adapter_config_of(found[1])
+
+
+@pytest.mark.parametrize("with_tower", [True, False])
+def test_an_adapter_to_start_from_says_whether_the_tower_is_trained(with_tower, folders, tmp_path):
+    folder = folders["qwen3-vl"]
+    model = PolicyModel.load(folder, train_tower=with_tower)
+    adapter = model.add_adapter(AdapterConfig(4, 32.0, ALL, str(folder), with_tower=with_tower))
+    write_adapter_folder(tmp_path / "a", adapter.named_weights(), adapter.config)
+    config = settings(folder)
+    config = config.model_copy(update={"lora": config.lora.model_copy(update={"path": str(tmp_path / "a")})})
+    for trained in (True, False):
+        asked = config.model_copy(update={"model": config.model.model_copy(update={"train_tower": trained})})
+        if trained == with_tower:
+            assert measure_adapter(asked).num_parameters == adapter.num_parameters
+        else:
+            said = "is of the vision tower too: set model.train_tower = true" if with_tower else "= false"
+            with pytest.raises(ConfigError, match=said):
+                measure_adapter(asked)
+
+
+def test_a_layer_of_a_frozen_tower_is_told(folders):
+    config = settings(folders["qwen2-vl"], ["q_proj", "attn.qkv"])
+    frozen = config.model_copy(update={"model": config.model.model_copy(update={"train_tower": False})})
+    with pytest.raises(ConfigError, match=r'"attn.qkv", a layer of the vision tower, which is frozen: set'):
+        measure_adapter(frozen)
+
+
+def test_names_of_peft_that_only_excluded_layers_have_are_left_out():
+    assert _targets(("fc1", "q_proj"), ("model.layers.0.self_attn.q_proj",)) == ("q_proj",)
+    assert _targets(("a", "mlp.0"), ("visual.mlp.0", "x.a")) == ("a", "mlp.0")
+    assert _targets((".*q_proj",), ("model.layers.0.self_attn.q_proj",)) == ("q_proj",)
+
+
 def test_rates_of_tower_and_second_matrix_multiply(folders):
     learner = adapted(folders["qwen3-vl"])
     rate_of = _rate_of(settings(folders["qwen3-vl"], tower_learning_rate=5e-4), learner.model.network)
     rates = {(is_of_tower(name), name[-1]): rate_of(name) for name in learner.optimizer.masters()}
     assert rates == {(False, "A"): 1.0, (False, "B"): 4.0, (True, "A"): 0.5, (True, "B"): 2.0}
+    critic = ValueModel(PolicyModel.load(folders["qwen3-vl"], train_tower=True))
+    of_critic = _rate_of(settings(folders["qwen3-vl"], tower_learning_rate=5e-4), critic.network)
+    assert (of_critic("value_head.weight"), of_critic("model.visual.merger.norm.weight")) == (1.0, 0.5)

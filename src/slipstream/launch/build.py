@@ -322,6 +322,7 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
 
 def _rate_of(config: PlannedConfig, network: nn.Module) -> RateOf:
     """The factors on `training.learning_rate`: of LoRA+, and of a vision tower."""
+    from slipstream.trainer.critic import VALUE_HEAD
     from slipstream.trainer.model.lora import rate_in_adapter
     from slipstream.trainer.model.vision_towers import in_modules, tower_names
 
@@ -330,7 +331,8 @@ def _rate_of(config: PlannedConfig, network: nn.Module) -> RateOf:
     if training.tower_learning_rate is None:
         return in_adapter
     of_tower = training.tower_learning_rate / training.learning_rate
-    towers = tower_names(network)
+    # A critic's head belongs to neither decoder nor LM head either.
+    towers = [name for name in tower_names(network) if name != VALUE_HEAD]
     return lambda name: in_adapter(name) * (of_tower if in_modules([name], towers) else 1.0)
 
 

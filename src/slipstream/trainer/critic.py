@@ -24,6 +24,9 @@ from slipstream.trainer.loss import OneForward
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import MicroBatch, StepBatch
 
+VALUE_HEAD = "value_head"
+"""The name of a critic's head in its network."""
+
 
 class ValueModel(PolicyModel):
     """A policy's trunk, with its adapter, and a linear head with one output: `logits` gives `[N, 1]`.
@@ -48,7 +51,7 @@ class ValueModel(PolicyModel):
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
         network.set_output_embeddings(nn.Identity())
-        network.add_module("value_head", self._head)
+        network.add_module(VALUE_HEAD, self._head)
 
     @property
     def roots(self) -> list[nn.Module]:

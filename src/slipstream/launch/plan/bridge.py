@@ -17,11 +17,19 @@ from slipstream.launch.plan.memory.sizes import gib
 from slipstream.launch.plan.memory.split import memory_needs, memory_split
 from slipstream.launch.plan.placement import one_copy_obstacle
 
+NOT_ADAPTED = ("gemma3",)
+"""Models in whose vision tower transformers and vLLM name the layers differently."""
+
 
 def plan_bridge(builder: PlanBuilder) -> None:
     """Derive `weights.bridge`, after lengths, placement and `training.compile`."""
     if builder["weights.bridge"] == "auto":
         builder.derive("weights.bridge", *_choice(builder))
+    if (obstacle := _adapter_obstacle(builder)) and builder["weights.bridge"] in ("lora", "single_copy"):
+        raise ConfigError(
+            f'weights.bridge = "{builder["weights.bridge"]}" publishes the adapter alone, and {obstacle}: use "disk" '
+            'or "broadcast", which merge it, or set model.train_tower = false'
+        )
     if builder["weights.bridge"] == "lora" and builder["model.dtype"] == "float32" and not builder.on_cpu:
         raise ConfigError(
             'model.dtype = "float32" does not go with weights.bridge = "lora" on a GPU, where vLLM has adapters '
@@ -30,7 +38,10 @@ def plan_bridge(builder: PlanBuilder) -> None:
 
 
 def _choice(builder: PlanBuilder) -> tuple[str, str]:
-    lora = builder.original.lora
+    lora, obstacle = builder.original.lora, _adapter_obstacle(builder)
+    if obstacle:
+        how = f"the adapter merged, as {obstacle}"
+        return ("broadcast" if builder["run.placement"] == "separate" else "disk"), how
     if lora is not None and not lora.dora:
         return "lora", "[lora] is set: only the adapter is published"
     if builder["run.placement"] == "separate":
@@ -48,6 +59,14 @@ def _choice(builder: PlanBuilder) -> tuple[str, str]:
     if one.fraction >= two.fraction:
         return "single_copy", f"{what}: {both}"
     return "disk", f"{files}, as that leaves more memory: {both}"
+
+
+def _adapter_obstacle(builder: PlanBuilder) -> str:
+    """Why vLLM cannot have the adapter beside the model; empty if it can, or without one."""
+    tower, lora = builder.facts.tower, builder.original.lora
+    if lora is not None and tower is not None and tower.is_trained and tower.model_type in NOT_ADAPTED:
+        return f"vLLM does not find the layers of {tower.model_type}'s vision tower that it is of"
+    return ""
 
 
 def plan_beside(builder: PlanBuilder) -> None:

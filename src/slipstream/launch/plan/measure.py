@@ -102,7 +102,7 @@ def gather_facts(
         gpu_capability=gpu_capability(),
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
-        tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),
+        tools=tools and dataclasses.replace(tools, model_type=model_type_of(config.model.path, trusted)),
         tower=measure_tower(config, model, images),
         teacher=read_teacher(config),
         disk=measure_disk(config.run.folder),
@@ -127,11 +127,17 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
     if config.lora is None:
         return None
     from slipstream.trainer.model.lora import blank_adapter
-    from slipstream.weights.adapter_folder import check_adapter_fits
+    from slipstream.trainer.model.vision_towers import names_in_towers
+    from slipstream.weights.adapter_folder import adapted_modules, check_adapter_fits, read_adapter_shapes
 
     model, lora = config.model, config.lora
     adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
     if lora.path is not None:
+        modules = adapted_modules(read_adapter_shapes(Path(lora.path)))
+        of_tower = names_in_towers(model.path, modules, trust_remote_code=model.trust_remote_code)
+        if bool(of_tower) != model.train_tower:
+            what, setting = ("is of the vision tower too", "true") if of_tower else ("is of no vision tower", "false")
+            raise ConfigError(f"the adapter in {lora.path} {what}: set model.train_tower = {setting}")
         check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
     if model.train_tower and not adapter.of_tower:
         raise ConfigError(
@@ -307,7 +313,8 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None, trust_remote_code)
 
 
-def _model_type(path: str, trust_remote_code: bool) -> str:
+def model_type_of(path: str, trust_remote_code: bool) -> str:
+    """`model_type` of the configuration; empty without one."""
     return str(_config_values(path, trust_remote_code).get("model_type") or "")
 
 

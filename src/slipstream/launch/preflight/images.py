@@ -19,7 +19,9 @@ def check_images(
     and for those that have no effect without any. `on_cpu`: an engine has no GPU."""
     images = {image.sha256: image for talk in conversations for message in talk for image in message.media}
     if not images:
-        unused = {"train_tower = true": config.model.train_tower, "max_pixels": config.model.max_pixels}
+        # An adapter to start from, or to evaluate, may be of a tower whatever the data.
+        trains_tower = config.model.train_tower and (config.lora is None or config.lora.path is None)
+        unused = {"train_tower = true": trains_tower, "max_pixels": config.model.max_pixels}
         for name, value in unused.items():
             if value:
                 raise ConfigError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from slipstream.config import PlannedConfig
+from slipstream.config.traits import publishes_adapter
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
@@ -176,7 +177,7 @@ def _run_plan(config: PlannedConfig, scratch: Path) -> EnginePlan:
     plan = engine_plan(config, str(folder), on_cpu=not torch.cuda.is_available())
     if lora is None or lora.path is None:
         return verified_plan(plan, scratch)  # a fresh adapter changes nothing
-    if not lora.dora:
+    if not lora.dora and (publishes_adapter(config) or not config.model.train_tower):
         return verified_plan(plan, scratch, Path(lora.path), adapter_config(config))
     write_model_folder(scratch / "merged", with_adapter(config, load_model(config)).named_weights(), folder)
     merged = msgspec.structs.replace(plan.settings, model=str(scratch / "merged"))

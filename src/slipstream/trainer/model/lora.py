@@ -223,6 +223,8 @@ def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: 
     reached = {id(module) for part in _parts(network, with_tower) for module in part.modules()}
     modules = ((name, module) for name, module in network.named_modules() if id(module) in reached)
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    every = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    tower_linears = every - linears.keys()
     usable = [name for name, module in linears.items() if module is not head]
     known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
     if targets == ALL_LINEAR:
@@ -232,6 +234,11 @@ def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: 
     chosen: set[str] = set()
     for target in targets:
         matching = [name for name in linears if _has_end(name, (target,))]
+        if not matching and any(_has_end(name, (target,)) for name in tower_linears):
+            raise ConfigError(
+                f'lora.target_modules has "{target}", a layer of the vision tower, which is frozen: set '
+                "model.train_tower = true, or leave it out"
+            )
         if not matching:
             raise ConfigError(
                 f'lora.target_modules has "{target}", and no linear layer of {type(network).__name__} that '

@@ -37,8 +37,12 @@ def of_linear_layers() -> None:
         raise Absent("LoRAModelManager._match_target_modules")
 
     def matches_linear(self: Any, module_name: str) -> bool:
+        if not matches(self, module_name):
+            return False
         module = self.model.get_submodule(module_name)
-        return matches(self, module_name) and (hasattr(module, "quant_method") or isinstance(module, BaseLayerWithLoRA))
+        # What vLLM can quantize: linear layers, embeddings, experts.
+        has_weights = hasattr(module, "quant_method") or hasattr(module, "_quant_method")
+        return has_weights or isinstance(module, BaseLayerWithLoRA)
 
     manager._match_target_modules = matches_linear
 
