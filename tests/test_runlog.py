@@ -127,6 +127,9 @@ def test_readers_of_a_run_that_writes_fast_see_no_damage(tmp_path):
     process = start_writer(tmp_path / "run")
     try:
         assert {runlog.summarize(tmp_path / "run").status for _ in range(8)} == {"running"}
+        deadline = time.monotonic() + 30
+        while not num_lines(tmp_path / "run") and time.monotonic() < deadline:
+            time.sleep(0.01)
     finally:
         kill(process)
     path = tmp_path / "run/metrics.jsonl"
