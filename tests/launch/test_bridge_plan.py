@@ -5,7 +5,7 @@ import pytest
 from slipstream.config import LoraConfig
 from slipstream.config.checks import contradictions
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.facts import AdapterFacts, TowerFacts
+from slipstream.launch.plan.facts import AdapterFacts
 from slipstream.launch.plan.memory.sizes import GIB
 
 from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, plan, reasons
@@ -68,19 +68,14 @@ def test_an_adapter_of_a_tower_that_vllm_does_not_find_travels_merged():
     towers = GRPO.model_copy(
         update={"lora": LoraConfig(), "model": GRPO.model.model_copy(update={"train_tower": True})}
     )
-    shape = {"depth": 2, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_elements": 48, "merged": 4}
-    shape |= {"token_outputs": 8, "num_added": 0, "total_tokens": 8, "image_tokens": 4, "row_tokens": 4}
-    of = {
-        kind: TowerFacts(model_type=kind, is_trained=True, num_parameters=1000, **shape)
-        for kind in ("gemma3", "qwen3_vl")
-    }
-    found, why = bridge_of(config=towers, adapter=ADAPTER, tower=of["gemma3"], **CARD)
-    assert (found, "does not find the layers of gemma3's vision tower" in why) == ("disk", True)
-    assert bridge_of(config=towers, adapter=ADAPTER, tower=of["gemma3"], **TWO)[0] == "broadcast"
-    assert bridge_of(config=towers, adapter=ADAPTER, tower=of["qwen3_vl"], **CARD)[0] == "lora"
+    gemma, qwen = ({"architecture": f"{kind}ForConditionalGeneration"} for kind in ("Gemma3", "Qwen3VL"))
+    found, why = bridge_of(config=towers, adapter=ADAPTER, **gemma, **CARD)
+    assert (found, "does not find the layers of Gemma3" in why) == ("disk", True)
+    assert bridge_of(config=towers, adapter=ADAPTER, **gemma, **TWO)[0] == "broadcast"
+    assert bridge_of(config=towers, adapter=ADAPTER, **qwen, **CARD)[0] == "lora"
     for bridge in ("lora", "single_copy"):
         with pytest.raises(ConfigError, match=f'weights.bridge = "{bridge}" publishes the adapter alone'):
-            bridge_of({"weights.bridge": bridge}, towers, adapter=ADAPTER, tower=of["gemma3"], **CARD)
+            bridge_of({"weights.bridge": bridge}, towers, adapter=ADAPTER, **gemma, **CARD)
 
 
 def test_where_both_sides_do_not_fit_the_one_that_leaves_more_room_wins_and_both_are_shown():

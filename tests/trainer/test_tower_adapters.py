@@ -170,7 +170,7 @@ def test_a_tower_that_vllm_does_not_find_is_served_merged(folders, tmp_path):
         write_adapter_folder(tmp_path / family, adapter.named_weights(), adapter.config)
     found = [Deployable(kind, str(folders[kind]), tmp_path / kind) for kind in ("qwen3-vl", "gemma3")]
     assert adapter_config_of(found[0]).with_tower
-    with pytest.raises(ConfigError, match="is of a vision tower of gemma3, which vLLM does not load"):
+    with pytest.raises(ConfigError, match="is of a vision tower of Gemma3ForConditionalGeneration, which vLLM does"):
         adapter_config_of(found[1])
 
 

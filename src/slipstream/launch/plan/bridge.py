@@ -17,7 +17,7 @@ from slipstream.launch.plan.memory.sizes import gib
 from slipstream.launch.plan.memory.split import memory_needs, memory_split
 from slipstream.launch.plan.placement import one_copy_obstacle
 
-NOT_ADAPTED = ("gemma3",)
+NOT_ADAPTED = ("Gemma3ForConditionalGeneration",)
 """Models in whose vision tower transformers and vLLM name the layers differently."""
 
 
@@ -63,9 +63,9 @@ def _choice(builder: PlanBuilder) -> tuple[str, str]:
 
 def _adapter_obstacle(builder: PlanBuilder) -> str:
     """Why vLLM cannot have the adapter beside the model; empty if it can, or without one."""
-    tower, lora = builder.facts.tower, builder.original.lora
-    if lora is not None and tower is not None and tower.is_trained and tower.model_type in NOT_ADAPTED:
-        return f"vLLM does not find the layers of {tower.model_type}'s vision tower that it is of"
+    kind, config = builder.facts.model.architecture, builder.original
+    if config.lora is not None and config.model.train_tower and kind in NOT_ADAPTED:
+        return f"vLLM does not find the layers of {kind}'s vision tower that it is of"
     return ""
 
 

@@ -102,7 +102,7 @@ def gather_facts(
         gpu_capability=gpu_capability(),
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
-        tools=tools and dataclasses.replace(tools, model_type=model_type_of(config.model.path, trusted)),
+        tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),
         tower=measure_tower(config, model, images),
         teacher=read_teacher(config),
         disk=measure_disk(config.run.folder),
@@ -313,8 +313,7 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None, trust_remote_code)
 
 
-def model_type_of(path: str, trust_remote_code: bool) -> str:
-    """`model_type` of the configuration; empty without one."""
+def _model_type(path: str, trust_remote_code: bool) -> str:
     return str(_config_values(path, trust_remote_code).get("model_type") or "")
 
 

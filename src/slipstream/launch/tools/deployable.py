@@ -18,7 +18,7 @@ from slipstream.launch.plan.bridge import NOT_ADAPTED
 from slipstream.launch.plan.deadlines import LEAST_S
 from slipstream.launch.plan.derive import SMALL_MODEL_PARAMETERS
 from slipstream.launch.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
-from slipstream.launch.plan.measure import model_type_of, read_model
+from slipstream.launch.plan.measure import read_model
 from slipstream.launch.plan.memory.sizes import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
 from slipstream.launch.plan.memory.split import MAX_KV_PART, MIN_KV_CACHE_GIB
 from slipstream.launch.preflight.model_folder import check_hub_id, check_model, hub_id
@@ -153,7 +153,8 @@ def adapter_config_of(deployable: Deployable, *, trust_remote_code: bool = False
     modules = adapted_modules(read_adapter_shapes(deployable.adapter))
     targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
     has_tower = adapts_tower(deployable.model, modules, trust_remote_code=trust_remote_code)
-    if has_tower and (kind := model_type_of(deployable.model, trust_remote_code)) in NOT_ADAPTED:
+    kind = read_model(deployable.model, trust_remote_code=trust_remote_code).architecture
+    if has_tower and kind in NOT_ADAPTED:
         raise ConfigError(
             f"the adapter in {deployable.adapter} is of a vision tower of {kind}, which vLLM does not load: make a "
             "whole model of it with slipstream export --merged"

@@ -217,7 +217,7 @@ def _ends_of(name: str) -> Iterator[str]:
 
 def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: bool = False) -> list[str]:
     """Names of the linear layers that `targets` select: suffixes of names, or `all-linear`, all but the LM head. Layers
-    of a vision tower are excluded unless `with_tower`, and then some must be selected."""
+    of a vision tower are excluded unless `with_tower`."""
     found: Any = network
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
     reached = {id(module) for part in _parts(network, with_tower) for module in part.modules()}
