@@ -8,7 +8,8 @@ condition, an argument or a call that is left out. It meets the tests of `--test
 that `make coverage` has left, those without an engine first, until one fails. A line that is run while a module is
 imported meets those that run any line of its module, and then all of `--tests`; a line that no test runs meets none.
 `--at-once` defects are tried side by side, each with one test at a time. What survives is for a person to judge: some
-changes change nothing, or nothing without a GPU.
+changes change nothing, or nothing without a GPU. `--packages algo --units` takes one package and its unit tests alone,
+which is quick enough for hundreds.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--num", type=int, default=60)
+    parser.add_argument("--packages", nargs="+", default=PACKAGES, help="where they are put, of src/slipstream")
+    parser.add_argument("--units", action="store_true", help="only the tests without an engine or a command")
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage" / "data")
     parser.add_argument("--tests", default="quick")
     parser.add_argument("--at-once", type=int, default=2)
@@ -178,10 +181,10 @@ def main() -> None:
     data.read()
     measured = {Path(file): data.contexts_by_lineno(file) for file in data.measured_files()}
     candidates = []
-    for package in PACKAGES:
+    for package in options.packages:
         for path in sorted((SOURCE / package).rglob("*.py")):
             candidates += [(path, *place) for place in places(path)]
-    drawn = random.Random(options.seed).sample(candidates, options.num)
+    drawn = random.Random(options.seed).sample(candidates, min(options.num, len(candidates)))
     print(f"{len(candidates)} possible defects, {len(drawn)} drawn", flush=True)
     rows: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
     left = [(str(key), place) for key, place in enumerate(drawn) if str(key) not in rows]
@@ -205,11 +208,12 @@ def _try(
     covering = _tests_of(contexts)
     of_module = _tests_of(context for each in measured.values() for context in each)
     near = covering or (of_module if contexts else [])
-    stages = [[test for test in near if test.startswith(SLOW) == slow] for slow in (False, True)]
+    kinds = (False,) if options.units else (False, True)
+    stages = [[test for test in near if test.startswith(SLOW) == slow] for slow in kinds]
     if not covering and contexts:
         files = {path.relative_to(ROOT).parts[:2] for path in (ROOT / "tests").rglob("test_*.py")}
         folders = ["/".join(parts) + "/" * (not parts[1].endswith(".py")) for parts in sorted(files)]
-        stages += [[folder for folder in folders if folder.startswith(SLOW) == slow] for slow in (False, True)]
+        stages += [[folder for folder in folders if folder.startswith(SLOW) == slow] for slow in kinds]
     said, num_tests = None, "all" if not covering and contexts else len(covering)
     with tempfile.TemporaryDirectory(prefix="slipstream-defect-") as folder:
         tree = Path(folder) / "tree"
