@@ -149,7 +149,7 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
     unreached = adapter.unreached
     return AdapterFacts(
         adapter.num_parameters,
-        adapter.config.target_modules,
+        tuple(sorted(adapter.config.target_modules)),
         num_outputs,
         sum(unreached.values()),
         tuple(sorted(unreached)),
