@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from slipstream.inference.plugin.patches import adapter_file, patch_table
+from slipstream.inference.plugin.patches import adapters, patch_table
 from slipstream.weights.adapter_folder import AdapterConfig, adapter_parameter, write_adapter_folder
 
 pytestmark = pytest.mark.engine
@@ -50,7 +50,7 @@ def write(folder, config=CONFIG, dtype=torch.bfloat16):
 def test_the_loader_gets_the_same_numbers_in_one_stretch_of_memory(tmp_path, lora_model, dtype):
     write(tmp_path / "a", dtype=dtype)
     wanted = loaded(lora_model, tmp_path / "a")
-    adapter_file.read_at_once(WITH_ADAPTERS)
+    adapters.read_at_once(WITH_ADAPTERS)
     found = loaded(lora_model, tmp_path / "a")
     assert found.keys() == wanted.keys()
     assert len(found) == 2 * len(MODULES)
@@ -61,19 +61,19 @@ def test_the_loader_gets_the_same_numbers_in_one_stretch_of_memory(tmp_path, lor
 
 def test_the_loader_refuses_what_it_refused(tmp_path, lora_model):
     write(tmp_path / "a", dataclasses.replace(CONFIG, target_modules=("q_proj",)))
-    adapter_file.read_at_once(WITH_ADAPTERS)
+    adapters.read_at_once(WITH_ADAPTERS)
     with pytest.raises(ValueError, match="expected target modules"):
         loaded(lora_model, tmp_path / "a", expected=["q_proj"])
 
 
 def test_other_types_are_left_to_vllm_and_another_vllm_is_left_alone(tmp_path, lora_model):
-    adapter_file.read_at_once(WITH_ADAPTERS)
+    adapters.read_at_once(WITH_ADAPTERS)
     path = tmp_path / "t.safetensors"
     safetensors.torch.save_file({"n": torch.arange(3)}, path)
     with lora_model.safetensors.safe_open(path, framework="pt") as file:
         assert list(file.keys()) == ["n"]
         assert torch.equal(file.get_tensor("n"), torch.arange(3))
     with pytest.raises(patch_table.Absent, match="safetensors"):  # it is one already
-        adapter_file.read_at_once(WITH_ADAPTERS)
+        adapters.read_at_once(WITH_ADAPTERS)
     with pytest.raises(patch_table.NotNeeded, match="adapters"):
-        adapter_file.read_at_once(SimpleNamespace(lora_manager=None))
+        adapters.read_at_once(SimpleNamespace(lora_manager=None))
