@@ -14,8 +14,10 @@ from slipstream.launch.plan.summary import trainer_bytes
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import identity_of, tasks_digest
 from slipstream.records import Media, Message, Task
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from tests.data.test_square_images import save_model
 
 SFT = """
@@ -148,6 +150,18 @@ def test_tasks_with_images_have_the_digest_that_earlier_versions_gave_them():
 def test_settings_that_images_exclude(run, overrides, said):
     with pytest.raises(ConfigError, match=said):
         run(*overrides)
+
+
+def test_text_alone_of_an_adapter_of_a_tower(run, model, tmp_path):
+    """A tower that nothing trains is refused, and not an adapter that has layers of one: `slipstream eval` on text."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    asked = ("--model.train_tower", "true", "--lora.rank", "4", "--lora.alpha", "8")
+    with pytest.raises(ConfigError, match=r"model.train_tower = true has no effect without an image in the data"):
+        run(*asked)
+    policy = PolicyModel.load(model, train_tower=True)
+    adapter = policy.add_adapter(AdapterConfig(4, 8.0, ("all-linear",), str(model), with_tower=True))
+    write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config)
+    assert run(*asked, "--lora.path", str(tmp_path / "adapter")).num_items == 3
 
 
 def test_images_whose_tokens_see_later_ones(run, tmp_path, monkeypatch):

@@ -82,6 +82,11 @@ def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(modules))
 
 
+def selects(targets: Iterable[str], module: str) -> bool:
+    """Whether some of PEFT's target names is the module's name or an end of it."""
+    return any(f".{module}".endswith(f".{target}") for target in targets)
+
+
 def write_adapter_folder(
     folder: Path,
     named_weights: Iterable[tuple[str, Tensor]],

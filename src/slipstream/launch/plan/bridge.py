@@ -40,7 +40,7 @@ def plan_bridge(builder: PlanBuilder) -> None:
 def _choice(builder: PlanBuilder) -> tuple[str, str]:
     lora, obstacle = builder.original.lora, _adapter_obstacle(builder)
     if obstacle:
-        how = f"the adapter merged, as {obstacle}"
+        how = f"the adapter is merged into the model: {obstacle}"
         return ("broadcast" if builder["run.placement"] == "separate" else "disk"), how
     if lora is not None and not lora.dora:
         return "lora", "[lora] is set: only the adapter is published"
@@ -65,7 +65,7 @@ def _adapter_obstacle(builder: PlanBuilder) -> str:
     """Why vLLM cannot have the adapter beside the model; empty if it can, or without one."""
     kind, config = builder.facts.model.architecture, builder.original
     if config.lora is not None and config.model.train_tower and kind in NOT_ADAPTED:
-        return f"vLLM does not find the layers of {kind}'s vision tower that it is of"
+        return f"vLLM has other names for the layers of {kind}'s vision tower"
     return ""
 
 

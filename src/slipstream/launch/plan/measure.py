@@ -136,8 +136,10 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
         modules = adapted_modules(read_adapter_shapes(Path(lora.path)))
         of_tower = names_in_towers(model.path, modules, trust_remote_code=model.trust_remote_code)
         if bool(of_tower) != model.train_tower:
-            what, setting = ("is of the vision tower too", "true") if of_tower else ("is of no vision tower", "false")
-            raise ConfigError(f"the adapter in {lora.path} {what}: set model.train_tower = {setting}")
+            what, setting = ("layers", "true") if of_tower else ("no layers", "false")
+            raise ConfigError(
+                f"the adapter in {lora.path} has {what} of a vision tower: set model.train_tower = {setting}"
+            )
         check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
     if model.train_tower and not adapter.of_tower:
         raise ConfigError(

@@ -156,8 +156,8 @@ def adapter_config_of(deployable: Deployable, *, trust_remote_code: bool = False
     kind = read_model(deployable.model, trust_remote_code=trust_remote_code).architecture
     if has_tower and kind in NOT_ADAPTED:
         raise ConfigError(
-            f"the adapter in {deployable.adapter} is of a vision tower of {kind}, which vLLM does not load: make a "
-            "whole model of it with slipstream export --merged"
+            f"the adapter in {deployable.adapter} has layers of the vision tower of {kind}, for which vLLM has other "
+            "names: make a whole model of it with slipstream export --merged"
         )
     return AdapterConfig(adapter.rank, adapter.alpha, targets, hub_id(deployable.model), with_tower=has_tower)
 

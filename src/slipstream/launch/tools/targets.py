@@ -125,7 +125,9 @@ def with_model(loaded: Loaded, model: str) -> Loaded:
 def _targets(named: tuple[str, ...], modules: tuple[str, ...]) -> tuple[str, ...]:
     """Names that select these adapted modules: those in the adapter's file that do, unless that has a pattern of
     PEFT."""
-    used = tuple(name for name in named if any(f".{module}".endswith(f".{name}") for module in modules))
-    if all(any(f".{module}".endswith(f".{name}") for name in used) for module in modules):
+    from slipstream.weights.adapter_folder import selects
+
+    used = tuple(name for name in named if any(selects([name], module) for module in modules))
+    if all(selects(used, module) for module in modules):
         return used
     return tuple(sorted({module.rpartition(".")[2] for module in modules}))

@@ -28,6 +28,7 @@ from slipstream.weights.adapter_folder import (
     check_adapter_fits,
     magnitude_parameter,
     read_adapter_tensors,
+    selects,
 )
 
 ALL_LINEAR = "all-linear"
@@ -136,7 +137,7 @@ class Adapter:
             layers[name] = module
         excluded = () if config.with_tower else tuple(towers)
         others = modules - layers.keys() - set(in_modules(modules, excluded))
-        if targets == ALL_LINEAR or any(_has_end(name, config.target_modules) for name in others):
+        if targets == ALL_LINEAR or any(selects(config.target_modules, name) for name in others):
             # Spelled out: other loaders may resolve "all-linear" differently, and adapt what is no linear layer.
             config = replace(config, target_modules=_ends(layers, others))
         adapter = cls(layers, replace(config, excluded=excluded))
@@ -199,10 +200,6 @@ class Adapter:
         return plain
 
 
-def _has_end(name: str, ends: Sequence[str]) -> bool:
-    return any(f".{name}".endswith(f".{end}") for end in ends)
-
-
 def _ends(layers: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
     """The shortest ends of the layers' names that no other module's name has."""
     taken = {end for name in others for end in _ends_of(name)}
@@ -221,10 +218,8 @@ def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: 
     found: Any = network
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
     reached = {id(module) for part in _parts(network, with_tower) for module in part.modules()}
-    modules = ((name, module) for name, module in network.named_modules() if id(module) in reached)
-    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
-    every = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    tower_linears = every - linears.keys()
+    every = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in every.items() if id(module) in reached}
     usable = [name for name, module in linears.items() if module is not head]
     known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
     if targets == ALL_LINEAR:
@@ -233,8 +228,8 @@ def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: 
         return usable
     chosen: set[str] = set()
     for target in targets:
-        matching = [name for name in linears if _has_end(name, (target,))]
-        if not matching and any(_has_end(name, (target,)) for name in tower_linears):
+        matching = [name for name in linears if selects([target], name)]
+        if not matching and any(selects([target], name) for name in every):
             raise ConfigError(
                 f'lora.target_modules has "{target}", a layer of the vision tower, which is frozen: set '
                 "model.train_tower = true, or leave it out"
