@@ -16,7 +16,7 @@ from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.learner import score
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.packing import StepBatch
+from slipstream.trainer.packing import StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector")
@@ -111,7 +111,10 @@ def test_the_reference_is_the_model_without_the_towers_adapter(family, folders):
     base = score(PolicyModel.load(folder), batch, micro_batch_tokens=512).logprobs
     # Only the tower has an adapter, so that nothing else makes a difference.
     learner = adapted(folder, ("visual.merger.linear_fc2",) if family == "qwen3-vl" else ("fc1", "fc2"))
-    reference = learner.model.without_adapter()
+    reference, plain_model = learner.model.without_adapter(), PolicyModel.load(folder)
+    (row,) = micro_batches(StepBatch(batch), 512)
+    assert reference.embed(row).embeds_TD.equal(plain_model.embed(row).embeds_TD)
+    assert not learner.model.embed(row).embeds_TD.equal(plain_model.embed(row).embeds_TD)
     for _ in range(2):
         ours = learner.forward(batch).logprobs
         without = score(reference, batch, micro_batch_tokens=512).logprobs
