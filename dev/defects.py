@@ -9,7 +9,7 @@ that `make coverage` has left, those without an engine first, until one fails. A
 imported meets those that run any line of its module, and then all of `--tests`; a line that no test runs meets none.
 `--at-once` defects are tried side by side, each with one test at a time. What survives is for a person to judge: some
 changes change nothing, or nothing without a GPU. `--packages algo --units` takes one package and its unit tests alone,
-which is quick enough for hundreds.
+which is quick enough for hundreds, and draws from the lines that these run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import coverage
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "slipstream"
@@ -47,6 +49,8 @@ GUARDS = ("strict", "frozen", "slots", "kw_only")
 """Arguments that only refuse what no program does."""
 TEST_LIMIT_S = 240
 NO_TESTS_RAN, WRONG_USE = 5, 4
+FORKS = multiprocessing.get_context("forkserver")
+IMPORTED = ["hypothesis", "torch._dynamo", "transformers.modeling_utils", "peft"]
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -138,28 +142,40 @@ def changed(path: Path, number: int) -> str:
 
 
 def run_tests(tree: Path, names: list[str], options: argparse.Namespace) -> str | None:
-    """What the first test that failed said; None when none did in `--limit` seconds. One that hangs fails by itself."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tests", options.tests, "-p", "no:cacheprovider"]
-    command += ["--numprocesses", "0", "--timeout", str(TEST_LIMIT_S), *names]
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-    process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        out, _ = process.communicate(timeout=options.limit)
-    except subprocess.TimeoutExpired:
+    """What the first test that failed said; None when none did. One that hangs fails by itself.
+
+    Raises TimeoutError after `--limit` seconds.
+    """
+    arguments = ["-q", "-x", "--tests", options.tests, "-p", "no:cacheprovider"]
+    arguments += ["--numprocesses", "0", "--timeout", str(TEST_LIMIT_S), *names]
+    printed = tree.parent / "printed"
+    process = FORKS.Process(target=_pytest, args=(tree, arguments, printed))
+    process.start()
+    process.join(options.limit)
+    if process.is_alive():
         process.terminate()
-        try:
-            process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:  # a defect may keep it from ending, and engines its pipe open
-            process.kill()
+        process.join(60)
+        process.kill()  # a defect may keep it from ending
+        raise TimeoutError
+    out = printed.read_text(errors="replace")
+    if process.exitcode in (0, NO_TESTS_RAN):
         return None
-    if process.returncode in (0, NO_TESTS_RAN):
-        return None
-    if process.returncode == WRONG_USE and "while loading conftest" not in out:
+    if process.exitcode == WRONG_USE and "while loading conftest" not in out:
         sys.exit(f"pytest does not know these tests, so measure the coverage again: {out[-2000:]}")
     said = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return (said or out.splitlines()[-1:])[0]
+    return (said or out.splitlines()[-1:] or [f"exit {process.exitcode}"])[0]
+
+
+def _pytest(tree: Path, arguments: list[str], printed: Path) -> None:
+    """pytest in a fork of a process that has imported what takes long, and nothing of Slipstream."""
+    os.setsid()
+    descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(tree)
+    sys.path[:0] = [str(tree), str(tree / "src")]
+    os.environ["PYTHONPATH"] = str(tree / "src")
+    sys.exit(pytest.main(arguments))
 
 
 def main() -> None:
@@ -177,13 +193,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    FORKS.set_forkserver_preload(IMPORTED)
     data = coverage.CoverageData(str(options.coverage))
     data.read()
     measured = {Path(file): data.contexts_by_lineno(file) for file in data.measured_files()}
     candidates = []
     for package in options.packages:
         for path in sorted((SOURCE / package).rglob("*.py")):
-            candidates += [(path, *place) for place in places(path)]
+            lines = {line for line, contexts in measured.get(path, {}).items() if _tests_of(contexts, [False])}
+            candidates += [(path, *place) for place in places(path) if not options.units or place[1] in lines]
     drawn = random.Random(options.seed).sample(candidates, min(options.num, len(candidates)))
     print(f"{len(candidates)} possible defects, {len(drawn)} drawn", flush=True)
     rows: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
@@ -208,13 +226,12 @@ def _try(
     covering = _tests_of(contexts)
     of_module = _tests_of(context for each in measured.values() for context in each)
     near = covering or (of_module if contexts else [])
-    kinds = (False,) if options.units else (False, True)
-    stages = [[test for test in near if test.startswith(SLOW) == slow] for slow in kinds]
+    stages = [_tests_of(near, [slow]) for slow in ((False,) if options.units else (False, True))]
     if not covering and contexts:
         files = {path.relative_to(ROOT).parts[:2] for path in (ROOT / "tests").rglob("test_*.py")}
         folders = ["/".join(parts) + "/" * (not parts[1].endswith(".py")) for parts in sorted(files)]
-        stages += [[folder for folder in folders if folder.startswith(SLOW) == slow] for slow in kinds]
-    said, num_tests = None, "all" if not covering and contexts else len(covering)
+        stages += [[folder for folder in folders if folder.startswith(SLOW) == slow] for slow in (False, True)]
+    said, num_tests, late = None, "all" if not covering and contexts else len(covering), False
     with tempfile.TemporaryDirectory(prefix="slipstream-defect-") as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv", ".coverage", "runs", "models", "__pycache__")
@@ -223,21 +240,31 @@ def _try(
         (tree / name).write_text(new)
         for tests in stages:
             if said is None and tests:
-                said = run_tests(tree, tests, options)
+                try:
+                    said = run_tests(tree, tests, options)
+                except TimeoutError:
+                    late = True
     return {
         "file": name, "line": line, "change": change, "was": shown[0], "is": shown[1], "found": said is not None,
-        "by": said, "tests": num_tests, "seconds": round(time.monotonic() - began),
+        "by": said, "late": late, "tests": num_tests, "seconds": round(time.monotonic() - began),
     }  # fmt: skip
 
 
-def _tests_of(contexts: Iterable[str]) -> list[str]:
+def _tests_of(contexts: Iterable[str], slow: Sequence[bool] = (False, True)) -> list[str]:
     """The tests in the order in which their files have them: some go on with the engine of the test before."""
-    return sorted({context.partition("[")[0] for context in contexts if context}, key=_place)
+    tests = {context.partition("[")[0] for context in contexts if context}
+    return sorted((test for test in tests if test.startswith(SLOW) in slow), key=_place)
 
 
+@functools.cache
 def _place(test: str) -> tuple[str, int]:
     file, *_, name = test.split("::")
-    return file, (ROOT / file).read_text().find(f"def {name}(")
+    return file, _text(file).find(f"def {name}(")
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text()
 
 
 if __name__ == "__main__":

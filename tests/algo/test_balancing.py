@@ -54,6 +54,10 @@ def test_rows_for_several_processes_hold_every_sequence_once_and_are_even(length
     assert max(totals) - min(totals) <= longest * len(passes)
 
 
+def test_the_process_with_the_most_tokens_in_one_pass_has_the_fewest_in_the_next():
+    assert pack_evenly([8, 7, 6, 5, 4, 3], 8, 2) == [[[0], [1]], [[3], [2]], [[4], [5]]]
+
+
 def test_four_processes_share_a_batch_evenly():
     lengths = [100 + 7 * (number % 13) for number in range(256)]
     passes = pack_evenly(lengths, 4096, 4)

@@ -11,7 +11,7 @@ from slipstream.algo.logprobs import kept_tokens, processed_logits, processed_lo
 
 PARAMETERS = st.fixed_dictionaries(
     {
-        "temperature": st.sampled_from([0.5, 0.7, 1.0, 1.3]),
+        "temperature": st.sampled_from([0.5, 0.7, 1.0, 1.3, 2.0]),
         "top_k": st.sampled_from([0, 1, 3, 8, 50]),
         "top_p": st.sampled_from([0.3, 0.9, 0.95, 1.0]),
         "min_p": st.sampled_from([0.0, 0.05, 0.4]),
@@ -137,7 +137,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-RULES = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}]
+RULES = [{}, {"temperature": 2.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=["plain", "temperature", "all"])

@@ -41,6 +41,11 @@ def test_no_gradient_flows_exactly_where_the_clip_is_reported():
     assert new.grad[4].item() == -1.0
 
 
+def test_a_ratio_at_the_bound_is_not_clipped():
+    loss = clipped_policy_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]), 0.0, 0.0)
+    assert not (loss.clipped_low_N | loss.clipped_high_N).any()
+
+
 def test_importance_weights_are_capped_and_carry_no_gradient():
     old = torch.tensor([0.0, 1.0, -1.0], requires_grad=True)
     weights = truncated_importance_weights(old, torch.zeros(3), cap=2.0)

@@ -67,6 +67,8 @@ def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, rew
         (found(0.96, 0.3), "task too easy", "hardly anything left"),
         (found(0.85, 0.2), "task too easy", "only 20 % of the groups"),
         (found(0.85, 0.4), "ready for RL", "pass@1 85 %"),
+        (found(0.01, 0.6, pass_at_k=0.995), "ready for RL", "pass@1 1 %, pass@8 99.5 %"),
+        (found(0.005, 0.6, pass_at_k=0.99), "ready for RL", "pass@1 0.5 %, pass@8 99 %"),
     ],
 )
 def test_the_verdicts(statistics, verdict, says):

@@ -66,6 +66,7 @@ def test_under_turn_credit_a_group_has_signal_where_a_turns_returns_differ(episo
     ]
     found = [Refills(lambda step, number: [], 1, by_turns=by).has_signal(group) for by in (False, True)]
     assert found == [by_sums, by_turns]
+    assert Refills(lambda step, number: [], 1).has_signal(group) == by_sums
 
 
 async def test_groups_without_signal_are_drawn_again():
@@ -154,6 +155,19 @@ def test_every_rollout_is_in_the_batch_or_counted(rewards, size):
     assert (wanted == 0) == (sum(map(refills.has_signal, groups)) >= size)
 
 
+def test_a_refill_right_after_the_batchs_own_groups_is_one():
+    def group(name, *rewards):
+        return [Rollout(f"{name}.{n}", "t", name, [], reward, "done") for n, reward in enumerate(rewards)]
+
+    refills = Refills(lambda step, number: [], 9)
+    choice = choose(refills, [group("0", 1.0), group("1", 0.0, 1.0)], 1, 1)
+    assert [each[0].group_id for each in choice.groups] == ["1"]
+    assert (choice.reasons, choice.left_out) == ({"0": "no_signal"}, {"no_signal": 1})
+    assert choice.metrics["rollout/refilled_groups"] == 1
+    own = choose(refills, [group("0", 0.0, 1.0), group("1", 0.0, 1.0)], 1, 1)
+    assert (own.metrics["rollout/refilled_groups"], own.reasons) == (0, {"1": "surplus"})
+
+
 def rollouts(source, *outcomes):
     return [
         Rollout(f"{source}.{n}", "t", source, [], 0.0, outcome, source=source) for n, outcome in enumerate(outcomes)
@@ -172,5 +186,6 @@ def test_groups_are_counted_by_task_whether_they_are_trained_on_or_not():
         "task/words/a/drawn_groups": 1, "task/words/a/signal_groups": 0, "task/words/a/dropped": 2,
     }  # fmt: skip
     many = [rollouts(f"s{n}", "done") for n in range(MAX_TASKS + 3)]
-    assert task_counts([*many, *many], lambda group: True)["task/left_out"] == 3
+    crowded = task_counts([*many, *many], lambda group: True)
+    assert (crowded["task/left_out"], crowded["task/s0/drawn_groups"]) == (3, 2)
     assert task_counts(many[:MAX_TASKS] * 2, lambda group: True)["task/s0/drawn_groups"] == 2

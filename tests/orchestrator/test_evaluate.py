@@ -9,9 +9,17 @@ from slipstream.algo.statistics import wilson_interval
 from slipstream.errors import IntegrityError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.control import commands
-from slipstream.orchestrator.evaluate import MAX_SOURCES, evaluate, vote_of
+from slipstream.orchestrator.evaluate import (
+    MAX_SOURCES,
+    Evaluation,
+    evaluate,
+    further_metrics,
+    is_right,
+    refuse_other_versions,
+    vote_of,
+)
 from slipstream.orchestrator.rollouts import seed_of
-from slipstream.records import Task, Version
+from slipstream.records import Rollout, Sequence, Task, Version, VersionSpan
 from slipstream.runlog.samples import sample_id
 
 from .test_orchestrator import END, SAMPLING, TASKS, make_runner
@@ -113,6 +121,12 @@ async def test_an_evaluation_is_told_apart_by_data_source():
         ("none", "3", None),
         ("<think>3", "3", None),
         (" two  words ", "two words", "two words"),
+        ("\\boxed{x  y} of z", "x y", "x y"),
+        ("\\boxed{\\text{a} + {b}} }", "?", "\\text{a} + {b}"),
+        ("\\boxed{}", "7", ""),
+        ("it is 3/4", " -1/2 ", "3/4"),
+        ("it is .5", "1,000", "1/2"),
+        ("at 3 or 4", "3 or 4", "at 3 or 4"),
         ("\\boxed{1", "1", "1"),
     ],
 )
@@ -135,3 +149,116 @@ async def test_a_token_of_another_version_makes_no_figure():
     engine.version = None
     with pytest.raises(IntegrityError, match="holds tokens of version nobody knows which"):
         await evaluate(make_runner(engine), TASKS, **how)
+
+
+HOW = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0}
+
+
+async def test_what_is_said_of_rollouts_that_end_in_several_ways():
+    def script(prompt, seed):
+        return [*map(ord, {"0": "b", "1": "bbbbbbbb", "2": "x"}[chr(prompt[-1])]), END]
+
+    engine, requests, ended = ScriptedEngine(script), [], []
+    engine.on_request = requests.append
+    found = await evaluate(make_runner(engine), TASKS, **HOW, max_failures=0.5, on_rollout=lambda: ended.append(1))
+    low, high = wilson_interval(1, 3)
+    assert found.metrics() == {
+        "eval/accuracy": pytest.approx(1 / 3),
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/num_tasks": 3.0,
+        "eval/num_failed": 1.0,
+        "eval/reward": 0.5,
+        "eval/length": 3.0,
+        "eval/truncated_fraction": pytest.approx(1 / 3),
+    }
+    assert len(ended) == 3
+    assert all(request.is_urgent for request in requests)
+    assert sorted(request.group_id for request in requests) == ["eval.0", "eval.1", "eval.2"]
+
+
+async def test_where_all_fail_all_figures_are_zero():
+    tasks = [msgspec.structs.replace(task, info={"data_source": "s"}) for task in TASKS]
+    runner = make_runner(letters("x"))
+    found = (await evaluate(runner, tasks, **HOW, max_failures=1.0)).metrics()
+    for name in ("accuracy", "reward", "length", "truncated_fraction", "source/s/accuracy", "source/s/reward"):
+        assert found[f"eval/{name}"] == 0.0, name
+    assert (found["eval/num_failed"], found["eval/source/s/num_tasks"]) == (3.0, 3.0)
+    several = (await evaluate(runner, tasks, **HOW, max_failures=1.0, samples_per_task=2)).metrics()
+    assert several["eval/mean@2"] == several["eval/reward"] == several["eval/source/s/mean@2"] == 0.0
+    assert not any("reward/" in name for name in several)
+
+
+async def test_figures_by_source_are_over_its_own_tasks_and_samples():
+    tasks = [
+        msgspec.structs.replace(task, info={"data_source": source}) for task, source in zip(TASKS, "ssr", strict=True)
+    ]
+    answers = {"0": "bb", "1": "ba", "2": "xb"}
+    asked = collections.Counter()
+
+    def script(prompt, seed):
+        asked[chr(prompt[-1])] += 1
+        return [ord(answers[chr(prompt[-1])][asked[chr(prompt[-1])] - 1]), END]
+
+    evaluation = await evaluate(make_runner(ScriptedEngine(script)), tasks, **HOW, max_failures=0.5, samples_per_task=2)
+    found = evaluation.metrics()
+    assert (found["eval/source/s/accuracy"], found["eval/source/s/reward"]) == (0.75, 0.75)
+    assert (found["eval/source/s/mean@2"], found["eval/source/s/pass@2"]) == (0.75, 1.0)
+    assert found["eval/source/s/reward/mean@2"] == 0.75
+    assert (found["eval/source/r/accuracy"], found["eval/source/r/reward"]) == (0.5, 1.0), "one has no reward"
+    assert found["eval/source/r/reward/mean@1"] == 1.0
+    assert (found["eval/accuracy"], found["eval/samples_per_task"]) == (pytest.approx(4 / 6), 2)
+    assert "eval/source/s/std@2_low" in found
+    assert "eval/source/r/std@2_low" not in found, "one task has no interval"
+    assert evaluation.interval == (found["eval/mean@2_low"], found["eval/mean@2_high"])
+    assert "eval/sources_left_out" not in found
+
+
+async def test_as_many_sources_as_there_is_room_for_are_all_told():
+    tasks = [Task(f"t{n}", TASKS[0].prompt, "b", {"data_source": f"s{n}"}) for n in range(MAX_SOURCES)]
+    found = (await evaluate(make_runner(letters("b")), tasks, **HOW, max_failures=0.0)).metrics()
+    assert "eval/sources_left_out" not in found
+    assert found[f"eval/source/s{MAX_SOURCES - 1}/accuracy"] == 1.0
+
+
+def test_a_sequence_that_nothing_was_sampled_of_is_of_every_version():
+    prompt, sampled = (
+        Sequence([1, 2], [False, False]),
+        Sequence([1, 2], [False, True], versions=[VersionSpan(1, "0.2")]),
+    )
+    rollout = Rollout("r", "t", "g", [prompt, sampled], 1.0, "done")
+    refuse_other_versions([rollout], Version(0, 2))
+    with pytest.raises(
+        IntegrityError, match=r"rollout r of the evaluation of version 0\.3 holds tokens of version 0\.2"
+    ):
+        refuse_other_versions([rollout], Version(0, 3))
+    mixed = Sequence([1, 2], [True, True], versions=[VersionSpan(0, "0.2"), VersionSpan(1, "0.3")])
+    with pytest.raises(IntegrityError, match=r"of the test of version 0\.2 holds tokens of version 0\.2, 0\.3:"):
+        refuse_other_versions([Rollout("r", "t", "g", [mixed], 1.0, "done")], Version(0, 2), "the test")
+
+
+def test_right_is_what_was_graded_and_reaches_the_threshold():
+    def of(reward, outcome):
+        return Rollout("r", "t", "g", [], reward, outcome)
+
+    assert is_right(of(0.5, "done"), 0.5)
+    assert is_right(of(0.5, "truncated"), 0.5)
+    assert not is_right(of(0.49, "done"), 0.5)
+    assert not is_right(of(1.0, "reward_error"), 0.5)
+
+
+def test_of_one_sample_a_task_nothing_else_is_told():
+    assert Evaluation(4, 3, 0, 0.75, 2.0, 0.0).accuracy == 0.75
+    assert Evaluation(4, 3, 0, 0.75, 2.0, 0.0).interval == wilson_interval(3, 4)
+
+
+def test_an_empty_completion_votes_for_nothing():
+    """As one whose thinking never ends: the two are of one opinion."""
+
+    def of(completion, reward):
+        return Rollout("r", "t", "g", [], reward, "done", completion=completion)
+
+    task = msgspec.structs.replace(TASKS[0], answer="b")
+    rollouts = [of("", 0.0), of("<think>", 0.0), of("b", 1.0), of("b", 1.0)]
+    assert further_metrics([task], rollouts, 1.0)["eval/maj@4"] == pytest.approx(0.5)
+    assert further_metrics([task], [of("b", 1.0)], 1.0) == {}

@@ -13,6 +13,7 @@ from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
+from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
@@ -257,3 +258,64 @@ def test_draws_go_on_where_an_earlier_attempt_ended():
     assert again == Draws(7)
     with pytest.raises(KeyError):
         again.use([1])
+
+
+class Marks(Hooks):
+    """When rounds begin and batches end."""
+
+    def __init__(self):
+        self.told = []
+
+    def round_began(self, num_rollouts):
+        self.told.append(num_rollouts)
+
+    def batch_ended(self):
+        self.told.append("ended")
+
+
+def orders_of(batcher, versions, hooks):
+    return {
+        "data": InDataOrder(batcher, versions, tasks_of_step, hooks),
+        "ready": ReadyFirst(batcher, versions, tasks_of_step, hooks, SIZE, Draws()),
+    }
+
+
+@pytest.mark.parametrize("order", ["data", "ready"])
+async def test_nothing_begins_before_the_first_version_is_released(order):
+    engine, hooks, made = ScriptedEngine(say("b")), Marks(), asyncio.Queue()
+    versions = Versions(engine, apply_timeout_s=1.0)
+    versions.allow_in_flight()
+    making = asyncio.create_task(orders_of(make_batcher(engine), versions, hooks)[order].make_all(0, 2, made.put))
+    await asyncio.sleep(0.02)
+    assert (making.done(), engine.num_requests) == (False, 0)
+    for step in range(2):
+        await versions.apply(Ticket(Version(0, step, "d"), "disk", "f", ()))
+        await versions.release(step)
+        assert (await asyncio.wait_for(made.get(), 10)).step == step
+    await asyncio.wait_for(making, 10)
+    assert hooks.told == [2 * SIZE, "ended"] * 2
+
+
+async def test_no_more_groups_run_than_the_batches_need_unless_it_is_asked_for():
+    engine, made = Uneven(say("b"), longest_s=0.05), asyncio.Queue()
+    versions = Versions(engine, apply_timeout_s=1.0)
+    versions.allow_in_flight()
+    await versions.apply(Ticket(Version(0, 0, "d"), "disk", "f", ()))
+    await versions.release(0)
+    await asyncio.wait_for(orders_of(make_batcher(engine), versions, Hooks())["ready"].make_all(0, 1, made.put), 10)
+    assert engine.most_running == 2 * SIZE
+    assert len(made.get_nowait().draws) == SIZE
+
+
+@pytest.mark.parametrize("order", ["data", "ready"])
+async def test_the_seconds_of_each_batch_are_counted_from_the_first_on(order):
+    class Timed(ScriptedEngine):
+        async def generate(self, request):
+            if request.id.partition("-")[0].endswith(".0.0"):  # one of each group
+                now[0] += 4.0
+            return await super().generate(request)
+
+    now = [100.0]
+    batches = await train(Timed(say("b")), order=order, staleness=0, steps=3, idle=IdleTime(clock=lambda: now[0]))
+    assert [batch.metrics["idle/engine_s"] for batch in batches] == [12.0] * 3
+    assert [batch.metrics["idle/trainer_s"] for batch in batches] == [12.0, 0.0, 0.0], "nobody told of a release"

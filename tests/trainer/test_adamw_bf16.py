@@ -187,3 +187,46 @@ def test_the_state_of_masters_is_refused_and_nothing_changes():
         optimizer.load_state(masters.state())
     assert (fresh.weight == 2.0).all()
     assert optimizer.step == 0
+
+
+def test_vectors_are_not_decayed_and_matrices_are():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    optimizer = RoundedAdamW(model.named_parameters(), seed=0, weight_decay=0.5)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sum((parameter * 1e-15).sum() for parameter in model.parameters()).backward()  # far below eps
+    optimizer.prepare(0.1)
+    optimizer.commit()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.ndim > 1 else 1.0))
+
+
+def test_each_parameter_and_each_step_is_rounded_by_noise_of_its_own():
+    def run(start=0):
+        model = nn.ModuleDict({name: bfloat16_model(1.0) for name in "ab"})
+        optimizer = RoundedAdamW(model.named_parameters(), seed=1)
+        optimizer.step = start
+        sum(own.weight.float().sum() for own in model.values()).backward()
+        optimizer.prepare(1e-3)
+        optimizer.commit()
+        return [own.weight.detach() for own in model.values()]
+
+    a, b = run()
+    later, _ = run(start=1)
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, later)
+    again, _ = run()
+    assert torch.equal(a, again)
+    for weights in (a, b, later):
+        assert len(weights.unique()) == 2
+
+
+def test_parameters_without_a_gradient_stay_and_keep_no_state():
+    model = nn.ModuleDict({name: bfloat16_model(1.0, (4, 4)) for name in "abc"})
+    optimizer = RoundedAdamW(model.named_parameters(), seed=1)
+    (model["a"].weight.sum() + model["c"].weight.sum()).backward()
+    optimizer.prepare(0.5)
+    optimizer.commit()
+    assert [bool((own.weight == 1.0).all()) for own in model.values()] == [False, True, False]
+    state = optimizer.state()
+    assert [name for name in state if name.startswith("updates")] == ["updates.a.weight", "updates.c.weight"]
+    assert state["updates.a.weight"] == 1

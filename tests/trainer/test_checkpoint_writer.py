@@ -292,3 +292,103 @@ def test_checkpoints_by_the_clock_get_rarer_where_they_cost_much():
     assert [step for step in range(1, 11) if by_steps.is_due(step)] == [4, 8]
     assert [step for step in range(1, 11) if by_steps.is_near(step)] == [1, 2, 3, 4, 5, 6, 7]
     assert by_steps.saved(1000.0) == ""
+
+
+def test_near_is_half_of_the_interval_and_nothing_is_near_the_end():
+    clock = Clock()
+    schedule = Schedule("10min", 1000, clock)
+    clock.now = EVERY_S / 2 - 1
+    assert not schedule.is_near(1)
+    clock.now = EVERY_S / 2
+    assert schedule.is_near(1)
+    by_steps = Schedule(4, 8, clock)
+    assert [step for step in range(1, 9) if by_steps.is_near(step)] == [1, 2, 3], "the last is not scheduled"
+    assert (schedule.is_by_clock, by_steps.is_by_clock) == (True, False)
+    # Three percent: 27 s stand for 900.
+    assert schedule.saved(26.9) == ""
+    schedule = Schedule("10min", 1000, clock)
+    assert schedule.saved(27.1).startswith("a checkpoint took 27 s from training: they are made every 15 minutes in")
+
+
+def test_what_is_told_of_a_checkpoint(make_writer, make_batch, tmp_path):
+    writer = make_writer(every=1)
+    told = []
+    writer.told.event = lambda kind, **fields: told.append((kind, fields))
+    advance(writer.learner, make_batch(seed=1))
+    writer.save(1, {"step": 1}, best=0.5)
+    writer.wait()
+    writer.save(2, {"step": 2}, last=True)
+    writer.link_best(1, 0.25)
+    (first, best, second, again) = told
+    assert first[1].pop("seconds") >= 0.0
+    path = writer.store.latest(until=1)
+    assert first == (
+        "checkpoint",
+        {
+            "step": 1,
+            "path": "checkpoints/step-000001",
+            "digest": writer.store.read_fingerprints(path).digest,
+            "beside": True,
+        },
+    )
+    assert best == ("best", {"step": 1, "accuracy": 0.5})
+    assert (second[1]["step"], second[1]["beside"]) == (2, False), "the last is not beside training"
+    assert again == ("best", {"step": 1, "accuracy": 0.25})
+    assert writer.store.best() == path
+
+
+def test_what_a_checkpoint_took_is_told_in_milliseconds(make_writer, make_batch, monkeypatch):
+    writer, told = make_writer(beside=False), []
+    ticks = iter([10.0, 12.34567, 20.0])
+    monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    writer.told.event = lambda kind, **fields: told.append(fields)
+    advance(writer.learner, make_batch(seed=1))
+    writer.save(1, {"step": 1})
+    assert [(fields["seconds"], fields["beside"]) for fields in told] == [(2.346, False)]
+
+
+def test_a_critics_state_is_written_beside_training_too(make_learner, make_batch, tmp_path, monkeypatch):
+    told, learner, closed = Told(tmp_path), make_learner(), []
+    critic = SimpleNamespace(learner=make_learner(), save=lambda folder: 1 / 0)
+    advance(critic.learner, make_batch(seed=1))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writer = CheckpointWriter(store, learner, critic, told, Schedule(1, 9, Clock()), beside=True)
+    writer.begin()
+    writer.save(1, {"step": 1})
+    writer.wait()
+    names = sorted(file.name for file in (tmp_path / "checkpoints/step-000001/state/critic").iterdir())
+    assert names == ["learner.json", "learner.safetensors"]
+    resumed = make_learner()
+    resumed.load(tmp_path / "checkpoints/step-000001/state/critic")
+    assert resumed.step == 1
+    assert all(
+        torch.equal(a, b) for a, b in zip(resumed.state().values(), critic.learner.state().values(), strict=True)
+    )
+    monkeypatch.setattr(Snapshots, "close", lambda self: closed.append(self))
+    writer.close()
+    assert len(closed) == 2
+
+
+def test_memory_is_taken_once_in_time_and_each_tensor_begins_on_a_page(make_writer, make_batch):
+    writer = make_writer(every=3)
+    advance(writer.learner, make_batch(seed=1))
+    assert not writer.is_due(1)
+    assert writer._thread is not None
+    writer.wait()
+    prepared = writer._thread
+    assert not writer.is_due(2)
+    assert writer._thread is prepared, "once"
+    memory = writer._snapshots._buffer._bytes.data_ptr()
+    taken = writer._snapshots.take()
+    starts = [tensor.data_ptr() for tensor in (*dict(taken.weights).values(), *taken.state.values())]
+    assert starts[0] == memory
+    assert starts == sorted(set(starts))
+    assert {start % 4096 for start in starts} == {0}
+    assert not Snapshots(writer.learner, deployed=False).take().weights
+
+
+def test_memory_is_locked_in_pieces_of_whole_tensors(monkeypatch):
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 100)
+    assert list(snapshot._pieces([40, 60, 1, 99, 300, 0, 5])) == [(0, 100), (100, 200), (200, 500), (500, 505)]
+    assert list(snapshot._pieces([])) == []
+    assert [snapshot._whole_pages(size) for size in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]

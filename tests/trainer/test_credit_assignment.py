@@ -204,6 +204,10 @@ def test_where_a_turns_reward_lies_among_the_sampled_tokens():
     rollout.turn_spans = [records.TurnSpan(0, 1, 2), *(records.TurnSpan(1, s.start, s.end) for s in rollout.turn_spans)]
     rollout.turn_rewards = [0.125, 0.5, 0.25]
     assert list(turn_ends(rollout)) == [(0, 0.125), (2, 0.5), (5, 0.25)]
+    rollout.turn_spans[1] = records.TurnSpan(1, 2, 2)
+    assert list(turn_ends(rollout)) == [(0, 0.125), (5, 0.25)], "a turn without a token has no end"
+    rollout.turn_rewards = []
+    assert list(turn_ends(rollout)) == [(0, 0.0), (5, 0.0)]
 
 
 def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_advantage_of_the_whole():
@@ -215,3 +219,98 @@ def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_adva
     assert not credit.has_signal
     assert same[0].sequences[0].advantages[-1] == -same[1].sequences[0].advantages[-1] != 0.0
     assert credit.of(0) == {"carries_loss": True}
+
+
+def test_metrics_are_those_of_the_terms_that_are_set():
+    """A threshold alone shapes nothing by length, nor does a buffer of 0; differences are kept in float64."""
+    batch = batch_of([1.0, 1.0 + 1e-9], 2, [3, 3])
+    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none")), 10)
+    assert credit.metrics == {"reward/signal_fraction": 1.0}
+    assert credit.has_signal
+    assert credit.advantages == pytest.approx([-5e-10, 5e-10])
+    assert credit.of(1) == {"advantage": credit.advantages[1], "carries_loss": True}
+    assert credit.value_targets is None
+    right = assign_credit(batch, resolved(RLConfig(reward_threshold=1.0)), 10)
+    assert right.metrics == {"reward/signal_fraction": 0.0}
+    longest = assign_credit(batch, resolved(RLConfig(kind="dapo")), 10)
+    assert longest.metrics == {"reward/signal_fraction": 1.0, "reward/overlong": 0.0}
+    no_budget = assign_credit(batch, resolved(RLConfig(thinking_budget=9)), 10)
+    assert no_budget.metrics.keys() == {"reward/signal_fraction", "reward/thinking"}
+
+
+def test_sequences_without_a_sampled_token_have_no_length():
+    batch = batch_of([1.0, 0.0, 1.0], 3, [0, 10, 3])
+    batch.rollouts[2].sequences.clear()
+    credit = assign_credit(batch, resolved(RLConfig(kind="dapo", overlong_penalty=0.5)), 10)
+    assert credit.metrics["reward/overlong"] == pytest.approx(-0.5 / 3)
+
+
+def test_a_batch_of_failures_is_refused():
+    batch = batch_of([1.0, 0.0, 1.0], 3)
+    for rollout in batch.rollouts:
+        rollout.outcome = "engine_error"
+    with pytest.raises(TrainingError, match="none of the 3 rollouts of step 0 can be trained on"):
+        assign_credit(batch, resolved(RLConfig()), 10)
+
+
+def test_a_teacher_is_a_signal_where_rewards_agree():
+    batch = batch_of([1.0, 1.0], 2, [2, 2])
+    assert not assign_credit(batch, resolved(RLConfig()), 10).has_signal
+    batch.rollouts[1].sequences[0].teacher_logprobs = [0.0, -1.0, -1.0]
+    assert assign_credit(batch, resolved(RLConfig()), 10).has_signal
+
+
+def test_penalties_of_failed_rollouts_are_passed_over():
+    batch = batch_of([9.0, 1.0, 0.0], 3, [1, 2, 2])
+    batch.rollouts[0].outcome = "reward_error"
+    penalties = [[torch.full((1,), 100.0)], [torch.tensor([0.25, 0.25])], [torch.tensor([0.0, 0.25])]]
+    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none")), 10, penalties)
+    assert credit.advantages == [0.0, 0.125 * 3, -0.125 * 3]
+
+
+def test_the_kl_of_a_batch_without_tokens_is_zero():
+    assert kl_penalties_of(batch_of([1.0], 1), [], [], "k1", 0.5) == ([[]], 0.0)
+
+
+def test_turns_of_rollouts_that_carry_no_loss_get_no_credit_and_each_sequence_its_own():
+    group = [episode("g", 2.0, [0.5, 0.5], [2, 1]), episode("g", 0.0, [0.0, 0.0], [1, 1])]
+    # The first one's second turn lies in a sequence of its own, with a token before it.
+    group[0].sequences = [
+        records.Sequence([1] * 4, [False, False, True, True]),
+        records.Sequence([1] * 2, [False, True]),
+    ]
+    group[0].turn_spans = [records.TurnSpan(0, 2, 4), records.TurnSpan(1, 1, 2)]
+    config = resolved(RLConfig(scale_rewards="none", credit="turn", best_of=1))
+    penalties = [[torch.tensor([0.25, 0.25]), torch.tensor([0.5])], [torch.zeros(2)]]
+    credit = assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10, penalties)
+    # Returns are 3 - 1 and 2.5 - 0.5 against 0 and 0.
+    assert [each.advantages for each in group[0].sequences] == [[0.0, 0.0, 1.0, 1.0], [0.0, 1.0]]
+    assert group[1].sequences[0].advantages == [0.0] * 6
+    assert credit.carries_loss == [True, False]
+    assert credit.has_signal
+    assert credit.advantages == [0.0, 0.0]
+
+
+def test_returns_of_turns_that_are_no_numbers_are_refused():
+    """The whole rewards are, and equal."""
+    group = [episode("g", 0.0, [math.inf], [1]), episode("g", 0.0, [0.0], [1])]
+    for rollout in group:
+        rollout.reward = 1.0
+    group[0].turn_rewards, group[1].turn_rewards = [math.inf, 0.0], [0.0, 0.0]
+    for rollout in group:
+        rollout.turn_spans = [*rollout.turn_spans, rollout.turn_spans[0]]
+    config = resolved(RLConfig(scale_rewards="none", credit="turn"))
+    with pytest.raises(TrainingError, match="not finite"):
+        assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10)
+
+
+def test_what_a_kl_term_takes_away_is_no_signal_any_more():
+    """Rewards that differ as much as the penalties: nothing is left to train on."""
+    penalties = [[torch.tensor([1.0, 0.0])], [torch.zeros(2)]]
+    batch = batch_of([1.0, 0.0], 2, [2, 2])
+    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none")), 10, penalties)
+    assert (credit.advantages, credit.has_signal) == ([0.0, 0.0], False)
+    group = [episode("g", 0.0, [1.0], [2]), episode("g", 0.0, [0.0], [2])]
+    config = resolved(RLConfig(scale_rewards="none", credit="turn"))
+    credit = assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10, penalties)
+    assert not credit.has_signal

@@ -1,6 +1,7 @@
 """The critic on real models: values and gradients against the plain model in float64, cuts of a step, what is saved."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ from transformers import AutoModelForCausalLM
 from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import CriticConfig, RLConfig
-from slipstream.errors import TrainingError
+from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.optim.base import MasterAdamW, OptimStats
 from slipstream.trainer.packing import ValueTargets, make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
@@ -267,3 +268,95 @@ def test_a_batch_in_which_all_is_as_expected_teaches_the_policy_nothing():
     credit = assign_credit(batch, resolved(RLConfig(kind="ppo")), 10, critic=Fixed(0.0, gae_lambda=1.0))
     assert not credit.has_signal
     assert credit.value_targets[0][0].returns.tolist() == [1.0] * 3
+
+
+def test_what_a_critic_explains_is_told_where_there_is_something_to_explain():
+    batch = batch_of([[turn(1)], [turn(1)]], [1.0, 0.0])
+    credit = assign_credit(batch, resolved(PPO), 10, critic=Fixed(0.25))
+    assert credit.metrics == {
+        "reward/signal_fraction": 1.0, "value/mean": 0.25, "value/return": 0.5, "value/explained_variance": 0.0,
+    }  # fmt: skip
+    assert credit.of(0) == {"carries_loss": True}
+    same = assign_credit(batch_of([[turn(1)], [turn(1)]], [1.0, 1.0]), resolved(PPO), 10, critic=Fixed(0.25))
+    assert same.metrics.keys() == {"reward/signal_fraction", "value/mean", "value/return"}
+    nothing = batch_of([[turn(1)], [turn(1)]], [1.0, 0.0])
+    for rollout in nothing.rollouts:
+        rollout.outcome = "truncated"
+    config = resolved(RLConfig(kind="ppo", train_on_truncated=False))
+    credit = assign_credit(nothing, config, 10, critic=Fixed(0.25))
+    assert (credit.metrics, credit.carries_loss) == ({"reward/signal_fraction": 1.0}, [False, False])
+    assert (credit.value_targets, credit.has_signal) == ([[], []], False)
+
+
+def test_advantages_by_a_critic_that_are_no_numbers_are_refused():
+    with pytest.raises(TrainingError, match="not finite"):
+        assign_credit(batch_of([[turn(1)]], [float("nan")]), resolved(PPO), 10, critic=Fixed(0.0))
+
+
+def test_a_turns_reward_is_at_its_own_last_token_and_the_rest_at_the_end():
+    batch = batch_of([[turn(2), turn(2)], [turn(1)]], [1.0, 0.0])
+    given = batch.rollouts[0]
+    given.turn_spans, given.turn_rewards = [records.TurnSpan(0, 2, 4), records.TurnSpan(1, 2, 4)], [0.25, 0.5]
+    config = resolved(RLConfig(kind="ppo", scale_rewards="none", credit="turn"))
+    assign_credit(batch, config, 10, critic=Fixed(0.0, gae_lambda=0.0))
+    assert [each.advantages[2:] for each in given.sequences] == [[0.0, 0.25], [0.0, 0.75]]
+    whole = batch_of([[turn(2), turn(2)], [turn(1)]], [1.0, 0.0])
+    whole.rollouts[0].turn_spans, whole.rollouts[0].turn_rewards = given.turn_spans, given.turn_rewards
+    config = resolved(RLConfig(kind="ppo", scale_rewards="none", credit="episode"))
+    assign_credit(whole, config, 10, critic=Fixed(0.0, gae_lambda=0.0))
+    assert [each.advantages[2:] for each in whole.rollouts[0].sequences] == [[0.0, 0.0], [0.0, 1.0]]
+
+
+def test_a_rollout_without_tokens_takes_no_penalty():
+    batch = batch_of([[], [turn(1)]], [1.0, 1.0])
+    penalties = [[], [torch.tensor([0.5]).double()]]
+    credit = assign_credit(batch, resolved(PPO), 10, penalties, Fixed(0.0))
+    assert credit.value_targets[0] == []
+    assert batch.rollouts[1].sequences[0].advantages[2:] == [0.5]
+
+
+def test_only_the_best_of_a_group_train_the_critic():
+    batch = batch_of([[turn(1)], [turn(2)]], [0.0, 1.0])
+    for rollout in batch.rollouts:
+        rollout.group_id = "g"
+    config = resolved(RLConfig(kind="ppo", scale_rewards="none", best_of=1))
+    credit = assign_credit(batch, config, 10, critic=Fixed(0.0, gae_lambda=1.0))
+    assert credit.carries_loss == [False, True]
+    assert [len(each) for each in credit.value_targets] == [0, 1]
+    assert credit.metrics["value/return"] == 1.0
+
+
+class Steps:
+    """A learner whose steps have these gradients; notes its calls."""
+
+    def __init__(self, *norms):
+        self.norms, self.calls = iter(norms), []
+        self.optimizer = SimpleNamespace(discard_gradients=lambda: self.calls.append("discard"))
+
+    def forward_backward(self, step, objective):
+        self.norm = next(self.norms)
+        return {"loss": self.norm, "clip_fraction": 2.0 * self.norm, "num_row_tokens": 9.0}
+
+    def optim_prepare(self, rate):
+        self.calls.append(f"prepare {rate}")
+        if self.norm == 0.0:
+            raise ZeroGradientError("zero")
+        return OptimStats(rate, 4.0 * self.norm, clipped=False)
+
+    def optim_commit(self):
+        self.calls.append("commit")
+
+
+def test_steps_of_a_critic_are_averaged_and_those_without_error_passed_over():
+    learner = Steps(1.0, 0.0, 3.0)
+    metrics = Critic(learner, CriticConfig(learning_rate=0.5)).train([None] * 3)
+    assert metrics == {
+        "value/loss": 2.0, "value/clip_fraction": 4.0, "value/grad_norm": 8.0, "value/learning_rate": 0.5,
+        "value/skipped_updates": 1.0,
+    }  # fmt: skip
+    assert learner.calls == ["prepare 0.5", "commit", "prepare 0.5", "discard", "prepare 0.5", "commit"]
+
+
+def test_without_targets_a_critic_refuses_to_learn(make_critic, make_batch):
+    with pytest.raises(TrainingError, match="give value targets for each sequence"):
+        make_critic().learner.forward_backward(make_batch(), ValueObjective(CLIP))

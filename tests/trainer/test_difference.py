@@ -15,7 +15,7 @@ from slipstream.algo.importance_sampling import difference_means, difference_sum
 from slipstream.errors import MismatchError
 from slipstream.records import SamplingParams
 from slipstream.report.series import GROUPS
-from slipstream.trainer.learner import score
+from slipstream.trainer.learner import Scores, score
 from slipstream.trainer.metrics import explain_difference, logprob_differences, refuse_difference
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
@@ -162,3 +162,50 @@ def test_the_means_by_place_are_those_of_the_tokens_there():
         "at_probability_0.5": 1.0,
         "at_probability_0.9": 5.0,
     }
+
+
+def flat(*means, sampling=PLAIN, earlier=None):
+    """What is said of sequences of four tokens each with these differences, which no other parameters explain."""
+    sequences = [records.Sequence([1] * 5, [False] + [True] * 4, [-1.0 - value for value in (0.0, *m)]) for m in means]
+    asked = []
+
+    def forward(given, under):
+        asked.append(under)
+        return Scores([torch.full((4,), -1.0) for _ in given], [])
+
+    return explain_difference(forward, sequences, sampling, earlier), asked
+
+
+def test_every_temperature_is_tried_and_the_filters_only_where_there_are_some():
+    _, asked = flat([1.0] * 4)
+    temperatures = [under.temperature for under in asked]
+    assert temperatures == [1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0]
+    cool = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, top_k=5, min_p=0.1)
+    _, asked = flat([1.0] * 4, sampling=cool)
+    assert (asked[0], asked[1]) == (cool, SamplingParams(max_tokens=9, temperature=0.8))
+    assert [under.temperature for under in asked[2:]] == [1.0, 0.5, 0.6, 0.7, 0.9, 1.1, 1.2, 1.5, 2.0]
+    assert all((under.top_p, under.top_k, under.min_p) == (1.0, 0, 0.0) for under in asked[2:])
+
+
+def test_what_is_left_out_by_the_filters_is_infinite():
+    assert flat([1.0] * 4, [math.inf] * 4)[0] == "the engine draws tokens that [sampling] leaves out"
+
+
+def test_growth_is_from_the_first_quarter_of_the_tokens_to_the_last():
+    text, _ = flat([1.0, 9.0, 9.0, 4.0], [1.0, 0.0, 0.0, 4.0])
+    assert text.startswith("it grows with the position, from 1 in the first quarter of the tokens to 4 in the last")
+    assert flat([1.0, 9.0, 9.0, 3.0])[0].startswith("it is as large everywhere: ")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "text"),
+    [
+        ((1.0, 0.25), "it was 0.25 at the version before"),
+        ((0.5, 0.5), "it has grown from 0.5 at first"),
+        ((1.0, 1.0 / 3), "it is as large everywhere and was from the first version on: "),
+        ((0.75, 0.75), "it is as large everywhere and was from the first version on: "),
+    ],
+)
+def test_earlier_differences_decide_what_is_said(earlier, text):
+    mean = 1.125 if earlier[0] == 0.75 else 1.0
+    assert flat([mean] * 4, earlier=earlier)[0].startswith(text)

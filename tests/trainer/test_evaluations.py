@@ -180,3 +180,96 @@ def test_a_checkpoint_of_an_earlier_version_has_none_beside_training(tmp_path):
     del state["evaluating_step"]
     run.evaluations.load(state, 3)
     assert run.warnings == []
+
+
+def evaluations_of(tmp_path, **settings):
+    return Run(tmp_path, **settings).evaluations
+
+
+def test_which_versions_are_evaluated(tmp_path):
+    each = evaluations_of(tmp_path, every=3)
+    assert [step for step in range(1, 11) if each.is_due(step, is_last=step == 10)] == [3, 6, 9, 10]
+    last = evaluations_of(tmp_path, every=0)
+    assert [step for step in range(1, 11) if last.is_due(step, is_last=step == 10)] == [10]
+    config = SimpleNamespace(evaluation=None, training=SimpleNamespace(steps=10))
+    none = Evaluations(config, Run(tmp_path), SimpleNamespace(), lambda *best: None)
+    assert not none.is_due(10, is_last=True)
+    assert not none.is_due_at_start(0)
+    assert not none.is_due_at_start(10)
+
+
+def test_what_is_evaluated_before_the_first_step(tmp_path):
+    for at_start in (True, False):
+        assert evaluations_of(tmp_path, at_start=at_start).is_due_at_start(0) == at_start
+    resumed = evaluations_of(tmp_path, every=2, at_start=True)
+    assert [step for step in range(1, 11) if resumed.is_due_at_start(step)] == [2, 4, 6, 8, 10]
+    odd = evaluations_of(tmp_path, every=2, steps=9)
+    assert odd.is_due_at_start(9), "the last"
+    odd.done_step = 9
+    assert not odd.is_due_at_start(9)
+    odd.done_step = 8
+    assert not odd.is_due_at_start(8)
+
+
+def test_who_waits_for_an_evaluation_says_so_and_where_it_ends_nothing_new_begins(tmp_path):
+    run, engine = Run(tmp_path, stop_at=0.5), Engine(_2=0.5, _4=0.25)
+    phases = []
+    run.evaluations._progress.phase = phases.append
+    run.evaluations.make(engine, 2, is_last=False)
+    assert phases == []
+    assert run.evaluations.make(engine, 4, is_last=False) == {"eval/accuracy": 0.25}
+    assert phases == ["wait for the evaluation of step 2"]
+    assert run.rows == [(2, {"eval/accuracy": 0.5, LATER: 2.0})]
+    run.evaluations.make_last(engine, 4)
+    assert engine.calls[-1] == ("evaluate", 4)
+    assert len(engine.calls) == 3
+    run.evaluations.make_last(Engine(_6=0.75), 6)
+    assert phases == ["wait for the evaluation of step 2", "evaluate"]
+    assert run.rows[-1] == (6, {"eval/accuracy": 0.75})
+    assert run.evaluations.done_step == 6
+
+
+def test_without_one_beside_training_the_last_is_made_when_it_is_due(tmp_path):
+    run, engine = Run(tmp_path, beside=False), Engine(_2=0.5)
+    assert run.evaluations.make(engine, 2, is_last=False) == {"eval/accuracy": 0.5}
+    run.evaluations.make_last(engine, 5)
+    run.evaluations.take(engine, 5, waits=True)
+    assert engine.calls == [("evaluate", 2)]
+    assert (run.rows, run.evaluations.done_step) == ([], 2)
+
+
+def test_the_best_is_told_only_where_it_is_kept(tmp_path):
+    run, engine = Run(tmp_path, stop_at=0.9), Engine(_2=0.5)
+    run.evaluations.make(engine, 2, is_last=False)
+    run.evaluations.take(engine, 3, waits=True)
+    assert (run.evaluations.early_stop.best, run.best) == (0.5, [])
+
+
+def test_one_that_came_late_does_not_take_back_that_of_a_later_step(tmp_path):
+    run, engine = Run(tmp_path), Engine(_2=0.5)
+    run.evaluations.make(engine, 2, is_last=False)
+    run.evaluations.done_step = 4
+    run.evaluations.take(engine, 4, waits=True)
+    assert run.evaluations.done_step == 4
+
+
+def test_rows_without_an_accuracy_are_no_evaluation(tmp_path):
+    run, engine = Run(tmp_path), Engine(_2=0.5)
+    run.evaluations.make(engine, 2, is_last=False)
+    rows = [{"step": 2, "eval/accuracy": None}, {"step": 1, "eval/accuracy": 1.0}, {"step": 2}]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps({'time': 0.0, 'lineage': 0, **row})}\n" for row in rows)
+    )
+    (tmp_path / "events.jsonl").write_text("")
+    again = Run(tmp_path)
+    again.evaluations.load(kept(run), 3)
+    assert [text[:26] for text in again.warnings] == ["the evaluation of step 2 h"]
+    assert (again.evaluations.done_step, again.evaluations.running) == (-1, None)
+
+
+def test_an_accuracy_of_zero_is_one():
+    watch = EarlyStop(EvaluationConfig(every=1, patience=1))
+    assert observe(watch, [0.0, 0.0]) == [True, False]
+    assert (watch.best, watch.best_step) == (0.0, 0)
+    assert watch.reason.startswith("1 evaluations in a row brought no better accuracy than 0 of step 0")
+    assert watch.keeps_best

@@ -50,3 +50,16 @@ def test_a_huge_loss_has_a_finite_exponential():
     found = held_out_loss(lambda part: Scores([torch.tensor([-1e4])], []), [records.Sequence([0, 0], [False, True])], 8)
     assert found["eval/loss"] == 1e4
     assert found["eval/perplexity"] < float("inf")
+
+
+def test_calls_get_consecutive_sequences_of_at_most_so_many_tokens():
+    calls, measured = [], []
+
+    def forward(part):
+        calls.append([len(sequence) for sequence in part])
+        return Scores([torch.zeros(1) for _ in part], [])
+
+    sequences = [records.Sequence([0] * size, [False] * (size - 1) + [True]) for size in (2, 3, 1, 9, 4, 2)]
+    held_out_loss(forward, sequences, 5, measured.append)
+    assert calls == [[2, 3], [1], [9], [4], [2]]
+    assert measured == [2, 1, 1, 1, 1]

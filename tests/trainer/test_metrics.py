@@ -3,10 +3,21 @@
 import math
 from types import SimpleNamespace
 
+import pytest
+import torch
+
 from slipstream import records
 from slipstream.envs.rewards.functions import _as_verl_score
+from slipstream.errors import TrainingError
 from slipstream.trainer.batch_trainer import BatchTrainer
-from slipstream.trainer.metrics import rollout_metrics
+from slipstream.trainer.metrics import (
+    any_cut,
+    logprob_differences,
+    prompt_of,
+    rollout_metrics,
+    skipped_tokens,
+    worst_engine_mean,
+)
 
 
 def batch_of(*metrics):
@@ -55,3 +66,101 @@ def test_what_only_some_optimizer_steps_of_a_batch_measure_is_averaged_over_thos
     )
     found = BatchTrainer.optimizer_steps(trainer, [(0, None), (1, None), (2, None)], 0)
     assert found == ({"a": 2.0, "mismatch/at_position_64": 5.0}, 1)
+
+
+def rollout(group, reward, size=1, outcome="done", **fields):
+    sequence = records.Sequence([1] * (size + 1), [False] + [True] * size)
+    return records.Rollout("r", "t", group, [sequence], reward=reward, outcome=outcome, **fields)
+
+
+def test_rewards_lengths_and_outcomes_of_what_is_trained_on():
+    rollouts = [
+        rollout("g", 1.0, 1, stop="answer"),
+        rollout("g", 0.0, 4, "truncated", stop="answer"),
+        rollout("g", 2.0, 4),
+        rollout("g", 9.0, 9, "reward_error"),
+    ]
+    found = rollout_metrics(records.Batch(0, records.Version(0, 0), rollouts))
+    assert found == {
+        "reward/mean": 1.0,
+        "reward/std": pytest.approx((2 / 3) ** 0.5),
+        "reward/min": 0.0,
+        "reward/max": 2.0,
+        "rollout/length": 3.0,
+        "rollout/length_max": 4.0,
+        "rollout/truncated_fraction": pytest.approx(1 / 3),
+        "rollout/num": 3.0,
+        "tokens/trained": 9.0,
+    }
+    nothing = records.Batch(0, records.Version(0, 0), rollouts[3:], dropped={"too_long": 3})
+    assert rollout_metrics(nothing) == {"dropped/too_long": 3.0}
+
+
+def test_turns_thinking_and_why_episodes_ended_are_told_where_there_is_something_to_tell():
+    def of(*rollouts):
+        return rollout_metrics(records.Batch(0, records.Version(0, 0), [*rollouts]))
+
+    found = of(rollout("g", 1.0, stop="answer", num_turns=3), rollout("g", 1.0, stop="max_turns", num_thinking=5))
+    assert (found["rollout/turns"], found["rollout/thinking_length"]) == (2.0, 2.5)
+    assert (found["rollout/stop_answer_fraction"], found["rollout/stop_max_turns_fraction"]) == (0.5, 0.5)
+    assert of(rollout("g", 1.0, stop="max_turns"), rollout("g", 1.0))["rollout/stop_max_turns_fraction"] == 0.5
+    plain = of(rollout("g", 1.0, stop="length"), rollout("g", 1.0, stop="length"))
+    assert not any(name.startswith(("rollout/turns", "rollout/thinking", "rollout/stop")) for name in plain)
+
+
+def test_each_task_of_which_groups_were_drawn_has_its_own_numbers():
+    rollouts = [
+        rollout("g", 1.0, 2, source="a"),
+        rollout("g", 0.5, 4, "truncated", source="a"),
+        rollout("h", 0.0, 2, source="b"),
+    ]
+    counts = {"task/a/drawn_groups": 4.0, "task/a/signal_groups": 1.0, "task/b/drawn_groups": 0.0}
+    found = rollout_metrics(records.Batch(0, records.Version(0, 0), rollouts, metrics=counts))
+    assert {name: value for name, value in found.items() if name.startswith("task/")} == {
+        "task/a/reward_mean": 0.75,
+        "task/a/signal_fraction": 0.25,
+        "task/a/length": 3.0,
+        "task/a/truncated_fraction": 0.5,
+        "task/a/tokens_fraction": 0.75,
+    }, "its sequences name no versions"
+    none = rollout("g", 1.0, 0, source="a")
+    found = rollout_metrics(records.Batch(0, records.Version(0, 0), [none], metrics=counts))
+    assert found["task/a/tokens_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_cut"),
+    [
+        ({"loss": 1.0}, False),
+        ({"clip_fraction": 0.0, "importance_capped_fraction": 0.0, "importance_weight": 1.0}, False),
+        ({"clip_fraction": 0.0, "clip_fraction_low": 0.25}, True),
+        ({"importance_capped_fraction": 0.5}, True),
+        ({"importance_weight": 0.0}, True),
+    ],
+)
+def test_what_clipping_and_importance_sampling_took_is_seen(metrics, is_cut):
+    assert any_cut(metrics) == is_cut
+
+
+def test_tokens_of_a_skipped_batch_are_not_trained_on():
+    assert skipped_tokens({"tokens/trained": 7.0}) == {"tokens/trained": 0.0, "dropped_tokens/skipped": 7.0}
+    assert skipped_tokens({"reward/mean": 7.0}) == {}
+
+
+def test_the_mean_of_the_worst_engine_is_over_its_tokens():
+    assert worst_engine_mean([[1.0], [2.0, 3.0], [0.0], [4.0, 4.0, 1.0], [9.0]], 2) == 4.5
+    assert worst_engine_mean([[4.0], [2.0, 3.0], [0.0], [4.0, 4.0, 0.0]], 2) == 3.0
+    assert math.isnan(worst_engine_mean([[1.0], [math.nan], [5.0]], 3))
+    assert worst_engine_mean([[1.0], [3.0]], 1) == 2.0
+
+
+def test_a_prompt_ends_before_the_first_sampled_token():
+    assert prompt_of(records.Sequence([5, 6, 7, 8], [False, False, True, False])) == [5, 6]
+    assert prompt_of(records.Sequence([5, 6], [False, False])) == [5, 6]
+
+
+def test_log_probabilities_are_compared_where_tokens_were_sampled():
+    probe = records.Sequence([1, 2, 3, 4], [False, True, False, True], [0.0, -1.0, 0.0, -0.25])
+    assert logprob_differences(probe, torch.tensor([-0.5, -0.5])) == [0.5, 0.25]
+    with pytest.raises(TrainingError, match="came without log-probabilities"):
+        logprob_differences(records.Sequence([1, 2], [False, True]), torch.tensor([-0.5]))

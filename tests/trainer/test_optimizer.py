@@ -6,8 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slipstream.errors import TrainingError
-from slipstream.trainer.optim.base import MasterAdamW, learning_rate_at
+from slipstream.errors import TrainingError, ZeroGradientError
+from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
+from slipstream.trainer.optim.base import MasterAdamW, OptimStats, learning_rate_at
+from slipstream.trainer.optim.loss_scale import FIRST, LossScale
+from slipstream.trainer.optim.muon import MasterMuon
 
 
 def weighted_sum(model, weight):
@@ -194,3 +197,152 @@ def test_schedules_by_value():
     assert linear == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     assert learning_rate_at(4, peak=1.0, schedule="cosine", warmup_steps=2, num_steps=6) == pytest.approx(0.5)
     assert learning_rate_at(99, peak=1.0, schedule="cosine", num_steps=6) == pytest.approx(0.0)
+
+
+def test_clipping_is_to_the_norm_and_told():
+    for weight, is_clipped in ((0.5, False), (0.75, True)):  # of norms 1 and 1.5
+        model = nn.Linear(2, 2, bias=False)
+        optimizer = MasterAdamW(model.named_parameters(), max_grad_norm=1.0)
+        weighted_sum(model, weight).backward()
+        assert optimizer.prepare(0.25) == OptimStats(0.25, 2 * weight, is_clipped, 1.0, False, 0)
+        optimizer.commit()
+        # Adam's first mean is a tenth of the gradient.
+        torch.testing.assert_close(optimizer.state()["exp_avg.weight"], torch.full((2, 2), 0.05))
+        assert model.weight.grad is None
+        assert optimizer.masters()["weight"].grad is None
+
+
+def test_the_norm_of_all_ranks_decides():
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = MasterAdamW(model.named_parameters(), max_grad_norm=1.0)
+    optimizer.norm_over_ranks = lambda own: 2.0 * own
+    weighted_sum(model, 0.5).backward()
+    stats = optimizer.prepare(0.1)
+    assert (stats.grad_norm, stats.clipped) == (2.0, True)
+    optimizer.norm_over_ranks = lambda own: 0.0
+    optimizer.commit()
+    weighted_sum(model, 0.5).backward()
+    with pytest.raises(ZeroGradientError, match="optimizer step 1 has a gradient that is zero"):
+        optimizer.prepare(0.1)
+
+
+def test_a_norm_beyond_float32_is_told_as_such():
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = MasterAdamW(model.named_parameters())
+    weighted_sum(model, 3e38).backward()
+    with pytest.raises(TrainingError, match="has a gradient whose norm is inf: lower the learning rate"):
+        optimizer.prepare(0.1)
+
+
+@pytest.mark.parametrize("kind", [MasterAdamW, MasterMuon, RoundedAdamW])
+def test_a_parameters_rate_is_a_multiple_of_the_learning_rate(kind):
+    moved = {}
+    for factor in (1.0, 0.25):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        settings = {"rate_of": lambda name, factor=factor: factor if name.startswith("other") else 1.0}
+        if kind is RoundedAdamW:
+            settings["seed"] = 0
+        arguments = (model.named_parameters(), model) if kind is MasterMuon else (model.named_parameters(),)
+        optimizer = kind(*arguments, **settings)
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.prepare(0.1)
+        optimizer.commit()
+        moved[factor] = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+    for name, change in moved[1.0].items():
+        torch.testing.assert_close(moved[0.25][name], change * (0.25 if name.startswith("other") else 1.0))
+        assert change.abs().max() > 0
+
+
+def test_state_is_not_asked_for_between_the_halves_of_a_step():
+    model = nn.Linear(2, 2)
+    optimizer = MasterAdamW(model.named_parameters())
+    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    weighted_sum(model, 1.0).backward()
+    optimizer.prepare(0.1)
+    with pytest.raises(TrainingError, match="asked for between optim_prepare and optim_commit"):
+        optimizer.state()
+    optimizer.load_state(state)
+    assert optimizer.step == 0
+    weighted_sum(model, 1.0).backward()
+    optimizer.load_state(state)
+    with pytest.raises(ZeroGradientError):
+        optimizer.prepare(0.1)
+    assert torch.equal(optimizer.state()["master.weight"], state["master.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda state: state.pop("master.weight"),
+            "another optimizer's: of weight it has exp_avg, exp_avg_sq, ",
+        ),
+        (
+            lambda state: state.pop("exp_avg.weight"),
+            "another optimizer's: of weight it has exp_avg_sq, master, u",
+        ),
+        (
+            lambda state: state.update({"master.weight": torch.zeros(3, 2)}),
+            r"shape \[3, 2\] there and \[2, 2\]",
+        ),
+    ],
+)
+def test_state_that_does_not_fit_is_refused_and_nothing_changes(change, problem):
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    first, second = (MasterAdamW(model.named_parameters()) for model in models)
+    weighted_sum(models[0], 1.0).backward()
+    first.prepare(0.1)
+    first.commit()
+    state, before = dict(first.state()), models[1].weight.detach().clone()
+    change(state)
+    with pytest.raises(TrainingError, match=problem):
+        second.load_state(state)
+    assert (second.step, torch.equal(models[1].weight, before)) == (0, True)
+    second.load_state(first.state())
+    assert (second.step, torch.equal(models[1].weight, models[0].weight)) == (1, True)
+    assert second.state()["exp_avg.bias"] is not first.state()["exp_avg.bias"]
+
+
+def test_muon_trains_what_is_no_matrix_as_adamw_does():
+    networks = []
+    for kind in (MasterAdamW, MasterMuon):
+        torch.manual_seed(0)
+        network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "row": nn.Linear(4, 1)})
+        arguments = (network,) if kind is MasterMuon else ()
+        optimizer = kind(network.named_parameters(), *arguments, weight_decay=0.5)
+        for _ in range(2):
+            sum((parameter * 1e-4).sum() for parameter in network.parameters()).backward()
+            optimizer.prepare(0.1)
+            optimizer.commit()
+        networks.append(network)
+    for ours, theirs in zip(*(network.parameters() for network in networks), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_loss_scale_falls_to_one_and_begins_to_count_again():
+    scale = LossScale(is_needed=True)
+    scale.count_good()
+    assert scale.lower()
+    assert (scale.value, scale.num_overflows, scale.state()["loss_scale"].tolist()) == (FIRST / 2, 1, [FIRST / 2, 0.0])
+    scale.value = 2.0
+    assert scale.lower()
+    assert not scale.lower()
+    assert (scale.value, scale.num_overflows) == (1.0, 2)
+    constant = LossScale(is_needed=False)
+    for _ in range(2000):
+        constant.count_good()
+    constant.load({"loss_scale": torch.tensor([8.0, 3.0])})
+    assert (constant.value, constant.lower()) == (1.0, False)
+    scale.load({})
+    assert scale.value == 1.0
+    scale.load({"loss_scale": torch.tensor([8.0, 3.0])})
+    assert scale.state()["loss_scale"].tolist() == [8.0, 3.0]
+
+
+def test_a_rate_after_the_last_step_is_that_of_the_end():
+    assert learning_rate_at(9, peak=1.0, schedule="linear", num_steps=6) == 0.0
+    assert learning_rate_at(0, peak=1.0, schedule="linear", warmup_steps=0, num_steps=4) == 1.0
+    assert learning_rate_at(3, peak=1.0, schedule="linear", warmup_steps=3, num_steps=3) == 1.0
+    assert learning_rate_at(1, peak=1.0, schedule="cosine", num_steps=3) == pytest.approx(0.75)

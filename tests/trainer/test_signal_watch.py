@@ -13,7 +13,7 @@ CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_b
 @pytest.fixture
 def watch():
     def make(kind="grpo", **values):
-        return SignalWatch(planned_config(RunConfig.model_validate({**CONFIG, "algorithm": {"kind": kind}, **values})))
+        return SignalWatch(planned_config(RunConfig.model_validate(CONFIG | {"algorithm": {"kind": kind}} | values)))
 
     return make
 
@@ -80,3 +80,41 @@ def test_nothing_is_said_of_sft(watch):
 def test_groups_are_left_alone_where_nothing_is_compared_within_them(watch):
     assert said(watch("reinforce_pp"), [0.0] * 6, [0.5] * 6) == [[]] * 6
     assert said(watch("distill", teacher={"path": "t"}), [0.0] * 6, [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]) == [[]] * 6
+
+
+def test_at_its_limits_nothing_is_said(watch):
+    """A tenth of the groups, a tenth of the highest entropy; what is solved is so from four fifths on."""
+    assert said(watch(), [0.1] * 4, [0.5] * 4) == [[]] * 4
+    assert said(watch(), [0.5] * 5, [0.5, 0.05, 0.05, 0.05, 0.05]) == [[]] * 5
+    assert said(watch(), [0.0] * 4, [0.5] * 4, reward=0.8) == [[]] * 4
+    found = said(watch(), [0.0] * 3, [0.5] * 3, reward=0.79)
+    assert [len(texts) for texts in found] == [0, 0, 1]
+    assert "at most 0 % of the groups" in found[2][0]
+    assert "(mean reward 0.79)" in found[2][0]
+
+
+def test_a_batch_that_does_not_say_how_many_groups_differ_has_all(watch):
+    one = watch()
+    assert said(one, [0.0] * 2, [0.5] * 2) == [[], []]
+    assert one.observe({"reward/mean": 0.3, "train/entropy": 0.5}) == []
+    assert said(one, [0.0] * 2, [0.5] * 2) == [[], []]
+    assert len(said(one, [0.0], [0.5])[0]) == 1
+
+
+def test_both_are_said_at_once_and_rows_without_rewards_are_passed_over(watch):
+    one = watch()
+    said(one, [0.0] * 2, [0.5, 0.01])
+    assert one.observe({"train/entropy": 0.01}) == []
+    assert said(one, [0.0, 0.0], [0.01, 0.01])[1][0].startswith("the policy's entropy fell from 0.5 to 0.01 nats")
+
+
+def test_a_threshold_of_the_rewards_decides_which_groups_differ(watch):
+    partial = rollouts((0.6, 0.2), (0.7, 0.5))
+    settings = {"evaluation": {"threshold": 0.5}}
+    assert watch(**settings).judge_first(partial).verdict == "ready for RL"
+    one = watch(algorithm={"kind": "grpo", "reward_threshold": 0.1}, **settings)
+    assert one.judge_first(partial).verdict != "ready for RL"
+    refilled = watch(algorithm={"kind": "grpo", "max_refills": 2})
+    assert refilled.judge_first(partial) is None
+    left_out = watch(algorithm={"kind": "grpo", "advantage": "leave_one_out"})
+    assert left_out.judge_first(partial) is not None

@@ -110,7 +110,7 @@ def _restrict(
         raise ValueError(f"temperature {temperature} has no log-probabilities: use a value above 0")
     if temperature != 1.0:
         logits_NV = _wide(logits_NV) / temperature
-    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+    if _keeps_all((temperature, top_k, top_p, min_p)):
         return logits_NV
     logits_NV = _wide(logits_NV)
     kept_NV = kept_tokens(logits_NV, top_k, top_p, min_p)

@@ -1,0 +1,187 @@
+"""What a completion is made of, and the clock that sees its tokens come; with plain objects in the place of vLLM's."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slipstream.inference.plugin import token_clock
+from slipstream.inference.plugin.completions import aborted, completion, contradiction, expert_choices, refusals
+from slipstream.inference.plugin.token_clock import Stillness, TokenClock
+from slipstream.inference.plugin.tools.reader import Reading
+from slipstream.records import ExpertChoices, GenerateRequest, SamplingParams, ToolCall, VersionSpan
+
+from .fakes import put
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    put(monkeypatch, logprobs={"FlatLogprobs": tuple}, exceptions={})
+
+
+def ask(stop=(), **fields):
+    return GenerateRequest("a", [1, 2], SamplingParams(4, stop=stop), **fields)
+
+
+def output(reason="stop", prompt_ids=(1, 2), **fields):
+    logprobs = [{5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1.5)}]
+    out = {"token_ids": (5, 6), "logprobs": logprobs, "finish_reason": reason, "text": "decoded"}
+    return SimpleNamespace(outputs=[SimpleNamespace(**out | fields)], prompt_token_ids=prompt_ids, prompt_logprobs=None)
+
+
+def test_a_completion_has_its_tokens_their_log_probabilities_and_versions():
+    made = completion(ask(), output(), [(0, "0.1"), (1, "0.2")])
+    assert (made.id, made.token_ids, made.logprobs) == ("a", [5, 6], [-0.5, -1.5])
+    assert made.versions == [VersionSpan(0, "0.1"), VersionSpan(1, "0.2")]
+    assert (made.text, made.cause, made.error, made.prompt_logprobs) == ("", "", "", None)
+    assert (made.prompt_ids, made.experts, made.tool_calls, made.content) == (None, None, [], None)
+    assert completion(ask(stop=("x",)), output(), []).text == "decoded"
+    asked = ask(images=(b"",))
+    assert completion(asked, output(prompt_ids=(1, 9, 9, 2)), []).prompt_ids == [1, 9, 9, 2]
+    read = completion(ask(), output(), [], Reading([ToolCall("f")], "rest", "odd"))
+    assert (read.tool_calls, read.content, read.parser_failure) == ([ToolCall("f")], "rest", "odd")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("stop", "stop"), ("length", "length"), ("abort", "abort"), (None, "abort")]
+)
+def test_what_vllm_drops_was_aborted_and_has_no_experts(theirs, ours):
+    rows = np.zeros((3, 2, 1), np.uint8)
+    made = completion(ask(), output(theirs, routed_experts=rows), [])
+    assert (made.finish_reason, made.cause) == (ours, "aborted" if ours == "abort" else "")
+    assert (made.experts is None) == (ours == "abort")
+
+
+@pytest.mark.parametrize(("kind", "width"), [(np.uint8, 1), (np.uint16, 2), (np.int32, 2), (np.int64, 2)])
+def test_experts_are_sent_in_one_or_two_bytes(kind, width):
+    rows = np.arange(12).reshape(3, 2, 2).astype(kind)
+    found = expert_choices(rows, 4)
+    assert found == ExpertChoices(np.arange(12, dtype=f"<u{width}").tobytes(), 2, 2, width)
+    assert len(found) == 3
+    for number in (3, 5):
+        with pytest.raises(ValueError, match=rf"experts of shape \(3, 2, 2\) for {number} tokens"):
+            expert_choices(rows, number)
+    with pytest.raises(ValueError, match=r"experts of shape \(6, 2\)"):
+        expert_choices(rows.reshape(6, 2), 7)
+
+
+def test_a_completion_that_was_not_finished_says_why(caplog):
+    made = aborted(ask(), "late", "too late")
+    assert (made.token_ids, made.logprobs, made.finish_reason, made.cause, made.error) == (
+        *([], None, "abort"),
+        *("late", "too late"),
+    )
+    made = contradiction(ask(), KeyError(6))
+    assert (made.finish_reason, made.cause, made.error) == ("abort", "", "contradicted itself: KeyError: 6")
+    assert made.contradiction == "KeyError: 6"
+    (record,) = caplog.records
+    assert (record.getMessage(), record.exc_info[1].args) == ("the answer to request a contradicts itself", (6,))
+
+
+def test_what_vllm_raises_for_a_request_that_it_refuses(monkeypatch):
+    assert set(refusals()) == {ValueError, NotImplementedError}
+    put(monkeypatch, exceptions={"VLLMClientError": EOFError})
+    assert set(refusals()) == {ValueError, NotImplementedError, EOFError}
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time, which passes with every sleep."""
+    at = [100.0]
+
+    async def sleep(seconds):
+        at[0] += seconds
+
+    monkeypatch.setattr(token_clock, "time", SimpleNamespace(perf_counter=lambda: at[0]))
+    monkeypatch.setattr(token_clock, "asyncio", SimpleNamespace(sleep=sleep))
+    return at
+
+
+async def test_a_stall_is_the_longest_time_without_a_token(now):
+    clock = TokenClock()
+    assert await clock.end(lambda: True) == 0.0
+    clock.tick()
+    now[0] += 50
+    clock.tick()
+    now[0] += 2
+    clock.begin()
+    now[0] += 1
+    clock.tick()  # 3 s after the last one
+    now[0] += 7
+    clock.tick()
+    clock.begin()
+    now[0] += 2
+    assert clock.num_steps == 4
+
+    def ticking():
+        if now[0] > 111:
+            clock.tick()
+        return True
+
+    assert await clock.end(ticking) == 7.0
+    now[0] += 30
+    clock.tick()
+    assert await clock.end(lambda: True) == 0.0
+    clock.begin()
+    now[0] += 1
+    assert await clock.end(lambda: False) == pytest.approx(1.0), "nothing of the update before"
+
+
+async def test_where_no_token_comes_the_stall_goes_on_until_nobody_waits_any_more(now):
+    clock = TokenClock()
+    clock.tick()
+    clock.begin()
+    now[0] += 3
+    begun = now[0]
+    assert await clock.end(lambda: now[0] < begun + 2) == pytest.approx(3.0)
+    clock.tick()
+    clock.begin()
+    begun = now[0]
+    now[0] += 0.5
+    stall = await clock.end(lambda: True)
+    assert stall == pytest.approx(now[0] - begun)
+    assert 1 < stall < 60
+
+
+async def test_the_next_token_is_waited_for_and_no_longer(now):
+    clock = TokenClock()
+    clock.tick()
+    now[0] += 1
+    begun = now[0]
+    await clock.next(lambda: True, 0.25)
+    assert now[0] == pytest.approx(begun + 0.25, abs=0.01)
+    begun = now[0]
+    await clock.next(lambda: False, 0.25)
+    clock.tick()
+    await clock.next(lambda: True, 0.25)
+    assert now[0] == begun
+
+
+def test_steps_with_tokens_tick_unless_they_are_ignored():
+    clock = TokenClock()
+    seen = []
+    processor = SimpleNamespace(process_outputs=lambda *given, **options: seen.append((given, options)) or "done")
+    clock.follow(processor)
+    silent, token = SimpleNamespace(new_token_ids=[]), SimpleNamespace(new_token_ids=[5])
+    assert processor.process_outputs([silent], 1, x=2) == "done"
+    assert (seen, clock.num_steps) == ([(([silent], 1), {"x": 2})], 0)
+    processor.process_outputs([silent, token])
+    assert clock.num_steps == 1
+    clock.ignores_tokens = True
+    processor.process_outputs([token])
+    assert (clock.num_steps, len(seen)) == (1, 3)
+
+
+def test_stillness_is_of_an_engine_that_computes(now):
+    clock = TokenClock()
+    stillness = Stillness(clock)
+    found = []
+    for seconds, is_computing in ((0.5, True), (0.25, True), (0.5, False), (0.5, True), (9.0, True), (0.5, True)):
+        now[0] += seconds
+        found.append(stillness.lasts_s(is_computing))
+    clock.tick()
+    now[0] += 0.5
+    found.append(stillness.lasts_s(True))
+    assert found == [0.5, 0.75, 0.0, 0.5, 1.5, 2.0, 0.0]
+    assert asyncio.iscoroutinefunction(clock.next)

@@ -1,0 +1,271 @@
+"""vLLM's arguments, prompts and sampling parameters, by value; without vLLM."""
+
+import dataclasses
+import io
+import json
+from types import SimpleNamespace
+from typing import Literal
+
+import msgspec
+import pytest
+from PIL import Image
+
+from slipstream.inference.plugin.arguments import (
+    checked_head,
+    engine_arguments,
+    prompt_arguments,
+    sampling_arguments,
+)
+from slipstream.inference.settings import EngineSettings
+from slipstream.records import GenerateRequest, SamplingParams
+
+from .fakes import put
+
+BASE = EngineSettings("m", "", "bfloat16", 64, 8)
+TOWER, EXPERTS, PIXELS = "enable_tower_connector_lora", "enable_return_routed_experts", "mm_device_do_normalize"
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    state = SimpleNamespace(is_cpu=True, sizes=[SimpleNamespace(base=64), 32, 128], arguments=[TOWER, EXPERTS, PIXELS])
+    put(
+        monkeypatch,
+        platforms={"current_platform": SimpleNamespace(is_cpu=lambda: state.is_cpu)},
+        config__lora={"MaxLoRARanks": Literal[1, 8, 16, 32, 64]},
+        engine__arg_utils={},
+        v1__attention__backends__cpu_attn={
+            "CPUAttentionBackend": SimpleNamespace(get_supported_kernel_block_sizes=lambda: state.sizes)
+        },
+        sampling_params={"RequestOutputKind": SimpleNamespace(FINAL_ONLY="at the end")},
+    ).SamplingParams = dict
+    import vllm.engine.arg_utils as module
+
+    def known(names):
+        module.EngineArgs = dataclasses.make_dataclass("EngineArgs", names)
+
+    known(state.arguments)
+    state.known = known
+    return state
+
+
+def made(**settings):
+    return engine_arguments(msgspec.structs.replace(BASE, **settings))
+
+
+def test_settings_are_handed_on_and_what_training_needs_is_set():
+    settings = EngineSettings(
+        *("folder", "", "float16", 48, 5),
+        seed=9,
+        enforce_eager=True,
+        gpu_memory_utilization=0.3,
+        trust_remote_code=True,
+        kv_cache_bytes=1000,
+        tensor_parallel_size=2,
+        options={"seed": 10, "swap_space": 1},
+    )
+    assert engine_arguments(settings) == {
+        "scheduling_policy": "priority",
+        "model": "folder",
+        "dtype": "float16",
+        "max_model_len": 48,
+        "max_num_seqs": 5,
+        "seed": 10,
+        "swap_space": 1,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.3,
+        "trust_remote_code": True,
+        "kv_cache_memory_bytes": 1000,
+        "tensor_parallel_size": 2,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
+        "block_size": 32,
+    }
+    assert made(can_sleep=True)["enable_sleep_mode"] is True
+    assert made(enforce_eager=False)["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16]
+
+
+def test_blocks_are_the_smallest_that_a_cpu_takes_and_vllms_own_elsewhere(vllm):
+    vllm.sizes = []
+    assert "block_size" not in made()
+    vllm.sizes, vllm.is_cpu = [16], False
+    assert "block_size" not in made()
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (9, 16), (64, 64)])
+def test_adapters_have_room_for_their_rank_and_for_the_version_before(rank, room):
+    found = made(lora_rank=rank, lora_target_modules=("q_proj", "o_proj"))
+    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 2, room)
+    assert (found["lora_target_modules"], TOWER in found) == (["q_proj", "o_proj"], False)
+    assert "enable_lora" not in made()
+
+
+def test_adapters_of_a_tower_need_a_vllm_that_has_them(vllm):
+    assert made(lora_rank=8, lora_tower=True)[TOWER] is True
+    vllm.known([EXPERTS])
+    with pytest.raises(RuntimeError, match=f"needs vLLM's {TOWER}, which this one lacks"):
+        made(lora_rank=8, lora_tower=True)
+
+
+def test_experts_are_returned_by_vllm_on_a_gpu_and_by_a_patch_on_a_cpu(vllm):
+    assert EXPERTS not in made(replay_experts=True)
+    vllm.is_cpu = False
+    assert made(replay_experts=True)[EXPERTS] is True
+    assert EXPERTS not in made()
+    vllm.known([TOWER])
+    with pytest.raises(RuntimeError, match=f"replay_experts = true needs vLLM's {EXPERTS}"):
+        made(replay_experts=True)
+
+
+def test_shared_kernels_have_their_attention_and_no_compiler_and_users_may_say_otherwise():
+    found = made(shared_kernels=True)
+    assert (found["attention_backend"], found["disable_cascade_attn"]) == ("FLASH_ATTN", True)
+    assert found["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL", "custom_ops": ["all"]}
+    assert made(shared_kernels=True, options={"attention_backend": "X"})["attention_backend"] == "X"
+    assert "attention_backend" not in made()
+
+
+def test_overrides_of_the_user_are_joined_with_ours():
+    assert "hf_overrides" not in made()
+    options = {"hf_overrides": {"rope_theta": 1, "head_dtype": "half"}}
+    assert made(options=options)["hf_overrides"] == {"rope_theta": 1, "head_dtype": "half"}
+    found = made(fp32_head=True, options=options)["hf_overrides"]
+    assert found == {"rope_theta": 1, "head_dtype": "float32"}
+    assert "additional_config" not in made()
+    options = {"additional_config": {"theirs": 1}}
+    assert made(options=options)["additional_config"] == {"theirs": 1}
+    found = made(fp32_residual=True, options=options)["additional_config"]
+    assert found == {"theirs": 1, "slipstream_fp32_residual": True}
+
+
+ROTARY = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+SCALING = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"rope_parameters": ROTARY}, SCALING),
+        ({"text_config": {"rope_parameters": ROTARY}}, {"text_config": SCALING}),
+        ({"rope_parameters": ROTARY, "llama_4_scaling": {}}, None),
+        ({"rope_parameters": {"rope_theta": 1}}, None),
+        ({"rope_parameters": None}, None),
+        ({}, None),
+    ],
+)
+def test_scaling_by_position_is_where_vllm_reads_it(config, found, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert made(model=str(tmp_path)).get("hf_overrides") == found
+
+
+def test_pixels_are_normalized_as_in_the_trainer_where_there_are_any(vllm, tmp_path):
+    assert PIXELS not in made(model=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"text_config": {}}')
+    assert PIXELS not in made(model=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    assert made(model=str(tmp_path))[PIXELS] is False
+    vllm.known([TOWER])
+    assert PIXELS not in made(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1, 2]),
+        (2, [1, 2, 4]),
+        (3, [1, 2, 3, 4]),
+        (12, [1, 2, 4, 8, 12, 16, 24]),
+        (512, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]),
+        (513, [*range(0)]),
+        (700, [576, 640]),
+    ],
+)
+def test_graphs_are_captured_up_to_twice_the_most_that_run(most, sizes):
+    found = made(max_num_seqs=most, enforce_eager=False)["cudagraph_capture_sizes"]
+    if most > 512:
+        assert (found[18], found[19:]) == (512, [*sizes, most])
+    else:
+        assert found == sizes
+
+
+def test_nothing_is_captured_where_the_user_says_what_is_or_nothing_shall_be():
+    for name in ("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        found = made(enforce_eager=False, options={name: 3})
+        assert (found[name], found.get("cudagraph_capture_sizes", 3)) == (3, 3)
+    assert "cudagraph_capture_sizes" not in made(enforce_eager=True)
+
+
+def test_graphs_of_attention_give_no_request_more_tokens_than_a_context():
+    def found(context):
+        settings = {"shared_kernels": True, "enforce_eager": False, "max_num_seqs": 24, "max_model_len": context}
+        return made(**settings)["cudagraph_capture_sizes"]
+
+    # 32 tokens are 1 for each of 24 requests and 8 more; 48 are 2 for each.
+    assert found(9) == [1, 2, 4, 8, 16, 24, 32, 48]
+    assert found(8) == [1, 2, 4, 8, 16, 24, 48]
+    assert found(1) == [1, 2, 4, 8, 16, 24]
+
+
+def test_a_head_is_in_float32_only_if_it_is_in_every_worker():
+    assert checked_head([["float32"], ["float32"]]) == "fp32_head"
+    for dtypes, found in (
+        ([["float32"], ["bfloat16"]], "bfloat16, float32"),
+        ([["?"]], r"\?"),
+        ([[], []], "unknown"),
+        ([["bfloat16", "float32"]], "bfloat16, float32"),
+    ):
+        with pytest.raises(RuntimeError, match=f"computes those of this model in {found}: set it to false"):
+            checked_head(dtypes)
+
+
+def png(mode="L"):
+    file = io.BytesIO()
+    Image.new(mode, (3, 2), 128).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_prompt_has_its_tokens_and_its_images():
+    assert prompt_arguments(GenerateRequest("a", [1, 2], SamplingParams(4))) == {"prompt_token_ids": [1, 2]}
+    found = prompt_arguments(GenerateRequest("a", [1, 2], SamplingParams(4), images=(png(), png("LA"))))
+    assert found.keys() == {"prompt_token_ids", "multi_modal_data"}
+    (images,) = found["multi_modal_data"].values()
+    assert [(image.mode, image.size) for image in images] == [("RGB", (3, 2))] * 2
+    assert images[0].getpixel((2, 1)) == (128, 128, 128)
+    with pytest.raises(ValueError, match=r"an image cannot be read .*send it as PNG or JPEG"):
+        prompt_arguments(GenerateRequest("a", [1, 2], SamplingParams(4), images=(b"GIF?",)))
+
+
+def test_sampling_is_as_asked_and_told_at_the_end():
+    plain = sampling_arguments(GenerateRequest("a", [1], SamplingParams(4)))
+    assert plain == {
+        "max_tokens": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": None,
+        "stop_token_ids": None,
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "prompt_logprobs": None,
+        "detokenize": False,
+        "output_kind": "at the end",
+    }
+    sampling = SamplingParams(5, 0.5, 0.9, 7, 0.1, ("x",), (3, 4))
+    found = sampling_arguments(GenerateRequest("a", [1], sampling, seed=0, scores_prompt=True))
+    assert found == plain | {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 0,
+        "stop": ["x"],
+        "stop_token_ids": [3, 4],
+        "flat_logprobs": False,
+        "prompt_logprobs": 0,
+        "detokenize": True,
+    }

@@ -1,0 +1,326 @@
+"""What a map of parameters to engine memory does with values, and which loaders it can watch; without vLLM."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.inference.plugin.weights.tensor_map import Part, Piece, Share, TensorMap, compare, judge, record
+from slipstream.records import ParameterSpec
+from slipstream.weights.fingerprint import describe
+
+SHAPE = (5, 6, 2)
+
+
+def piece_of(source, target):
+    """Where a loader that copies `source`, a view of the whole parameter, puts it."""
+    return Piece(source.storage_offset(), tuple(source.shape), tuple(source.stride()), target)
+
+
+def spec_of(name, shape, dtype="float32"):
+    return ParameterSpec(name, tuple(shape), dtype, "")
+
+
+def drawn_part(draw, tensor):
+    """A part of it, with its dimensions in another order or two of them as they are."""
+    edges = [sorted(draw.sample(range(size + 1), 2)) if draw.random() < 0.6 else (0, size) for size in tensor.shape]
+    part = tensor[tuple(slice(*pair) for pair in edges)]
+    return part.permute(draw.sample(range(part.ndim), part.ndim)) if draw.random() < 0.6 else part
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_values_are_written_where_the_parameter_has_them(seed):
+    draw = random.Random(seed)
+    whole = torch.arange(60).reshape(SHAPE)
+    source = drawn_part(draw, whole)
+    if draw.random() < 0.3:
+        source = source[:, 0]
+    memory = torch.full((source.numel() * 2,), -1.0, dtype=torch.float64)
+    target = memory[source.numel() :].view(source.shape)
+    if draw.random() < 0.5:
+        target = memory[source.numel() :].view(source.shape[::-1]).permute(*reversed(range(source.ndim)))
+    located = TensorMap({"w": [piece_of(source, target)]})
+    places = torch.tensor(sorted(draw.sample(range(60), draw.choice([0, 1, 30, 60]))), dtype=torch.long)
+    located.write(spec_of("w", SHAPE), places, places.float() / 2)
+    expected = torch.where(torch.isin(source, places), source / 2, -1.0).double()
+    assert torch.equal(target, expected)
+    assert (memory != -1).sum() == (expected != -1).sum(), "and nothing beside it"
+
+
+def test_values_go_into_memory_of_the_same_layout_too():
+    target = torch.zeros(2, 3)
+    located = TensorMap({"w": [piece_of(torch.empty(2, 3), target)]})
+    located.write(spec_of("w", (2, 3)), torch.tensor([1, 5]), torch.tensor([2.5, -1.0]))
+    assert target.tolist() == [[0, 2.5, 0], [0, 0, -1]]
+    located.write(spec_of("of another worker", (2, 3)), torch.tensor([0]), torch.tensor([9.0]))
+    assert target.sum() == 1.5
+    located.opaque.add("w")
+    with pytest.raises(ValueError, match=r"transforms w.*publish it whole"):
+        located.write(spec_of("w", (2, 3)), torch.tensor([0]), torch.tensor([9.0]))
+
+
+def test_bytes_are_given_out_only_where_all_of_them_lie_in_the_parameters_order():
+    whole, target = torch.empty(4, 4), torch.zeros(4, 4)
+    spec = spec_of("w", (4, 4))
+    (memory,) = [TensorMap({"w": [piece_of(whole, target)]}).memory(spec)]
+    assert (memory.dtype, memory.shape, memory.data_ptr()) == (torch.uint8, (64,), target.data_ptr())
+    for pieces in (
+        [],
+        [piece_of(whole[:2], target[:2]), piece_of(whole[2:], target[2:])],
+        [piece_of(whole[:2], target[:2])],
+        [piece_of(whole.t(), target)],
+        [piece_of(whole, target.bfloat16())],
+    ):
+        assert TensorMap({"w": pieces}).memory(spec) is None
+    assert TensorMap({"w": [piece_of(whole, target)]}, {"w"}).memory(spec) is None
+
+
+def test_whole_parameters_are_copied_to_all_their_places_and_others_are_kept():
+    fused, twin = torch.zeros(4, 3), torch.zeros(2, 3, dtype=torch.bfloat16)
+    whole = torch.empty(2, 3)
+    located = TensorMap(
+        {"q": [piece_of(whole[:1], fused[3:]), piece_of(whole[1:], fused[:1]), piece_of(whole, twin)], "o": [], "t": []}
+    )
+    located.pieces["t"] = [piece_of(whole, torch.zeros(2, 3))]
+    located.opaque.add("t")
+    pack = torch.arange(24.0).reshape(4, 6)
+    arrived = [("q", pack[1].reshape(2, 3)), ("o", pack[2]), ("t", pack[3].reshape(2, 3)), ("none", pack[0])]
+    left = dict(located.load(arrived))
+    assert fused.tolist() == [[9, 10, 11], [0, 0, 0], [0, 0, 0], [6, 7, 8]]
+    assert twin.tolist() == [[6, 7, 8], [9, 10, 11]]
+    pack.zero_()
+    assert {name: tensor.flatten().tolist() for name, tensor in left.items()} == {
+        "o": [12, 13, 14, 15, 16, 17],
+        "t": [18, 19, 20, 21, 22, 23],
+        "none": [0, 1, 2, 3, 4, 5],
+    }
+    assert not located.pieces["t"][0].target.any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shares_of_pieces_add_up_to_the_fingerprint(seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(6, 4, generator=generator) for name in ("a", "b")}
+    specs = describe(weights.items())
+    whole = torch.empty(6, 4)
+    located = TensorMap(
+        {name: [piece_of(whole[i : i + 2], w[i : i + 2].clone()) for i in (0, 2, 4)] for name, w in weights.items()}
+    )
+    shares = located.shares(["a", "gone", "b"])
+    assert shares == [(int(specs[0].fingerprint, 16), 24), (0, 0), (int(specs[1].fingerprint, 16), 24)]
+
+
+def test_a_place_says_which_elements_are_held_in_whatever_order():
+    whole, target = torch.empty(4, 2), torch.zeros(4, 2)
+    rows = [piece_of(whole[i : i + 1], target[i : i + 1]) for i in range(4)]
+    maps = [
+        TensorMap({"w": pieces})
+        for pieces in (rows[:2], rows[1::-1], rows[1:3], [piece_of(whole[:1].t(), target[:1].t())], rows[:1], [])
+    ]
+    places = [located.place("w") for located in maps]
+    assert places[0] == places[1] == maps[0].place("w")
+    assert len({*places, maps[0].place("none")}) == 5
+
+
+W13 = torch.arange(40.0).reshape(8, 5)
+WHOLE = torch.empty(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "rows", "columns", "found"),
+    [
+        ([(slice(0, 4), slice(0, 5))], slice(2, 6), slice(0, 5), (0, 0)),
+        ([(slice(2, 3), slice(0, 5)), (slice(1, 2), slice(0, 5))], slice(2, 4), slice(0, 5), (0, 1)),
+        ([(slice(0, 4), slice(2, 4))], slice(0, 4), slice(1, 3), (1, 2)),
+        (
+            [
+                (slice(2, 4), slice(1, 3)),
+                (slice(0, 2), slice(3, 5)),
+                (slice(0, 2), slice(1, 3)),
+                (slice(2, 4), slice(3, 5)),
+            ],
+            slice(4, 8),
+            slice(0, 4),
+            (1, 1),
+        ),
+    ],
+)
+def test_a_part_is_all_of_a_parameter_or_a_range_of_one_dimension(cuts, rows, columns, found):
+    own = W13[rows, columns]
+    first = [min(cut[dim].start for cut in cuts) for dim in range(2)]
+    pieces = [
+        piece_of(
+            WHOLE[cut],
+            own[cut[0].start - first[0] : cut[0].stop - first[0], cut[1].start - first[1] : cut[1].stop - first[1]],
+        )
+        for cut in cuts
+    ]
+    part = TensorMap({"w": pieces}).part(spec_of("w", (4, 5)))
+    assert torch.equal(part.tensor, own)
+    assert part.tensor.data_ptr() == own.data_ptr()
+    assert (part.dim, part.start) == found
+
+
+def test_a_part_of_one_number_is_that_number():
+    target = torch.tensor(3.0)
+    part = TensorMap({"w": [piece_of(torch.tensor(0.0), target)]}).part(spec_of("w", ()))
+    assert (part.tensor.data_ptr(), part.dim, part.start) == (target.data_ptr(), 0, 0)
+    assert (Part(target).dim, Part(target).start) == (0, 0)
+
+
+def apart(*pairs):
+    return [piece_of(WHOLE[cut], target) for cut, target in pairs]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "why"),
+    [
+        ([], "keeps no copy"),
+        (apart((slice(0, 4), W13[:4].bfloat16())), "keeps it in bfloat16, not float32"),
+        (apart((slice(0, 2), W13[:2]), (slice(2, 4), W13[2:4].clone())), "keeps its parts apart"),
+        (apart((slice(0, 2), W13[:2]), (slice(2, 4), W13[3:5])), "keeps its parts apart"),
+        (apart((slice(0, 2), W13[2:4]), (slice(2, 4), W13[:2])), "keeps its parts apart"),
+        (apart((slice(0, 2), W13[:2]), (slice(2, 4), W13.as_strided((2, 5), (1, 2), 10))), "keeps its parts apart"),
+        ([piece_of(torch.empty(5, 4).t(), W13[:4])], "keeps its parts apart"),
+        (
+            apart(((slice(0, 1), slice(2, 5)), W13[:1, 2:]), ((slice(1, 2), slice(0, 2)), W13[1:2, :2])),
+            "keeps its parts apart",
+        ),
+        (apart((slice(0, 1), W13[:1]), (slice(2, 3), W13[2:3])), "keeps only a part"),
+        (apart(((slice(0, 2), slice(0, 2)), W13[:2, :2])), "keeps only a part"),
+    ],
+)
+def test_what_is_no_part_is_told(pieces, why):
+    with pytest.raises(ValueError, match=why):
+        TensorMap({"w": pieces}).part(spec_of("w", (4, 5)))
+    with pytest.raises(ValueError, match="loader transforms it"):
+        TensorMap({"w": pieces}, {"w"}).part(spec_of("w", (4, 5)))
+
+
+class Model(nn.Module):
+    """Holds `w` and a buffer `b`; its loader is a function."""
+
+    def __init__(self, load, dtype=torch.float32):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4, 3), 7.0, dtype=dtype))
+        self.register_buffer("b", torch.full((3,), 7.0))
+        self.one = nn.Parameter(torch.full((1,), 7.0))
+        self.load = load
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.load(self, name, tensor)
+
+
+def places(located):
+    return {name: [(p.offset, p.sizes, p.strides) for p in pieces] for name, pieces in located.pieces.items()}
+
+
+def watched(load, *names, dtype=torch.float32, shape=(4, 3)):
+    model = Model(load, dtype)
+    located = record(model, tuple(spec_of(name, {"b": (3,), "one": (1,)}.get(name, shape)) for name in names))
+    assert all((tensor == 7).all() for tensor in (model.w, model.b, model.one)), "nothing is written"
+    return model, located
+
+
+def test_copies_into_parameters_and_buffers_are_seen():
+    def load(model, name, tensor):
+        if name == "b":
+            model.b.copy_(tensor)
+        else:
+            model.w.data[2:].copy_(tensor[:2])
+            model.w.data[:2, :].copy_(tensor[2:])
+            model.w.data.zero_()
+
+    model, located = watched(load, "w", "b")
+    assert places(located) == {"w": [(0, (2, 3), (3, 1)), (6, (2, 3), (3, 1))], "b": [(0, (3,), (1,))]}
+    first, second = located.pieces["w"]
+    assert first.target.data_ptr() == model.w[2:].data_ptr()
+    assert second.target.data_ptr() == model.w.data_ptr()
+    assert (first.numel, located.opaque) == (6, set())
+
+
+@pytest.mark.parametrize(
+    ("load", "is_opaque"),
+    [
+        (lambda model, name, tensor: model.w.data.copy_(tensor * 2), True),
+        (lambda model, name, tensor: model.w.data.copy_(tensor.to(torch.bfloat16)), True),
+        (lambda model, name, tensor: model.w.data.copy_(tensor[:1]), True),
+        (lambda model, name, tensor: model.w.data.index_copy_(0, torch.arange(4), tensor), True),
+        (lambda model, name, tensor: model.w.data.fill_(1.0), False),
+        (lambda model, name, tensor: model.w.data.masked_fill_(torch.ones(4, 3, dtype=torch.bool), 1.0), True),
+        (lambda model, name, tensor: torch.zeros(4, 3).copy_(tensor).add_(1), False),
+    ],
+)
+def test_what_is_computed_on_the_way_is_never_taken_for_a_copy(load, is_opaque):
+    _, located = watched(load, "w")
+    assert not located.pieces
+    assert located.opaque == ({"w"} if is_opaque else set())
+
+
+def test_an_engine_with_another_dtype_is_seen_and_a_single_number_may_be_filled_in():
+    _, located = watched(lambda model, name, tensor: model.w.data.copy_(tensor), "w", dtype=torch.bfloat16)
+    assert places(located) == {"w": [(0, (4, 3), (3, 1))]}
+    _, located = watched(lambda model, name, tensor: model.one.data.fill_(1.0), "one")
+    assert located.opaque == {"one"}
+    _, located = watched(lambda model, name, tensor: model.one.data.fill_(1.0), "one", "w")
+    assert located.opaque == {"one"}
+
+
+def test_a_parameter_without_elements_hides_no_other():
+    def load(model, name, tensor):
+        if name == "none":
+            model.w.data[:0].copy_(tensor)
+        else:
+            model.w.data.copy_(tensor)
+
+    _, located = watched(load, "w", "none", shape=(4, 3))
+    assert places(located)["w"] == [(0, (4, 3), (3, 1))]
+    model = Model(load)
+    located = record(model, (spec_of("none", (0, 3)), spec_of("w", (4, 3))))
+    assert places(located)["w"] == [(0, (4, 3), (3, 1))]
+
+
+def test_a_loader_goes_on_with_what_it_has_written_and_with_tensors_of_the_named_dtype():
+    def load(model, name, tensor):
+        assert tensor.dtype == torch.bfloat16
+        written = (model.w.data.copy_(tensor), model.w.data.zero_(), model.w.data.copy_(tensor[:1]))
+        assert all(each.data_ptr() == model.w.data_ptr() for each in written)
+        model.w.data.copy_(torch.ops.aten._pin_memory(tensor))
+
+    model = Model(load)
+    located = record(model, (spec_of("w", (4, 3), "bfloat16"),))
+    assert places(located)["w"] == [(0, (4, 3), (3, 1))] * 2
+
+
+def test_only_the_own_weights_of_rearranged_experts_are_not_seen():
+    model = Model(
+        lambda model, name, tensor: (model.experts.w if name == "e" else model.experts.gate.w).data.copy_(tensor)
+    )
+    model.experts = Model(None)
+    model.experts.gate = Model(None)
+    model.experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="AITER"))
+    model.other = nn.Module()
+    model.other.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="AITER"))
+    model.other.w = nn.Parameter(torch.zeros(2))
+    assert record(model, (spec_of("e", (4, 3)), spec_of("g", (4, 3)))).opaque == {"e"}
+
+
+def test_what_each_worker_holds_is_judged_together():
+    whole = torch.randn(4, 2)
+    specs = describe([(name, whole) for name in ("same", "half", "other", "torn")])
+    halves = [
+        TensorMap({"w": [piece_of(torch.empty(4, 2)[cut], whole[cut].clone())]}) for cut in (slice(0, 2), slice(2, 4))
+    ]
+    shares = [(f"{value:x}", count, located.place("w")) for located in halves for value, count in located.shares(["w"])]
+    all_of_it = (specs[0].fingerprint, 8, "all")
+    answers = [
+        {"same": all_of_it, "half": half, "other": ("0", 8, "all"), "torn": half if half is shares[0] else ("0", 0, "")}
+        for half in shares
+    ]
+    assert judge(specs, answers) == (["other"], ["torn"])
+    assert judge(specs[:2], answers) == ([], [])
+    assert compare(specs[0], []) == "unverified"
+    assert Share(1, 2).place == ""

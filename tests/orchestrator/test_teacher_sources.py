@@ -1,0 +1,271 @@
+"""What a teacher is asked, on an engine of the run and on a server, and how long a server in trouble is waited for."""
+
+import asyncio
+import contextlib
+import time
+from email.utils import formatdate
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from slipstream.errors import ConfigError, DeadlineError, EngineError
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator import teacher
+from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, Teacher
+from slipstream.records import Completion, Rollout, SamplingParams, Sequence
+
+
+def engine_of(on_request=lambda request: None, **options):
+    engine = ScriptedEngine(lambda prompt, seed: [0], lambda folder, request, tokens: [-0.5] * len(tokens), **options)
+    engine.on_request = on_request
+    return engine
+
+
+async def test_an_engine_scores_prompts_at_the_runs_temperature():
+    requests = []
+    source = EngineSource(engine_of(requests.append), temperature=0.7, timeout_s=9.0)
+    assert await source.logprobs([4, 5, 6]) == [0.0, -0.5, -0.5]
+    await source.logprobs([4, 5])
+    assert [request.prompt_ids for request in requests] == [[4, 5, 6], [4, 5]]
+    assert len({request.id for request in requests}) == 2
+    for request in requests:
+        assert request.sampling == SamplingParams(max_tokens=1, temperature=0.7)
+        assert (request.timeout_s, request.scores_prompt) == (9.0, True)
+
+
+async def test_an_engine_that_dies_is_asked_again_and_one_that_is_gone_is_named():
+    engine = engine_of(lambda request: engine.kill() if engine.num_requests == 1 else None, max_restarts=1)
+    assert await EngineSource(engine, temperature=1.0, timeout_s=1.0).logprobs([4, 5]) == [0.0, -0.5]
+    engine = engine_of()
+    source = EngineSource(engine, temperature=1.0, timeout_s=0.02)
+    engine.kill()
+    with pytest.raises(EngineError, match=r"^the teacher's engine: the engine died"):
+        await source.logprobs([4])
+    engine.is_alive = engine.is_hanging = True
+    with pytest.raises(DeadlineError, match=r"^the teacher's engine: the engine did not answer"):
+        await source.logprobs([4])
+
+
+@pytest.mark.parametrize(("error", "says"), [("is too long", "is too long"), ("", "returned no log-probabilities")])
+async def test_tokens_that_an_engine_does_not_score_are_refused(error, says):
+    async def generate(request):
+        return Completion(request.id, [], None, "abort", error=error)
+
+    engine = engine_of()
+    engine.generate = generate
+    with pytest.raises(Refused, match=f"^{says}$"):
+        await EngineSource(engine, temperature=1.0, timeout_s=1.0).logprobs([4])
+
+
+class Asked:
+    def __init__(self):
+        self.asked = []
+
+    async def logprobs(self, token_ids):
+        self.asked.append(token_ids)
+        return [-1.0 - number for number in range(len(token_ids))]
+
+
+async def test_a_teacher_is_asked_for_what_was_sampled_and_what_is_before_it():
+    masks = ([False, True, False, True, False], [False, False], [True], [False, True])
+    sequences = [Sequence(list(range(len(mask))), mask) for mask in masks]
+    rollout, source = Rollout("a", "t", "g", sequences, 1.0, "done"), Asked()
+    await Teacher(source).score(rollout)
+    assert source.asked == [[0, 1, 2, 3], [0], [0, 1]]
+    scores = [sequence.teacher_logprobs for sequence in sequences]
+    assert scores == [[0.0, -2.0, 0.0, -4.0, 0.0], [0.0, 0.0], [-1.0], [0.0, -2.0]]
+    assert (rollout.outcome, rollout.error) == ("done", "")
+
+
+class Server:
+    """Answers each request as `respond` has it: a status, an answer, or both with headers."""
+
+    def __init__(self, respond):
+        self.respond, self.asked, self.num_open, self.most_open = respond, [], 0, 0
+
+    async def handle(self, request):
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((request.method, request.path, body, request.headers.get("Authorization")))
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            found = self.respond(request.path, len(self.asked))
+            found = await found if asyncio.iscoroutine(found) else found
+        finally:
+            self.num_open -= 1
+        if isinstance(found, int):
+            return web.json_response({"error": "trouble"}, status=found)
+        return found if isinstance(found, web.Response) else web.json_response(found)
+
+
+@contextlib.asynccontextmanager
+async def source_of(respond, *, name="big", key="", timeout_s=5.0, slash=""):
+    server, app = Server(respond), web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    source = ServerSource(f"http://127.0.0.1:{port}/v1{slash}", name, key, timeout_s=timeout_s)
+    try:
+        yield source, server
+    finally:
+        await source.close()
+        await source.close()
+        await runner.cleanup()
+
+
+MODELS = {"data": [{"id": "small"}, {"id": "big"}]}
+
+
+def scores_of(*entries):
+    return {"choices": [{"prompt_logprobs": list(entries)}]}
+
+
+def well(path, number):
+    if path == "/v1/models":
+        return MODELS
+    return {"tokens": [5, 6]} if path == "/tokenize" else scores_of(None, {"4": {"logprob": -2}, "9": {"logprob": -1}})
+
+
+@pytest.mark.parametrize(("key", "slash"), [("", ""), ("secret", "/")])
+async def test_what_a_server_is_asked(key, slash):
+    async with source_of(well, key=key, slash=slash) as (source, server):
+        await source.connect("text", [5, 6])
+        assert await source.logprobs([3, 4]) == [0.0, -2.0]
+    told = f"Bearer {key}" if key else None
+    assert server.asked == [
+        ("GET", "/v1/models", None, told),
+        ("POST", "/tokenize", {"model": "big", "prompt": "text", "add_special_tokens": False}, told),
+        ("POST", "/v1/completions", {"model": "big", "prompt": [3, 4], "max_tokens": 1, "prompt_logprobs": 0}, told),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "error"),
+    [
+        ({"data": [{"id": "only"}]}, "", None),
+        ({"data": [{"id": "only"}]}, "big", r'teacher\.name = "big" is not served .* which has only: name one'),
+        (MODELS, "", r'teacher\.name = "" is not served .* which has small, big: name one'),
+        ({}, "big", r"which has none: name one"),
+    ],
+)
+async def test_a_server_with_one_model_needs_no_name(models, name, error):
+    def respond(path, number):
+        return models if path == "/v1/models" else well(path, number)
+
+    async with source_of(respond, name=name) as (source, server):
+        if error is None:
+            await source.connect("text", [5, 6])
+            assert server.asked[1][2]["model"] == "only"
+        else:
+            with pytest.raises(ConfigError, match=error):
+                await source.connect("text", [5, 6])
+
+
+@pytest.mark.parametrize(("answer", "size"), [({"tokens": [5, 7, 6]}, 3), ({}, 0)])
+async def test_a_tokenizer_that_differs_is_refused_with_the_numbers_of_tokens(answer, size):
+    async with source_of(lambda path, number: answer if path == "/tokenize" else MODELS) as (source, _):
+        with pytest.raises(ConfigError, match=rf"\(a text of 2 tokens has {size} there\)"):
+            await source.connect("text", [5, 6])
+
+
+async def test_a_refusal_while_connecting_is_a_wrong_setting():
+    async with source_of(lambda path, number: 400) as (source, _):
+        with pytest.raises(ConfigError, match=r"refused: status 400: .*trouble.*: look at teacher\.url and teacher"):
+            await source.connect("text", [5, 6])
+        with pytest.raises(Refused, match="refused: status 400"):
+            await source.logprobs([3, 4])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"choices": []}, scores_of(None), scores_of(None, {"5": {"logprob": -1}}), scores_of(None, {"4": {}})],
+)
+async def test_answers_without_the_scores_of_all_tokens_name_the_server(answer):
+    async with source_of(lambda path, number: answer) as (source, _):
+        with pytest.raises(EngineError, match=r"returned no prompt_logprobs \(.*\): serve it with vLLM"):
+            await source.logprobs([3, 4])
+
+
+class Waits:
+    """The seconds that the source waits for, which pass at once."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.waited = 1000.0, []
+        monkeypatch.setattr(teacher, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        monkeypatch.setattr(teacher, "asyncio", self)
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds):
+        self.waited.append(seconds)
+        self.now += seconds
+
+
+async def test_a_server_in_trouble_is_asked_less_and_less_often_until_patience_ends(monkeypatch):
+    async with source_of(lambda path, number: 503) as (source, server):
+        waits = Waits(monkeypatch)
+        with pytest.raises(EngineError, match=r"cannot be asked \(status 503: .*trouble.*, for 7 s\)"):
+            await source.connect("text", [5, 6])
+    assert waits.waited == [1.0, 2.0, 4.0], "a run that connects for the first time has other patience than later"
+    assert len(server.asked) == 4
+
+
+async def test_once_connected_a_server_in_trouble_is_waited_for_longer(monkeypatch):
+    def respond(path, number):
+        return well(path, number) if number <= 2 else 503
+
+    async with source_of(respond) as (source, _):
+        await source.connect("text", [5, 6])
+        waits = Waits(monkeypatch)
+        with pytest.raises(EngineError, match=r", for 111 s\)"):
+            await source.logprobs([3, 4])
+    assert waits.waited == [1.0, 2.0, 4.0, 8.0, 16.0, 20.0, 20.0, 20.0, 20.0]
+
+
+async def test_a_server_that_says_when_to_come_back_is_asked_then(monkeypatch):
+    says = [web.json_response({}, status=429, headers={"Retry-After": value}) for value in ("3.5", "0", "soon")]
+    async with source_of(lambda path, number: says.pop(0) if says else well(path, number)) as (source, _):
+        waits = Waits(monkeypatch)
+        assert await source.logprobs([3, 4]) == [0.0, -2.0]
+    assert waits.waited == [3.5, 2.0, 4.0]
+
+
+def test_the_seconds_of_a_header():
+    assert teacher._seconds("7") == 7.0
+    assert teacher._seconds("") == teacher._seconds("soon") == 0.0
+    assert 50 < teacher._seconds(formatdate(time.time() + 60, usegmt=True)) < 61
+
+
+@pytest.mark.parametrize("status", [401, 404, 422, 499])
+async def test_what_waiting_does_not_change_is_told_at_once(status, monkeypatch):
+    async with source_of(lambda path, number: status) as (source, server):
+        with pytest.raises(EngineError, match=rf"cannot be asked \(status {status}: "):
+            await source.logprobs([3, 4])
+    assert len(server.asked) == 1
+
+
+async def test_no_more_than_so_many_requests_are_open_at_once(monkeypatch):
+    monkeypatch.setattr(teacher, "_MAX_CONCURRENT", 2)
+
+    async def later(path):
+        await asyncio.sleep(0.01)
+        return well(path, 0)
+
+    async with source_of(lambda path, number: later(path)) as (source, server):
+        await asyncio.gather(*(source.logprobs([3, 4]) for _ in range(6)))
+    assert (server.most_open, len(server.asked)) == (2, 6)
+
+
+async def test_a_server_that_does_not_answer_in_time_is_not_asked_again():
+    async def never(path):
+        await asyncio.sleep(30)
+
+    async with source_of(lambda path, number: never(path), timeout_s=0.05) as (source, server):
+        with pytest.raises(DeadlineError, match=r"/v1/completions did not answer within 0\.05 s"):
+            await source.logprobs([3, 4])
+    assert len(server.asked) == 1
