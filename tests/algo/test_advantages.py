@@ -138,3 +138,19 @@ def test_signal_fraction_counts_groups_not_samples():
 def test_lengths_that_differ_are_refused():
     with pytest.raises(ValueError, match="equally long"):
         group_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.long), "std")
+
+
+def test_of_many_equal_rewards_the_first_are_best():
+    kept = best_of_group(torch.ones(300), torch.zeros(300, dtype=torch.long), 3)
+    assert kept.nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+def test_the_shortest_gets_nothing_where_it_is_wrong():
+    lengths, ids = torch.tensor([10, 11]), torch.zeros(2, dtype=torch.long)
+    assert length_reward(lengths, torch.tensor([True, True]), ids).tolist() == [0.5, -0.5]
+    assert length_reward(lengths, torch.tensor([False, True]), ids).tolist() == [0.0, -0.5]
+
+
+def test_a_baseline_by_itself():
+    found = BASELINES["group_mean"](torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]))
+    assert found.tolist() == [-1.0, 1.0, 0.0]

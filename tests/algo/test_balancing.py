@@ -58,6 +58,10 @@ def test_the_process_with_the_most_tokens_in_one_pass_has_the_fewest_in_the_next
     assert pack_evenly([8, 7, 6, 5, 4, 3], 8, 2) == [[[0], [1]], [[3], [2]], [[4], [5]]]
 
 
+def test_the_longest_goes_first_and_a_micro_batch_may_be_full():
+    assert pack_evenly([1, 1, 1, 3], 3, 2) == [[[3], [0, 1, 2]]]
+
+
 def test_four_processes_share_a_batch_evenly():
     lengths = [100 + 7 * (number % 13) for number in range(256)]
     passes = pack_evenly(lengths, 4096, 4)

@@ -129,3 +129,25 @@ def test_the_recipe_of_this_project_is_what_it_was():
     assert (final.advantage, final.scale_rewards, final.loss, final.normalize) == ("group_mean", "std", "clip", "token")
     assert (final.clip_low, final.clip_high, final.kl_estimator, final.kl_in) == (0.2, 0.28, "k3", "loss")
     assert (final.importance_sampling, final.importance_cap, final.importance_floor) == ("truncated", 2.0, 0.0)
+
+
+def test_the_made_up_tokens_are_as_in_a_training(tmp_path):
+    """A user may check what training always gives."""
+    path = tmp_path / "checks.py"
+    path.write_text("""
+import torch
+def loss(inputs):
+    for each in (inputs.logprobs_N.detach(), inputs.old_logprobs_N, inputs.behaviour_logprobs_N):
+        assert (each < 0).all() and (each - inputs.logprobs_N.detach()).abs().max() < 0.2
+    assert sorted(set(inputs.sequence_index_N.tolist())) == list(range(inputs.num_sequences))
+    means = inputs.sequence_means(inputs.advantages_N)
+    assert torch.equal(means, inputs.advantages_N) and means.min() < 0 < means.max()
+    assert 0 < inputs.clip_low < 1 and 0 < inputs.clip_high < 1
+    return inputs.logprobs_N
+def advantage(rewards_S, group_ids_S):
+    assert rewards_S.dtype == torch.float64 and rewards_S.min() == 0 and rewards_S.max() == 1
+    assert sorted(group_ids_S.bincount().tolist()) == [1, 2]
+    return rewards_S
+""")
+    check_user_function("loss", f"{path}:loss")
+    check_user_function("advantage", f"{path}:advantage")

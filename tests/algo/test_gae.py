@@ -96,6 +96,7 @@ def test_equal_values_are_whitened_to_exactly_nothing(value):
     assert not whitened(torch.full((7,), value)).any()
     assert not whitened(torch.full((1,), value)).any()
     assert whitened(torch.zeros(0)).shape == (0,)
+    assert whitened(torch.full((1,), value)).dtype == torch.float64
 
 
 def made_up(num=40, seed=0):
@@ -122,6 +123,7 @@ def test_the_loss_and_its_gradient_are_the_formulas(clip):
     assert loss.mean().item() == pytest.approx(expected_loss / len(values), abs=1e-6)
     assert values.grad.tolist() == pytest.approx(expected_gradient, abs=1e-6)
     assert 0 < clipped.sum() < len(values) if clip else not clipped.any()
+    assert clipped.dtype == torch.bool
 
 
 def test_explained_variance():
@@ -130,6 +132,7 @@ def test_explained_variance():
     assert explained_variance(torch.full((3,), 5.0), returns) == 0.0
     assert explained_variance(-returns, returns) == pytest.approx(-3.0)
     assert explained_variance(returns, torch.ones(3)) is None
+    assert explained_variance(returns / 10, returns / 10) == 1.0
 
 
 TRAINER = Path(sys.prefix) / "reference/trl/experimental/ppo/ppo_trainer.py"

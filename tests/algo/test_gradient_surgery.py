@@ -51,3 +51,12 @@ def test_a_task_without_gradient_changes_nothing():
     found = project_conflicts([[4.0, 0.0], [0.0, 0.0]], [[0, 1], [1, 0]])
     assert found.weights == [1.0, 1.0]
     assert found.lowest_cosine == 1.0
+
+
+def test_the_figures_of_three_small_gradients():
+    """One pair conflicts, one is at a right angle."""
+    vectors = torch.tensor([[0.2, 0.0], [-0.1, 0.1], [0.0, 0.3]], dtype=torch.float64)
+    found = project_conflicts((vectors @ vectors.T).tolist(), [[0, 1, 2]] * 3)
+    assert found.conflict_fraction == pytest.approx(1 / 3)
+    assert found.lowest_cosine == pytest.approx(-(0.5**0.5))
+    assert project_conflicts([[0.0, 0.0], [0.0, 4.0]], [[0, 1], [1, 0]]).lowest_cosine == 1.0

@@ -2,10 +2,18 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
-from slipstream.algo.readiness import GroupStatistics, group_statistics, judge
+from slipstream.algo.readiness import (
+    GroupStatistics,
+    group_statistics,
+    has_signal,
+    judge,
+    turn_returns,
+    turns_have_signal,
+)
 from slipstream.records import Rollout, Sequence
 
 
@@ -67,6 +75,14 @@ def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, rew
         (found(0.96, 0.3), "task too easy", "hardly anything left"),
         (found(0.85, 0.2), "task too easy", "only 20 % of the groups"),
         (found(0.85, 0.4), "ready for RL", "pass@1 85 %"),
+        (found(0.95, 0.3), "task too easy", "hardly anything left"),
+        (found(1.0, 0.0), "task too easy", "pass@1 100 %, pass@8 100 %: "),
+        (found(0.8, 0.2), "task too easy", "only 20 % of the groups"),
+        (found(0.3, 0.25), "ready for RL", "pass@8 30 %; 25 % of the groups"),
+        (found(0.05, 0.1, pass_at_k=0.15), "ready for RL", "learning is slow"),
+        (found(0.0, 0.05, truncated=0.5), "more SFT first", "cut at sampling.max_tokens"),
+        (found(0.3, 0.05, distinct=0.35), "more SFT first", "and only 5 % of the groups"),
+        (found(0.0, 0.0), "more SFT first", "pass@1 0 %, pass@8 0 %"),
         (found(0.01, 0.6, pass_at_k=0.995), "ready for RL", "pass@1 1 %, pass@8 99.5 %"),
         (found(0.005, 0.6, pass_at_k=0.99), "ready for RL", "pass@1 0.5 %, pass@8 99 %"),
     ],
@@ -118,3 +134,54 @@ def test_every_policy_gets_one_verdict():
         judgement = judge(found(right, signal, truncated=cut, distinct=distinct), gold_reward=1.0)
         assert judgement.text.count("\n") == 0
         assert signal < 0.25 or right >= 0.95 or right == 0 or judgement.is_ready
+
+
+def test_a_return_is_all_that_was_earned_from_that_turn_on():
+    assert turn_returns(3.0, [1.0, 0.5, 1.5]) == [3.0, 2.0, 1.5]
+    assert turn_returns(2.0, [2.0]) == [2.0]
+    assert turn_returns(2.0, []) == []
+
+
+@pytest.mark.parametrize(
+    ("returns", "differ"),
+    [
+        ([], False),
+        ([[1.0, 2.0], [1.0, 2.0]], False),
+        ([[1.0, 2.0], [1.0]], False),
+        ([[1.0, 2.0], [1.0, 3.0]], True),
+        ([[1.0, 2.0, 5.0], [1.0, 2.0], [2.0]], True),
+    ],
+)
+def test_turns_teach_where_those_that_several_have_differ(returns, differ):
+    assert turns_have_signal(returns) is differ
+
+
+def test_a_reward_at_the_threshold_counts():
+    assert has_signal([0.4, 0.5], 0.5)
+    assert not has_signal([0.5, 0.6], 0.5)
+
+
+def test_two_groups_have_an_interval():
+    rollouts = [rollout(group, reward) for group in range(2) for reward in (0.0, 1.0)]
+    assert group_statistics(rollouts, 1.0).pass_at_1_interval == (0.5, 0.5)
+
+
+def test_two_tasks_of_the_same_answer_make_a_majority():
+    for each, majority, fraction in (("7788", "7", 0.5), ("7123", "", 0.0)):
+        found = group_statistics([rollout(g, 0.0, answer=answer) for g, answer in enumerate(each)], 1.0)
+        assert (found.majority_answer, found.majority_fraction) == (majority, fraction)
+    assert group_statistics([rollout(0, 0.0)], 1.0).majority_fraction == 0.0
+
+
+def test_guessing_begins_at_a_tenth_of_the_tasks_and_is_not_better_than_the_majority():
+    at_bound = replace(found(0.1, 0.3), majority_answer="1", majority_fraction=0.1)
+    assert at_bound.is_guessing
+    assert not replace(at_bound, pass_at_1=0.11).is_guessing
+    never_right = replace(found(0.0, 0.3), majority_answer="1", majority_fraction=0.5)
+    assert "no reward reaches" in judge(never_right).text
+
+
+def test_the_margin_over_gold_answers_is_a_part_of_what_they_earn():
+    assert judge(found(0.3, 0.6, reward=2.09), gold_reward=2.0).verdict == "ready for RL"
+    assert judge(found(0.3, 0.6, reward=2.11), gold_reward=2.0).verdict == "reward broken"
+    assert judge(replace(found(0.3, 0.6), mean_reward=0.0), gold_reward=0.0).verdict == "ready for RL"

@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algo.statistics import paired_difference, t_quantile, wilson_interval
+from slipstream.algo.statistics import (
+    PairedDifference,
+    difference_interval,
+    paired_difference,
+    t_quantile,
+    wilson_interval,
+)
 
 
 def test_by_value():
@@ -25,8 +31,9 @@ def test_holds_the_fraction_and_mirrors(num_total, data):
 def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="num_right 3"):
         wilson_interval(3, 2)
-    with pytest.raises(ValueError, match="confidence"):
-        wilson_interval(1, 2, confidence=1.0)
+    for confidence in (0.0, 1.0):
+        with pytest.raises(ValueError, match="confidence"):
+            wilson_interval(1, 2, confidence=confidence)
 
 
 def test_quantiles_of_students_t():
@@ -40,6 +47,8 @@ def test_the_paired_difference_by_value():
     assert found.value == 0.25
     assert (found.high - found.low) / 2 == pytest.approx(3.1824 * 0.5 / 2, rel=2e-3)
     assert not found.differs
+    # Tables, 3 degrees of freedom: 3.1824 at 97.5 %, 0.9785 at 80 %.
+    assert found.detectable == pytest.approx((3.1824 + 0.9785) * 0.5 / 2, rel=2e-3)
     with pytest.raises(ValueError, match="two or more"):
         paired_difference([0.0], [1.0])
 
@@ -85,3 +94,20 @@ def test_ten_points_on_500_tasks_are_found(num_samples):
         chances = (1 - detectable) * rng.beta(0.5, 0.5, size=500)
         count += called_different(rng, chances, chances + detectable, num_samples).differs
     assert 0.74 <= count / 600 <= 0.86
+
+
+def test_the_difference_of_independent_fractions_by_value():
+    # Newcombe (1998), Stat. Med. 17, table II: 56 of 70 and 48 of 80, method 10.
+    before, after = (48 / 80, *wilson_interval(48, 80)), (56 / 70, *wilson_interval(56, 70))
+    assert difference_interval(before, after) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_a_bound_at_0_is_no_difference():
+    assert not PairedDifference(0.5, 0.0, 1.0, 1.0, 9).differs
+    assert not PairedDifference(-0.5, -1.0, 0.0, 1.0, 9).differs
+    assert PairedDifference(-0.5, -0.9, -0.1, 1.0, 9).differs
+
+
+def test_two_tasks_are_enough():
+    found = paired_difference([0.0, 0.0], [1.0, 0.0])
+    assert found.high - found.value == pytest.approx(12.7062 * 0.5, rel=1e-4)

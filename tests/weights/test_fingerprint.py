@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.weights.fingerprint import fingerprints
+from slipstream.records import ParameterSpec
+from slipstream.weights.fingerprint import describe, digest, fingerprints
 from slipstream.weights.fingerprint_torch import Slice, fingerprint
+from slipstream.weights.shards import ShardedWeights
 
 
 def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
@@ -112,6 +114,27 @@ def test_shards_add_up_to_the_whole():
     columns = [Slice(whole[:, i : i + 12].clone(), i, (48, 1), (64, 12)) for i in range(0, 48, 12)]
     (expected,) = fingerprints([Slice(whole)])
     assert sum(fingerprints(rows)) % 2**64 == expected == sum(fingerprints(columns)) % 2**64
+
+
+def test_a_description_names_each_tensor_and_a_digest_all_of_them():
+    tensors = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.arange(4)}
+    found = describe(tensors.items())
+    shapes = [("b", (2, 3), "bfloat16"), ("a", (4,), "int64")]
+    wanted = [ParameterSpec(*each, f"{fingerprint(tensors[each[0]]):016x}") for each in shapes]
+    assert list(found) == wanted
+    whole = digest(found)
+    assert len(whole) == len(bytes.fromhex(whole)) * 2 == 16
+    assert digest(reversed(found)) == whole
+    others = [("c", (2, 3), "bfloat16"), ("b", (3, 2), "bfloat16"), ("b", (2, 3), "float16")]
+    changed = [ParameterSpec(*each, wanted[0].fingerprint) for each in others]
+    changed.append(ParameterSpec("b", (2, 3), "bfloat16", wanted[1].fingerprint))
+    assert len({whole, digest(wanted[:1]), *(digest([each, wanted[1]]) for each in changed)}) == 6
+
+
+def test_sharded_weights_describe_themselves_without_a_gather():
+    spec = ParameterSpec("w", (2,), "float32", "0" * 16)
+    weights = ShardedWeights(lambda: pytest.fail("gathered"), lambda: (spec,))
+    assert describe(weights) == (spec,)
 
 
 if __name__ == "__main__":

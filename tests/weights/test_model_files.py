@@ -8,7 +8,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from slipstream.weights import model_files
-from slipstream.weights.model_files import read_tensors, stream_tensors, write_tensors
+from slipstream.weights.model_files import (
+    links_to_one_model,
+    read_model_folder,
+    read_tensors,
+    stored_parameters,
+    stream_tensors,
+    weight_files,
+    write_model_folder,
+    write_tensors,
+)
 
 
 def test_other_readers_read_it(tmp_path):
@@ -89,3 +98,59 @@ def test_other_writers_files_are_read(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match="publish it again"):
             read_tensors(path)
+
+
+def test_a_model_folder_has_all_but_the_weights_of_its_source(tmp_path):
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "other").mkdir()
+    (source / "config.json").write_text('{"torch_dtype": "float64", "size": 3}')
+    kept = ["tokenizer.json", "code.py", "additional_chat_templates/tools.jinja"]
+    for name in [*kept, ".hidden", "old.safetensors", "old.bin", "model.safetensors.index.json", "other/file"]:
+        (source / name).write_text(name)
+    tensors = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.ones(5)}
+    folder = tmp_path / "weights/0.1"
+    assert write_model_folder(folder, tensors.items(), source, durable=True) == 2 * 6 + 4 * 5
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {*kept, "config.json", "model.safetensors"}
+    assert json.loads((folder / "config.json").read_text()) == {"size": 3, "dtype": "bfloat16"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    write_model_folder(folder, [("a", torch.zeros(1))], source)
+    assert load_file(folder / "model.safetensors") == {"a": torch.zeros(1)}, "it replaces one of its name"
+    assert [path.name for path in folder.parent.iterdir()] == ["0.1"]
+
+
+def test_the_files_of_a_model_are_those_of_its_index_or_the_one_or_all(tmp_path):
+    names = ["b.safetensors", "a.safetensors", "model.safetensors"]
+    for number, name in enumerate(names):
+        save_file({name: torch.zeros(number + 1), f"n{number}": torch.zeros(1, dtype=torch.int32)}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}))
+    assert [path.name for path in weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+    assert sorted(name for name, _ in read_model_folder(tmp_path)) == ["a.safetensors", "b.safetensors", "n0", "n1"]
+    stored = stored_parameters(tmp_path, "bfloat16")
+    assert [(each.name, each.shape, each.dtype) for each in stored] == [
+        ("a.safetensors", (2,), "bfloat16"),
+        ("b.safetensors", (1,), "bfloat16"),
+    ]
+    index.unlink()
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+    (tmp_path / "model.safetensors").unlink()
+    assert [path.name for path in weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+
+
+def test_files_with_other_names_for_the_tensors_are_left_out_of_the_links(tmp_path):
+    model, links = tmp_path / "model", tmp_path / "links"
+    model.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (model / name).write_text(name)
+    assert links_to_one_model(model, links) == model
+    assert links_to_one_model(tmp_path / "org/hub-id", links) == tmp_path / "org/hub-id"
+    (model / "consolidated.safetensors").touch()
+    for _ in range(2):  # the second time over what is there
+        assert links_to_one_model(model, links) == links
+        assert {path.name: path.read_text() for path in links.iterdir()} == {
+            "model.safetensors": "model.safetensors",
+            "config.json": "config.json",
+        }
+        (links / "stale").touch()

@@ -47,6 +47,7 @@ def test_another_process_reads_and_writes_what_was_moved():
     assert other.stride() == (1, 5)
     shared = exporter.describe({"a": fused.data[1:3], "b": other.data, "c": tied.data}, {"d": "it is odd"})
     assert len(shared.storages) == 1
+    assert os.stat(shared.storages[0].path).st_mode & 0o777 == 0o600
     text = msgspec.json.encode(shared).decode()
     result = subprocess.run([sys.executable, "-c", READER, text], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == str([fused[1:3].sum().item(), 15.0, fused[:2].sum().item()])
