@@ -8,8 +8,7 @@ condition, an argument or a call that is left out. It meets the tests of `--test
 that `make coverage` has left, those without an engine first, until one fails. A line that is run while a module is
 imported meets those that run any line of its module, and then all of `--tests`; a line that no test runs meets none.
 `--at-once` defects are tried side by side, each with one test at a time. What survives is for a person to judge: some
-changes change nothing, or nothing without a GPU. `--packages algo --units` takes one package and its unit tests alone,
-which is quick enough for hundreds, and draws from the lines that these run.
+changes change nothing, or nothing without a GPU. dev/module_defects.py tries all defects of a module on its unit tests.
 """
 
 from __future__ import annotations
@@ -183,8 +182,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--num", type=int, default=60)
-    parser.add_argument("--packages", nargs="+", default=PACKAGES, help="where they are put, of src/slipstream")
-    parser.add_argument("--units", action="store_true", help="only the tests without an engine or a command")
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage" / "data")
     parser.add_argument("--tests", default="quick")
     parser.add_argument("--at-once", type=int, default=2)
@@ -193,15 +190,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # others run beside it
     FORKS.set_forkserver_preload(IMPORTED)
     data = coverage.CoverageData(str(options.coverage))
     data.read()
     measured = {Path(file): data.contexts_by_lineno(file) for file in data.measured_files()}
     candidates = []
-    for package in options.packages:
+    for package in PACKAGES:
         for path in sorted((SOURCE / package).rglob("*.py")):
-            lines = {line for line, contexts in measured.get(path, {}).items() if _tests_of(contexts, [False])}
-            candidates += [(path, *place) for place in places(path) if not options.units or place[1] in lines]
+            candidates += [(path, *place) for place in places(path)]
     drawn = random.Random(options.seed).sample(candidates, min(options.num, len(candidates)))
     print(f"{len(candidates)} possible defects, {len(drawn)} drawn", flush=True)
     rows: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
@@ -226,7 +223,7 @@ def _try(
     covering = _tests_of(contexts)
     of_module = _tests_of(context for each in measured.values() for context in each)
     near = covering or (of_module if contexts else [])
-    stages = [_tests_of(near, [slow]) for slow in ((False,) if options.units else (False, True))]
+    stages = [_tests_of(near, [slow]) for slow in (False, True)]
     if not covering and contexts:
         files = {path.relative_to(ROOT).parts[:2] for path in (ROOT / "tests").rglob("test_*.py")}
         folders = ["/".join(parts) + "/" * (not parts[1].endswith(".py")) for parts in sorted(files)]
