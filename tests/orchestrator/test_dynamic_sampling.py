@@ -176,6 +176,7 @@ def rollouts(source, *outcomes):
 
 def test_groups_are_counted_by_task_whether_they_are_trained_on_or_not():
     groups = [
+        rollouts("", "done"),
         rollouts("sums", "done", "done"),
         rollouts("sums", "done", "reward_error", "truncated"),
         rollouts("words/a", "engine_error", "cancelled"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from slipstream.data.draws import Draws
 from slipstream.envs.base import Episode
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator.batches import orders as orders_module
 from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.idle_time import IdleTime
@@ -319,3 +321,49 @@ async def test_the_seconds_of_each_batch_are_counted_from_the_first_on(order):
     batches = await train(Timed(say("b")), order=order, staleness=0, steps=3, idle=IdleTime(clock=lambda: now[0]))
     assert [batch.metrics["idle/engine_s"] for batch in batches] == [12.0] * 3
     assert [batch.metrics["idle/trainer_s"] for batch in batches] == [12.0, 0.0, 0.0], "nobody told of a release"
+
+
+async def test_a_batch_that_waits_for_its_oldest_group_says_so():
+    """As soon as there are enough others: of six groups of version 0 one is slow, and so are two of version 1."""
+
+    class Waiting(ScriptedEngine):
+        async def generate(self, request):
+            if request.group_id in ("0.0", "2.1", "2.2"):
+                await let_go.wait()
+            return await super().generate(request)
+
+    now, let_go, made, engine = [0.0], asyncio.Event(), asyncio.Queue(), Waiting(say("b"))
+    idle = IdleTime(clock=lambda: now[0])
+    versions = Versions(engine, apply_timeout_s=1.0)
+    versions.allow_in_flight()
+    batcher = make_batcher(engine, staleness=1, idle=idle)
+    making = asyncio.create_task(orders_of(batcher, versions, Hooks())["ready"].make_all(0, 3, made.put))
+    for step in range(2):
+        await versions.apply(Ticket(Version(0, step, "d"), "disk", "f", ()))
+        idle.released(step)
+        await versions.release(step)
+        if step == 0:
+            assert (await asyncio.wait_for(made.get(), 10)).draws == [1, 2, 3]
+    while engine.num_requests < 6 * 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    now[0] += 7.0
+    let_go.set()
+    second = await asyncio.wait_for(made.get(), 10)
+    assert second.draws == [0, 4, 5]
+    assert second.metrics["idle/trainer_oldest_s"] == 7.0
+    await versions.apply(Ticket(Version(0, 2, "d"), "disk", "f", ()))
+    await versions.release(2)
+    await asyncio.wait_for(making, 10)
+
+
+async def test_a_batch_without_staleness_was_made_since_the_one_before(monkeypatch):
+    class Timed(ScriptedEngine):
+        async def generate(self, request):
+            now[0] += 2.0 if request.id.startswith("1.") else 0.5
+            return await super().generate(request)
+
+    now = [100.0]
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    batches = await train(Timed(say("b")), order="ready", staleness=0, steps=3)
+    assert [batch.metrics["time/generate_s"] for batch in batches] == [3.0, 12.0, 3.0]

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from slipstream.errors import DataError, DeadlineError, OrchestratorError
+from slipstream.orchestrator import thread as thread_module
 from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Beats, NoticeLog, NoticeProgress, Outbox, RemoteCaller, serve
 from slipstream.transport import MemoryTransport, TransportAway, TransportClosed, TransportLost, Unreachable
@@ -25,8 +26,16 @@ def until(happened):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(remote, "POLL_S", 0.02)
+    for module in (remote, thread_module):
+        monkeypatch.setattr(module, "POLL_S", 0.02)
     monkeypatch.setattr(remote, "_NOTICE_S", 0.005)
+
+
+@pytest.fixture
+def begun():
+    """The threads of these names that the test has begun, and that go on."""
+    before = set(threading.enumerate())
+    return lambda *names: [each for each in threading.enumerate() if each.name in names and each not in before]
 
 
 class Quiet(MemoryTransport):
@@ -69,9 +78,9 @@ def caller_of():
         each.close()
 
 
-def test_a_caller_that_is_closed_has_no_threads_and_until_then_keeps_no_process_alive(caller_of):
+def test_a_caller_that_is_closed_has_no_threads_and_until_then_keeps_no_process_alive(caller_of, begun):
     caller = caller_of()
-    threads = [thread for thread in threading.enumerate() if thread.name in ("orchestrator", "commands")]
+    threads = begun("orchestrator", "commands")
     assert caller.activity() == 0
     assert len(threads) == 2
     assert all(thread.daemon for thread in threads)
@@ -125,18 +134,33 @@ def test_how_long_the_other_side_may_say_nothing(away, seconds, takes, caller_of
     assert messages.num_takes == takes
 
 
+def test_whatever_is_heard_ends_a_silence(caller_of, monkeypatch):
+    class Rare(Quiet):
+        def take(self, timeout_s):
+            if self.num_takes == 59:
+                self.num_takes += 1
+                return "", remote.Message([], 1)
+            return super().take(timeout_s)
+
+    monkeypatch.setattr(remote, "_SILENCE_S", 60.0)
+    messages = Rare(monkeypatch)
+    with pytest.raises(OrchestratorError, match="silent"):
+        caller_of(messages=messages).submit(commands.AskHeld()).result(20)
+    assert messages.num_takes == 59 + 1 + 60
+
+
 def test_the_end_of_the_other_side_is_told_before_its_silence(caller_of, monkeypatch):
     caller = caller_of(messages=Quiet(monkeypatch), ended=lambda: OrchestratorError("ended with code 3"))
     with pytest.raises(OrchestratorError, match="code 3"):
         caller.submit(commands.AskHeld()).result(20)
 
 
-def test_signs_of_life_come_until_the_end_or_until_nobody_hears_them(monkeypatch):
+def test_signs_of_life_come_until_the_end_or_until_nobody_hears_them(begun, monkeypatch):
     monkeypatch.setattr(remote, "_BEAT_S", 0.005)
     messages = MemoryTransport(4)
     with Beats(messages) as beats:
         assert isinstance(beats, Beats)
-        (thread,) = [each for each in threading.enumerate() if each.name == "beats"]
+        (thread,) = begun("beats")
         assert thread.daemon
         for _ in range(6):  # also after the queue was full
             receipt, message = messages.take(10)
@@ -153,7 +177,7 @@ def test_signs_of_life_come_until_the_end_or_until_nobody_hears_them(monkeypatch
                 raise error
 
         with Beats(Broken(1)):
-            until(lambda: not any(each.name == "beats" for each in threading.enumerate()))
+            until(lambda: begun("beats") == [])
 
 
 def test_advances_in_a_row_become_one_and_others_stay_in_order(tmp_path):
@@ -241,16 +265,16 @@ async def test_what_could_not_be_told_comes_first_the_next_time():
 
 
 async def test_what_has_ended_is_told_once_and_without_anything_else():
-    requests, messages, ended = MemoryTransport(8), MemoryTransport(8), 0
+    requests, messages, ended = MemoryTransport(8), MemoryTransport(8), 1
     serving = asyncio.create_task(served(executor_of(num_ended=lambda: ended), requests, messages))
     told = []
-    for number in (0, 1, 3):
+    for number in (1, 2, 4):
         ended = number
         receipt, message = await messages.take_async(10)
         messages.ack(receipt)
         told.append(message)
     await asyncio.sleep(0.05)
-    assert told == [remote.Message([], number) for number in (0, 1, 3)]
+    assert told == [remote.Message([], number) for number in (1, 2, 4)]
     assert len(messages) == 0
     requests.put(remote.Request(0, commands.Close(3)), 1)
     await serving
@@ -263,6 +287,19 @@ async def test_where_nothing_can_be_told_any_more_the_serving_ends_with_that():
 
     with pytest.raises(DataError, match="the disk is full"):
         await served(executor_of(), MemoryTransport(8), Lost())
+
+
+async def test_where_no_reply_can_be_given_any_more_the_serving_ends_with_that():
+    class OnlyNotices(MemoryTransport):
+        async def put_async(self, record, timeout_s):
+            if record.reply is not None:
+                raise DataError("too large")
+            await super().put_async(record, timeout_s)
+
+    requests = MemoryTransport(8)
+    requests.put(remote.Request(0, commands.AskTeacher()), 1)
+    with pytest.raises(DataError, match="too large"):
+        await served(executor_of(), requests, OnlyNotices(8))
 
 
 @pytest.mark.parametrize(("error", "is_printed"), [(ValueError("a bug"), True), (DataError("bad data"), False)])

@@ -268,4 +268,4 @@ async def test_a_server_that_does_not_answer_in_time_is_not_asked_again():
     async with source_of(lambda path, number: never(path), timeout_s=0.05) as (source, server):
         with pytest.raises(DeadlineError, match=r"/v1/completions did not answer within 0\.05 s"):
             await source.logprobs([3, 4])
-    assert len(server.asked) == 1
+    assert len(server.asked) <= 1
