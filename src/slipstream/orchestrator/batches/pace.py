@@ -19,9 +19,9 @@ _SHORTEST_S = 1e-3
 class Generated:
     """What was generated in some time."""
 
-    seconds: float = 0.0
-    rollouts: float = 0
-    tokens: float = 0
+    seconds: float
+    rollouts: float
+    tokens: float
     """Sampled by rollouts that can be trained on."""
 
     @classmethod

@@ -1,0 +1,91 @@
+"""Who waits for whom: rollouts for versions, versions for a batch, a fence for both."""
+
+import asyncio
+
+import pytest
+
+from slipstream.errors import DeadlineError, WeightsError
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import ApplyReport, Ticket, Version
+
+TICKETS = [Ticket(Version(0, step, "d"), "disk", "f", ()) for step in range(4)]
+
+
+class Receiver:
+    def __init__(self, reports=None):
+        self.asked, self.reports = [], reports
+
+    async def apply(self, ticket, timeout_s):
+        self.asked.append((ticket.version.step, timeout_s))
+        return self.reports or ApplyReport(ticket.version)
+
+    async def fence(self, timeout_s):
+        self.asked.append(("fence", timeout_s))
+
+
+def is_free(versions):
+    return not versions.generating().locked()
+
+
+async def test_a_fence_keeps_batches_out_until_the_next_version_is_applied():
+    receiver = Receiver()
+    versions = Versions(receiver, apply_timeout_s=3.0, fence=receiver.fence)
+    await versions.fence()
+    await versions.fence()
+    assert (receiver.asked, is_free(versions)) == ([("fence", 3.0)], False)
+    assert await versions.apply(TICKETS[0]) == ApplyReport(TICKETS[0].version)
+    assert (receiver.asked[1:], is_free(versions), versions.current) == ([(0, 3.0)], True, TICKETS[0].version)
+    await versions.fence()
+    assert (receiver.asked[2:], is_free(versions)) == ([("fence", 3.0)], False), "each version has its own"
+
+
+async def test_without_a_fence_a_version_waits_for_the_batch_that_is_generated_unless_it_may_come_in_flight():
+    receiver = Receiver()
+    versions = Versions(receiver, apply_timeout_s=3.0)
+    await versions.fence()
+    assert is_free(versions)
+    async with versions.generating():
+        applied = asyncio.create_task(versions.apply(TICKETS[0]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert receiver.asked == []
+    await asyncio.wait_for(applied, 10)
+    versions.allow_in_flight()
+    async with versions.generating():
+        await asyncio.wait_for(versions.apply(TICKETS[1]), 10)
+    assert versions.current == TICKETS[1].version
+
+
+async def test_a_fence_that_fails_holds_nothing():
+    async def broken(timeout_s):
+        raise WeightsError("no")
+
+    versions = Versions(Receiver(), apply_timeout_s=3.0, fence=broken)
+    with pytest.raises(WeightsError):
+        await versions.fence()
+    assert is_free(versions)
+
+
+async def test_what_is_not_proved_is_not_current():
+    versions = Versions(Receiver(ApplyReport(Version(0, 9, "other"))), apply_timeout_s=3.0)
+    with pytest.raises(WeightsError):
+        await versions.apply(TICKETS[0])
+    assert versions.current is None
+
+
+async def test_rollouts_wait_for_the_release_of_their_version():
+    versions = Versions(Receiver(), apply_timeout_s=3.0)
+    assert versions.released == -1
+    with pytest.raises(DeadlineError, match=r"did not release version 0 within 0 s \(it is at -1\)"):
+        await versions.wait_for(0, 0.01)
+    await versions.apply(TICKETS[2])
+    waiting = asyncio.create_task(versions.wait_for(2, None))
+    await versions.release(1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await versions.release(2)
+    assert await asyncio.wait_for(waiting, 10) == TICKETS[2].version
+    await versions.release(1)
+    assert versions.released == 2
+    assert await asyncio.wait_for(versions.wait_for(1, 5.0), 10) == TICKETS[2].version
