@@ -29,6 +29,7 @@ from types import CodeType, FunctionType
 import pytest
 from defects import ROOT, changed, places
 
+LEAVE = os._exit  # some tests put something else there
 SLOWEST_S = 300
 """Of all tests together, without a defect."""
 
@@ -51,7 +52,7 @@ class ModuleDefects:
             line = f"{'failed' if report.failed else 'passed'} {report.nodeid}\n"
             os.write(self.pipe, line.encode())
             if report.failed and self.until_first_failure:
-                os._exit(1)
+                LEAVE(1)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -105,9 +106,9 @@ class ModuleDefects:
                 prepare()
                 for item, following in zip(items, [*items[1:], None], strict=True):
                     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                os._exit(0)
+                LEAVE(0)
             finally:
-                os._exit(1)
+                LEAVE(1)
         os.close(writing)
         said, end, in_time = [b""], time.monotonic() + limit_s, False
         while select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:

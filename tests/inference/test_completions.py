@@ -39,6 +39,10 @@ def test_a_completion_has_its_tokens_their_log_probabilities_and_versions():
     assert completion(ask(stop=("x",)), output(), []).text == "decoded"
     asked = ask(images=(b"",))
     assert completion(asked, output(prompt_ids=(1, 9, 9, 2)), []).prompt_ids == [1, 9, 9, 2]
+    scored = output()
+    scored.prompt_logprobs = [None, {2: SimpleNamespace(logprob=-0.75)}]
+    assert completion(ask(scores_prompt=True), scored, []).prompt_logprobs == [0.0, -0.75]
+    assert completion(ask(), scored, []).prompt_logprobs is None
     read = completion(ask(), output(), [], Reading([ToolCall("f")], "rest", "odd"))
     assert (read.tool_calls, read.content, read.parser_failure) == ([ToolCall("f")], "rest", "odd")
 
@@ -126,6 +130,11 @@ async def test_a_stall_is_the_longest_time_without_a_token(now):
     clock.begin()
     now[0] += 1
     assert await clock.end(lambda: False) == pytest.approx(1.0), "nothing of the update before"
+    clock.tick()
+    clock.begin()
+    now[0] += 0.25
+    clock.tick()
+    assert await clock.end(lambda: False) == pytest.approx(0.25)
 
 
 async def test_where_no_token_comes_the_stall_goes_on_until_nobody_waits_any_more(now):
@@ -158,7 +167,9 @@ async def test_the_next_token_is_waited_for_and_no_longer(now):
     assert now[0] == begun
 
 
-def test_steps_with_tokens_tick_unless_they_are_ignored():
+def test_steps_with_tokens_tick_unless_they_are_ignored(monkeypatch):
+    progress = []
+    monkeypatch.setattr(token_clock.heartbeat, "progress", lambda: progress.append(1))
     clock = TokenClock()
     seen = []
     processor = SimpleNamespace(process_outputs=lambda *given, **options: seen.append((given, options)) or "done")
@@ -170,7 +181,7 @@ def test_steps_with_tokens_tick_unless_they_are_ignored():
     assert clock.num_steps == 1
     clock.ignores_tokens = True
     processor.process_outputs([token])
-    assert (clock.num_steps, len(seen)) == (1, 3)
+    assert (clock.num_steps, len(seen), progress) == (1, 3, [1])
 
 
 def test_stillness_is_of_an_engine_that_computes(now):

@@ -365,3 +365,20 @@ def test_requests_that_come_are_tracked_from_then_on():
     assert step(twin, deferred, [15, 16]) == ({}, {0, 1})
     deferred.flush_all()
     assert (twin.held["r1"].tokens, twin.held["r2"].tokens) == ([50, 11, 13, 15], [50, 14, 16])
+
+
+def test_a_token_of_a_request_that_is_not_known_goes_to_none_of_the_others():
+    twin, deferred = started(number=3)
+    assert step(twin, deferred, [10, 11, 12], ids=["r0", "unknown", "r2"]) == ({"unknown": 1}, {0})
+    deferred.flush_all()
+    assert [held.tokens for held in twin.held.values()] == [[50, 10], [50], [50, 12]]
+
+
+def test_a_request_is_tracked_while_its_last_token_is_in_flight():
+    twin = Twin(True, 3)
+    twin.schedule(twin.requests)
+    deferred = DeferredSteps(twin.scheduler, "stale")
+    assert deferred.track(twin.running)
+    assert step(twin, deferred, [10, 11, 12], schedules=False) == ({}, {0, 1})
+    deferred.flush_all()
+    assert [request.num_output_placeholders for request in twin.running] == [0] * 3

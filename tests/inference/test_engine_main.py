@@ -68,7 +68,8 @@ def process(monkeypatch):
     monkeypatch.setattr(main, "EngineServer", create)
     monkeypatch.setattr(main, "listen", listen)
     monkeypatch.setattr(main, "leave", lambda code: state.exits.append(code))
-    monkeypatch.setattr(main.heartbeat, "doing", lambda what: None)
+    state.said = []
+    monkeypatch.setattr(main.heartbeat, "doing", state.said.append)
     monkeypatch.setattr(start_marks, "mark", note("mark"))
     for name in ("begin_end", "remove_files", "leave_signals_to_trainer", "name_shared_memory", "shield_children"):
         monkeypatch.setattr(lifeline, name, note(name))
@@ -101,6 +102,7 @@ async def test_it_serves_until_it_is_told_to_end(own_process, process, monkeypat
 async def test_it_ends_when_vllm_has_died(process, monkeypatch):
     process.server.on_look = lambda: setattr(process.server.host, "is_dead", process.server.looks >= 2)
     assert await serve(process, monkeypatch) is False
+    assert set(process.said) == {"waiting"}
     assert process.calls[-4:] == ENDED
 
 
@@ -141,7 +143,7 @@ def run(process, monkeypatch, tmp_path, settings, *, is_named=True, lives=True):
     monkeypatch.setitem(sys.modules, "uvloop", uvloop)
     monkeypatch.setattr(main.os, "environ", environment)
     monkeypatch.setattr(lifeline, "follow_stdin", lambda: "order")
-    monkeypatch.setattr(main, "settings_later", lambda order: {"order": str(path)}[order])
+    monkeypatch.setattr(main, "settings_later", lambda order: {"order" * (not is_named): str(path)}[order])
     monkeypatch.setattr(sys, "argv", ["main", *([str(path)] if is_named else [])])
     main.main()
     assert len(served) == 1

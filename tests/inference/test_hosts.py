@@ -424,3 +424,74 @@ async def test_calls_of_several_processes_are_handed_on():
     assert engine.calls[-2:] == [("reset_encoder_cache",), ("shutdown",)]
     engine.answers = {"reset_prefix_cache": False}
     assert [await host.load_adapter(ADAPTER), await host.reset_prefix_cache()] == [False, False]
+
+
+async def test_an_answer_that_nobody_waits_for_any_more_ends_nothing_else(host):
+    engine = host._engine
+    engine.gate.clear()
+    running = asyncio.create_task(host.generate("p", 1, "a"))
+    await until(lambda: host._waiting)
+    before = engine.step
+    engine.step = lambda: [output("unknown", [1]), *before()]
+    await asyncio.sleep(0.005)  # within the step that ends it
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    engine.gate.set()
+    made, spans = await host.generate("q", 2, "b")
+    assert (len(made.outputs[0].token_ids), spans) == (2, [(0, "")])
+    assert not host.is_dead
+    assert (host._waiting, host._labels.running) == ({}, ())
+
+
+def test_a_step_that_hangs_does_not_keep_the_process(host):
+    assert host._thread.daemon is True
+
+
+class Queue:
+    """Of outputs that vLLM takes one by one and processes some turns later, as its task does."""
+
+    def __init__(self, processor, number):
+        self.processor, self.left = processor, number
+        self.task = asyncio.create_task(self._take())
+
+    def empty(self):
+        return self.left == 0
+
+    async def _take(self):
+        while self.left:
+            await asyncio.sleep(0)
+            self.left -= 1
+        for _ in range(10):
+            await asyncio.sleep(0)
+            self.processor.request_states["a-internal"].tokens += 1
+
+
+@pytest.fixture
+def turning(monkeypatch):
+    """A host of several processes with one request; no time passes while it waits."""
+    sleep, slept = asyncio.sleep, []
+    monkeypatch.setattr(
+        hosts, "asyncio", SimpleNamespace(sleep=lambda s: sleep(0, slept.append(s)), gather=asyncio.gather)
+    )
+    made = hosts.create_host({}, own_process=True)
+    made._engine.output_processor.add("a", 0)
+    made._labels.begin("a")
+    yield made
+    assert set(slept) <= {0}, "turns of the event loop are enough"
+
+
+@pytest.mark.parametrize("number", [0, 5])
+async def test_tokens_are_counted_once_all_that_were_sent_are_processed(number, turning):
+    turning._engine.engine_core.outputs_queue = Queue(turning._engine.output_processor, number)
+    assert await turning.num_tokens() == {"a": 10}
+
+
+async def test_a_pause_ends_once_what_was_flushed_is_processed(turning):
+    engine = turning._engine
+    engine.counts, engine.engine_core.core_engines = [{"a-internal": 2}], [0]
+    engine.engine_core.outputs_queue.left = 3
+    engine.on_flush = lambda: setattr(engine.engine_core, "outputs_queue", Queue(engine.output_processor, 2))
+    await turning.pause()
+    assert engine.output_processor.request_states["a-internal"].tokens == 10
+    assert turning.clock.ignores_tokens is False

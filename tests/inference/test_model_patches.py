@@ -44,6 +44,10 @@ def test_a_residual_is_added_up_in_float32(name, weight, monkeypatch):
     exact = torch.tensor([[2.0 * scale * 2.0, 256.5 * scale * 3.0]]).bfloat16()
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output, exact)
+    small = torch.tensor([[0.5, -0.5], [0.0, 1.0], [0.25, 0.25]], dtype=torch.bfloat16)
+    output = norm.forward(small[None], torch.zeros_like(small)[None])[0][0]
+    scales = torch.tensor([[0.5**-0.5], [0.75**-0.5], [(1 / 16 + 0.25) ** -0.5]])
+    torch.testing.assert_close(output, (small * scales * torch.tensor([2.0, 3.0])).bfloat16())
     assert norm.forward(x)[0] == "vLLM's"
     assert norm.forward(x, None)[1] is x
     norm.variance_size_override = 1
@@ -239,7 +243,7 @@ class Scheduler:
 
     def update_from_output(self, ending, fails=False):
         for id_, reason in ending:
-            if reason is not None:
+            if reason is not None and id_ != "elsewhere":
                 assert self._free_request(SimpleNamespace(request_id=id_, num_tokens=3), 1, x=2) == "freed"
         if fails:
             raise KeyError
@@ -273,8 +277,11 @@ def test_a_request_ends_with_the_experts_of_its_tokens_by_their_slots(routed):
     assert runner._model_forward("abcde", "at", 1, x=2) == ("abcde", "at", (1,), {"x": 2})
     scheduler = routed.kind()
     assert scheduler._free_request(SimpleNamespace(request_id="outside", num_tokens=2)) == "freed"
-    (answer,) = scheduler.update_from_output([("a", "stop"), ("b", None), ("c", "length")]).values()
-    a, b, c = answer.outputs
+    (answer,) = scheduler.update_from_output(
+        [("a", "stop"), ("b", None), ("c", "length"), ("elsewhere", "abort")]
+    ).values()
+    a, b, c, elsewhere = answer.outputs
+    assert elsewhere.routed_experts is None
     assert a.routed_experts.dtype == np.uint16
     assert a.routed_experts.tolist() == [[[0, 0], [0, 0]], [[200, 201], [300, 301]]]
     assert (b.routed_experts, c.routed_experts.tolist()) == (None, a.routed_experts.tolist())

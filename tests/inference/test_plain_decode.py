@@ -333,3 +333,100 @@ def test_a_vllm_with_other_managers_of_blocks_is_named(monkeypatch):
         )
         with pytest.raises(Absent, match=missing):
             allocate_with_room()
+
+
+class Blocks:
+    """As `KVCacheManager`; notes what it is asked."""
+
+    def __init__(self, manager, **fields):
+        self.calls, self.answer, self.empty_kv_cache_blocks = [], "theirs", "none"
+        vars(self).update(vars(pool(manager, **fields)))
+
+    def allocate_slots(self, request, number, *given, **options):
+        self.calls.append((number, given, options))
+        return self.answer
+
+
+def allocated(manager, fields=None, number=1, given=(), options=None, **of_request):
+    kind = type("Fresh", (Blocks,), {})
+    decoding._skip_allocation(kind, Full)
+    made = kind(manager, **(fields or {}))
+    plain = {"num_prompt_tokens": 3, "max_tokens": 100, "status": "running", "num_computed_tokens": 5}
+    request = SimpleNamespace(**{**SIMPLE, **plain, "request_id": "a", "_all_token_ids": [1] * 6, **of_request})
+    options = {"num_lookahead_tokens": 0} if options is None else options
+    answer = made.allocate_slots(request, number, *given, **options)
+    return answer, made.calls, getattr(request, "_slipstream_plain_until", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_request"),
+    [
+        ({}, {}),
+        ({}, {"num_computed_tokens": 7, "_all_token_ids": [1] * 7}),
+        ({"enable_caching": False}, {"num_computed_tokens": 7, "_all_token_ids": [1] * 8}),
+        ({"max_model_len": 6}, {}),
+    ],
+)
+def test_a_running_request_whose_block_has_room_is_given_none(fields, of_request, vllm):
+    assert allocated(Full(cached={"a": 1}, blocks="xy"), fields, **of_request) == ("none", [], None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"number": 2}, {"given": (0,)}, {"options": {}}, {"options": {"num_lookahead_tokens": 1}}),
+        *({"status": "waiting"}, {"num_computed_tokens": 8}, {"fields": {"max_model_len": 5}}),
+        *({"num_computed_tokens": 7, "_all_token_ids": [1] * 8}, {"manager": Full(blocks="xy")}),
+        {"manager": Windowed(cached={"a": 1}, blocks="xy")},
+    ],
+    ids=str,
+)
+def test_any_other_request_is_given_what_vllm_gives_it(change, vllm):
+    made = {"manager": Full(cached={"a": 1}, blocks="xy"), **change}
+    answer, calls, until = allocated(**made)
+    options = made.get("options", {"num_lookahead_tokens": 0})
+    assert (answer, calls) == ("theirs", [(made.get("number", 1), made.get("given", ()), options)])
+    is_known = made["manager"].num_cached_block and not isinstance(made["manager"], Windowed)
+    assert until == (min(8, made.get("fields", {}).get("max_model_len", 9) - 1) if is_known else 0)
+
+
+def test_what_is_deferred_is_written_before_vllm_reads_it(vllm, monkeypatch):
+    done = []
+
+    class Fresh:
+        def schedule(self, *given, **options):
+            done.append(("schedule", given, options))
+            return "theirs"
+
+        def finish_requests(self, *given, **options):
+            done.append(("finish", given, options))
+            return "finished"
+
+        def reset_prefix_cache(self):
+            return True
+
+    answers = ["ours", None]
+    deferred = SimpleNamespace(
+        stop_deferring=lambda id_: done.append(("flush", id_)), clear=lambda: done.append("clear")
+    )
+    steps = SimpleNamespace(schedule=lambda scheduler: answers.pop(0))
+    monkeypatch.setattr(PlainSteps, "of", lambda scheduler, schedule: None if scheduler.odd else steps)
+    decoding._schedule_plainly(Fresh)
+    scheduler = Fresh()
+    scheduler.odd, scheduler._slipstream_deferred_steps = False, deferred
+    assert (scheduler.schedule(), done) == ("ours", [])
+    assert (scheduler.schedule(False, x=0), done) == (
+        "theirs",
+        [("flush", None), "clear", ("schedule", (False,), {"x": 0})],
+    )
+    for given, options in (((1,), {}), ((), {"x": 1})):
+        assert scheduler.schedule(*given, **options) == "theirs"
+        assert done[-3:] == [("flush", None), "clear", ("schedule", given, options)]
+    assert scheduler.finish_requests("a", by=2) == "finished"
+    assert done[-2:] == [("flush", None), ("finish", ("a",), {"by": 2})]
+    assert (scheduler.reset_prefix_cache(), done[-1]) == (True, ("flush", None))
+    decoding.flush(scheduler, "a")
+    assert done[-1] == ("flush", "a")
+    other, before = Fresh(), len(done)
+    other.odd = True
+    assert (other.schedule(), other.reset_prefix_cache(), len(done) - before) == ("theirs", True, 1)
