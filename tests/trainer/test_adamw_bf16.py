@@ -230,3 +230,22 @@ def test_parameters_without_a_gradient_stay_and_keep_no_state():
     state = optimizer.state()
     assert [name for name in state if name.startswith("updates")] == ["updates.a.weight", "updates.c.weight"]
     assert state["updates.a.weight"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_stored_by_columns_become_the_same(dtype):
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 6), [torch.randn(4, 6) for _ in range(2)]
+    found = []
+    for by_columns in (False, True):
+        live = start.to(dtype).t().contiguous().t() if by_columns else start.to(dtype, copy=True)
+        model = nn.ParameterDict({"weight": nn.Parameter(live)})
+        assert model["weight"].is_contiguous() != by_columns
+        optimizer = RoundedAdamW(model.named_parameters(), seed=2, weight_decay=0.5, max_grad_norm=1e9)
+        for gradient in gradients:
+            (model["weight"].float() * gradient).sum().backward()
+            optimizer.prepare(0.1)
+            optimizer.commit()
+        found.append({name: tensor.clone() for name, tensor in optimizer.state().items()})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor)

@@ -264,10 +264,24 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(make_writer, ma
     writer.save(1, {"step": 1})
     with pytest.raises(SlipstreamError, match=r"step-000001 cannot be written \(the disk took nothing for 0.1 s\)"):
         writer.wait()
+    assert writer._thread.daemon, "nor does the process wait for it"
     writer.close()
     assert "was not written" in writer.told.warnings[0], "where something else ends the run it is only told"
     writer.store.may_go_on.set()
     writer._thread.join(WAIT_S)
+
+
+def test_quiet_is_counted_in_polls_since_the_disk_took_something(make_writer, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_POLL_S", 1.0)
+    monkeypatch.setattr(checkpoint_writer, "QUIET_S", 3.0)
+    writer, polls = make_writer(), []
+    written = iter([5, 5, 5, 6, 6, 6, 6, 6])
+    monkeypatch.setattr(writer.store, "unfinished_bytes", lambda: next(written))
+    writer._thread = SimpleNamespace(is_alive=lambda: True, join=polls.append)
+    with pytest.raises(SlipstreamError, match="checkpoints cannot be written"):
+        writer.wait()
+    assert polls == [1.0] * 7
+    writer._thread = None
 
 
 def test_checkpoints_by_the_clock_get_rarer_where_they_cost_much():

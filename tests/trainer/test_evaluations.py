@@ -88,6 +88,7 @@ class Run:
 
     def warning(self, text, **fields):
         self.warnings.append(text)
+        self.warned = fields
 
     def event(self, kind, **fields):
         pass
@@ -161,6 +162,7 @@ def test_one_that_had_not_ended_is_made_again_by_a_resume_from_its_step_and_miss
         "the evaluation of step 2 had not ended when the run did, and is missing: the run goes on from step 3, whose "
         "weights are others"
     ]
+    assert later.warned == {"step": 2}
 
 
 def test_one_that_was_recorded_after_the_checkpoint_counts(tmp_path):

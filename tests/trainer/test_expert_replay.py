@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tests.engine.mixtures import KINDS, close_choices
 
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.records import ExpertChoices, Sequence
-from slipstream.trainer.experts.row_choices import MISSING, RowChoices
+from slipstream.trainer.experts.replay import ExpertReplay, share_that_differs
+from slipstream.trainer.experts.row_choices import MISSING, RowChoices, RowExperts
 from slipstream.trainer.learner import score
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
@@ -233,3 +235,76 @@ def test_compiled_layers_replay_too(folder, monkeypatch):
         found = torch.cat(score(compiled, batch, micro_batch_tokens=256).logprobs)
         torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def mixture():
+    """A network of three layers in bfloat16, the first without experts."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=EXPERTS, num_experts_per_tok=TOP,
+        norm_topk_prob=True, mlp_only_layers=[0],
+    )  # fmt: skip
+    network = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    for layer in network.model.layers[1:]:
+        torch.nn.init.normal_(layer.mlp.gate.weight, std=0.5)
+    return network
+
+
+def routed(network, tokens, **given):
+    """What each layer's router gives."""
+    found = []
+    gates = [layer.mlp.gate for layer in network.model.layers[1:]]
+    hooks = [gate.register_forward_hook(lambda _module, _inputs, output: found.append(output)) for gate in gates]
+    with torch.no_grad():
+        network.model(input_ids=torch.tensor([tokens]), use_cache=False, **given)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_its_own_choices_have_the_weights_that_they_had(mixture):
+    tokens = list(range(3, 23))
+    before = routed(mixture, tokens)
+    replay = ExpertReplay(mixture)
+    ids = torch.stack([torch.zeros_like(before[0][2]), *(ids for _, _, ids in before)], 1)
+    after = routed(mixture, tokens, **replay.arguments(RowExperts(ids.short(), EXPERTS - 1)))
+    for ours, theirs in zip(after, before, strict=True):
+        assert all(map(torch.equal, ours, theirs)), "bit for bit"
+    assert replay.counted() == {"experts_differ": 0, "experts_compared": 2 * 20}
+    assert replay.arguments(None) == {}
+    assert replay.counted() == {"experts_differ": 0, "experts_compared": 0}
+
+
+def test_tokens_with_other_experts_are_counted_one_by_one(mixture):
+    tokens = list(range(3, 23))
+    ((_, _, first), (_, _, last)) = routed(mixture, tokens)
+    replay, given = ExpertReplay(mixture), last.clone()
+    for token in (0, 3, 4, 7, 11, 12, 13):
+        given[token, 1] = next(expert for expert in range(EXPERTS) if expert not in last[token])
+    given[1] = last[1].flip(0)
+    ids = torch.stack([torch.zeros_like(first), first, given], 1)
+    ids[15:] = MISSING
+    routed(mixture, tokens, **replay.arguments(RowExperts(ids.short(), EXPERTS - 1)))
+    assert replay.counted() == {"experts_differ": 7, "experts_compared": 2 * 15}
+
+
+def test_a_decoder_without_layers_of_the_known_kind_is_refused(mixture):
+    del mixture.model.layers[1].mlp
+    with pytest.raises(ConfigError, match=r"has no layers with an mlp: set model\.replay_experts = false"):
+        ExpertReplay(mixture)
+    mixture.get_decoder = lambda: torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="has no layers with an mlp"):
+        ExpertReplay(mixture)
+
+
+def test_the_share_that_differs_is_of_what_was_compared():
+    sums = {"loss": torch.tensor(1.0), "experts_differ": torch.tensor(3.0), "experts_compared": torch.tensor(12.0)}
+    assert share_that_differs(sums) == {"mismatch/experts_differ": 0.25}
+    assert list(sums) == ["loss"]
+    assert share_that_differs(sums) == {}
+    for compared, share in ((1.0, 1.0), (0.0, 0.0)):
+        sums = {"experts_differ": torch.tensor(compared), "experts_compared": torch.tensor(compared)}
+        assert share_that_differs(sums) == {"mismatch/experts_differ": share}
+    assert share_that_differs({"experts_compared": torch.tensor(1.0)}) == {}

@@ -56,7 +56,7 @@ def route(monkeypatch):
     old = []
     monkeypatch.setattr(flash4, "_found", {})
     monkeypatch.setattr(flash4, "_made_for", lambda query: True)
-    monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(flash4.importlib.util, "find_spec", {"flash_attn": "found"}.get)
     monkeypatch.setattr(packed, "_flash_forward", lambda *a, **k: old.append("forward") or plain_forward(*a, **k))
     monkeypatch.setattr(packed, "_flash_backward", lambda *a, **k: old.append("backward") or plain_backward(*a, **k))
 

@@ -187,9 +187,10 @@ def test_batches_without_signal_are_skipped_told_once_and_too_many_end_the_run(t
     run = make_run(tmp_path, batches, config=config)
     with pytest.raises(TrainingError, match=r"no group had any reward variance in 3 consecutive steps .* = 3\): make"):
         run.loop.run()
-    skipped = [text for text, fields in run.log.warnings if "teaches nothing" in text]
-    assert skipped == [f"step {step} teaches nothing: no group had any reward variance" for step in (0, 3)]
-    assert [told["step"] for told in run.log.of("skipped")] == [1, 4, 5]
+    skipped = [each for each in run.log.warnings if "teaches nothing" in each[0]]
+    reason = "no group had any reward variance"
+    assert skipped == [(f"step {step} teaches nothing: {reason}", {"step": step}) for step in (0, 3)]
+    assert run.log.of("skipped") == [{"step": step, "reason": reason} for step in (1, 4, 5)]
     assert [run.log.rows[step].get("train/skipped") for step in (1, 2, 3, 4)] == [1.0, 1.0, None, 1.0]
     assert (run.log.rows[1]["tokens/trained"], run.log.rows[1]["dropped_tokens/skipped"]) == (0.0, 4.0)
     assert run.log.rows[3]["tokens/trained"] == 4.0

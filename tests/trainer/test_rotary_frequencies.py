@@ -5,6 +5,7 @@ frequencies outright and leaves nothing to choose.
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.rotary_frequencies import fix_rotary
+from slipstream.trainer.model.rotary_frequencies import changing_kinds, fix_rotary
 
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 4.0, 8.0]
 THETA = {"rope_theta": 10_000.0}
@@ -101,6 +102,7 @@ def test_a_rank_that_has_no_values_yet_has_the_same_frequencies(save_model, tmp_
         assert torch.equal(whole.inv_freq, unread.inv_freq)
         expected = 1.0 / (torch.tensor(factors) * 10_000.0 ** (torch.arange(0, 8, 2) / 8))
         torch.testing.assert_close(whole.inv_freq, expected)
+        assert "inv_freq" not in whole.state_dict(), "no weight"
 
 
 def test_one_that_looks_at_the_whole_row_is_found_by_its_far_positions(save_model, tmp_path):
@@ -159,3 +161,61 @@ def test_attention_scaled_by_the_place_in_the_row_is_refused_when_packed(save_mo
     save_model(tmp_path, "Llama4Text", **experts, layer_types=["full_attention"] * 2, no_rope_layers=[1, 0])
     with pytest.raises(ConfigError, match=r"attn_temperature_tuning.*set training\.packing = false"):
         PolicyModel.load(tmp_path)
+
+
+def test_older_names_of_a_configuration_are_read_too():
+    given = {"type": "dynamic", "original_max_position_embeddings": 64}
+    for key in ("rope_scaling", "rope_parameters"):
+        config = SimpleNamespace(**{key: given}, max_position_embeddings=128)
+        fix_rotary(nn.Linear(1, 1), config, 64)
+        fix_rotary(nn.Linear(1, 1), config, None)
+        with pytest.raises(ConfigError, match=r"\(dynamic\).*at most 64"):
+            fix_rotary(nn.Linear(1, 1), config, 65)
+    del given["original_max_position_embeddings"]
+    with pytest.raises(ConfigError, match="at most 128"):
+        fix_rotary(nn.Linear(1, 1), config, 129)
+    config.original_max_position_embeddings = 100
+    with pytest.raises(ConfigError, match="at most 100"):
+        fix_rotary(nn.Linear(1, 1), config, 101)
+    fix_rotary(nn.Linear(1, 1), SimpleNamespace(rope_scaling=DEFAULT, max_position_embeddings=128), 200)
+
+
+def test_kinds_that_depend_on_the_row_are_told_apart():
+    assert changing_kinds(None) == {}
+    assert changing_kinds(DEFAULT) == changing_kinds(YARN) == {}
+    assert changing_kinds(DYNAMIC) == {"dynamic": DYNAMIC}
+    assert changing_kinds({"type": "longrope"}) == {"longrope": {"type": "longrope"}}
+    assert changing_kinds({"full_attention": LONGROPE, "sliding_attention": DEFAULT}) == {"longrope": LONGROPE}
+
+
+@pytest.mark.parametrize("longest", [32, 48])
+def test_factors_of_a_context_that_is_hardly_longer_than_the_original_are_scaled_as_by_vllm(
+    longest, save_model, tmp_path
+):
+    PolicyModel.load(
+        save_model(tmp_path, "Phi3", **PHI3 | {"max_position_embeddings": longest}, rope_parameters=LONGROPE),
+        max_model_len=longest,
+    )
+
+
+class ByTheRow(nn.Module):
+    """Turns otherwise from a highest position of `first` on, as one tensor."""
+
+    rope_type = "dynamic"
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+        self.config = SimpleNamespace(rope_parameters=DYNAMIC)
+
+    def forward(self, states, positions):
+        angle = positions[..., None] * (0.5 if positions.max() >= self.first else 1.0)
+        return torch.polar(torch.ones_like(angle), angle)
+
+
+def test_the_last_position_is_tried():
+    config = SimpleNamespace(max_position_embeddings=128)
+    for max_model_len, longest in ((None, 128), (64, 64)):
+        fix_rotary(nn.Sequential(ByTheRow(longest)), config, max_model_len)
+        with pytest.raises(ConfigError, match="ByTheRow of Sequential chooses its rotary frequencies by the longest"):
+            fix_rotary(nn.Sequential(ByTheRow(longest - 1)), config, max_model_len)

@@ -1,5 +1,7 @@
 """Models that read images, trained on text: positions, what is trained, adapters, and the memory that is planned."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -16,7 +18,9 @@ from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.model.lora import blank_adapter
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.vision_towers import in_modules, names_in_towers
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
@@ -230,3 +234,36 @@ def test_one_that_hears_is_refused(tmp_path, config, reason):
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason):
         PolicyModel.load(tmp_path)
+
+
+OWN_CODE = """
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+class OwnConfig(Qwen2VLConfig):
+    model_type = "own_vl"
+
+class OwnForImages(Qwen2VLForConditionalGeneration):
+    config_class = OwnConfig
+"""
+
+
+def test_names_in_a_tower_of_a_model_that_brings_its_own_code(folders, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    config = json.loads((folders("qwen2-vl") / "config.json").read_text())
+    classes = {"AutoConfig": "own_code.OwnConfig", "AutoModelForImageTextToText": "own_code.OwnForImages"}
+    (tmp_path / "own_code.py").write_text(OWN_CODE)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "own_vl", "auto_map": classes}))
+    inside, outside = "model.visual.blocks.0.attn.qkv", "model.language_model.layers.0.self_attn.q_proj"
+    assert names_in_towers(str(tmp_path), [outside, inside], trust_remote_code=True) == [inside]
+    with pytest.raises(ConfigError, match="brings its own Python code, which is run only if you trust it"):
+        names_in_towers(str(tmp_path), [inside])
+    assert names_in_towers(str(tmp_path), []) == [], "it is not even read"
+    assert names_in_towers(str(model_folder), [inside]) == []
+    adapter = blank_adapter(str(tmp_path), AdapterConfig(4, 8.0, ("q_proj",), ""), trust_remote_code=True)
+    assert len(adapter.layers) == 2
+
+
+def test_names_of_modules_are_compared_by_their_parts():
+    names = ["visual", "visual.merger", "visuals.merger", "model.visual", "merger"]
+    assert in_modules(names, ["visual", "x"]) == ["visual", "visual.merger"]
+    assert in_modules(names, []) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.weights.adapter_folder import AdapterConfig, adapter_parameter
+from slipstream.weights.adapter_folder import AdapterConfig, adapter_parameter, read_adapter_config
 from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.fingerprint import describe
 
@@ -49,3 +49,30 @@ def test_a_file_that_has_another_name_is_left_as_it_is(tmp_path):
         later = {name: weight + step for name, weight in weights.items()}
         publisher.publish(later.items(), step, 0, lambda ticket: None)
     assert torch.equal(load_file(kept)[A], weights[A])
+
+
+def test_every_ticket_has_the_base_model_which_is_read_once(tmp_path):
+    base = {"frozen": torch.randn(3, 4), "other": torch.ones(2)}
+    config = AdapterConfig(4, 8.0, ("up_proj",), "org/base")
+    publisher = AdapterPublisher(tmp_path / "weights", config, iter(base.items()))
+    weights = {A: torch.randn(4, 64), B: torch.randn(96, 4)}
+    for step in range(2):
+        ticket = publisher.publish(weights.items(), step, 0, lambda ticket: None)
+        assert ticket.base == tuple(describe(base.items()))
+        assert (ticket.bridge, ticket.num_bytes) == ("lora", 4 * 4 * (64 + 96))
+        assert ticket.location == str(tmp_path / "weights" / f"0.{step}")
+    found = read_adapter_config(tmp_path / "weights/0.1")
+    assert found == AdapterConfig(4, 4.0, ("up_proj",), "org/base"), "the scaling is in B"
+
+
+def test_what_is_published_lies_where_the_version_before_lay(tmp_path):
+    """The fingerprint kernel keeps a table of addresses."""
+    publisher = AdapterPublisher(tmp_path, AdapterConfig(4, 8.0, ("up_proj",), "base"), [])
+    weights = {A: torch.randn(4, 64), B: torch.randn(96, 4)}
+    first, second = (dict(publisher.prepare(weights.items())) for _ in range(2))
+    assert [first[name].data_ptr() for name in first] == [second[name].data_ptr() for name in second]
+    assert weights[B].data_ptr() != first[B].data_ptr(), "and the trainer's own stays"
+
+
+def test_closing_needs_no_version(tmp_path):
+    AdapterPublisher(tmp_path / "weights", AdapterConfig(4, 8.0, ("up_proj",), "base"), []).close()

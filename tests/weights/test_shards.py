@@ -10,8 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.records import ParameterSpec
 from slipstream.weights.fingerprint_torch import fingerprint
-from slipstream.weights.shards import Shard, gathered, gathered_everywhere, part_of, place_of
+from slipstream.weights.shards import (
+    Shard,
+    ShardedWeights,
+    gathered,
+    gathered_everywhere,
+    held,
+    part_of,
+    place_of,
+)
 
 
 @given(
@@ -134,3 +143,32 @@ def test_whoever_has_enough_of_the_tensors_leaves_nobody_waiting(wanted, monkeyp
 
     assert together.all_do(gather) == [list(wholes)[:wanted], []]
     assert together.num_messages == 4
+
+
+@pytest.mark.parametrize(("size", "num_messages"), [(1, 3), (2, 3), (4, 3)])
+def test_a_message_of_all_processes_together_is_full_but_not_more(size, num_messages, monkeypatch):
+    """Six tensors of 32 bytes, two in each message, however many processes share them."""
+    wholes = {str(number): (torch.full((8,), float(number)), 0) for number in range(6)}
+    together = Together(size, monkeypatch)
+
+    def gather(rank):
+        return [name for name, _ in gathered(shards_of(wholes, rank, size), rank, size, rank, bunch_bytes=64)]
+
+    assert together.all_do(gather)[0] == list(wholes)
+    assert together.num_messages == num_messages
+
+
+def test_a_shard_describes_the_whole():
+    spec = Shard("w", torch.ones(2, 3, dtype=torch.bfloat16), (4, 3)).spec("f00")
+    assert spec == ParameterSpec("w", (4, 3), "bfloat16", "f00")
+
+
+def test_weights_that_are_held_can_be_read_again():
+    weights = [("a", torch.ones(2)), ("b", torch.zeros(1))]
+    specs = (ParameterSpec("a", (2,), "float32", ""),)
+    sharded = ShardedWeights(lambda: iter(weights), lambda: specs)
+    assert held(sharded) is sharded
+    assert list(sharded) == list(sharded) == weights
+    assert sharded.describe() == specs
+    once = held(iter(weights))
+    assert list(once) == list(once) == weights

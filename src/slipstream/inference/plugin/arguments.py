@@ -112,9 +112,9 @@ def _adapted(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _routed_experts() -> dict[str, Any]:
-    """vLLM's own option, for its GPU workers, which gives each token the choices that it was sampled with, also where an
-    update had it computed again; on a CPU a patch does it (`patches/experts.py`). Raises RuntimeError for a vLLM
-    without it."""
+    """vLLM's own option, for its GPU workers: each token comes with the choices that it was sampled with, also where
+    an update had it computed again. On a CPU a patch does it (`patches/experts.py`). Raises RuntimeError for a vLLM
+    without the option."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
