@@ -379,7 +379,7 @@ def test_a_running_request_whose_block_has_room_is_given_none(fields, of_request
         *({"num_computed_tokens": 7, "_all_token_ids": [1] * 8}, {"manager": Full(blocks="xy")}),
         {"manager": Windowed(cached={"a": 1}, blocks="xy")},
     ],
-    ids=str,
+    ids=lambda fields: " ".join(fields),
 )
 def test_any_other_request_is_given_what_vllm_gives_it(change, vllm):
     made = {"manager": Full(cached={"a": 1}, blocks="xy"), **change}
