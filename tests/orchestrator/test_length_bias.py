@@ -60,6 +60,7 @@ async def run(engine, folder, *, seed, staleness, steps, taken, overprovision=0.
     for step in range(taken):
         await versions.apply(Ticket(Version(0, step, f"d{step}"), "disk", f"f{step}", ()))
         await versions.release(step)
+        await asyncio.sleep(1e-3)  # a step takes the trainer some time
         trained.append(await asyncio.wait_for(queue.get(), 30.0))
     found = balance(folder)
     if taken == steps:

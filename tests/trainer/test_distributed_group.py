@@ -6,10 +6,12 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.trainer.test_distributed_learner import Alone
 from tests.trainer.test_vision_towers import save_with_tower
 
 from slipstream.errors import ConfigError
+from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.distributed.fsdp import RankGroup, replicated, saved_tensors, shard_dim, shard_of
 from slipstream.trainer.distributed.learner import ShardedLearner
 from slipstream.trainer.distributed.worker import RankModel
@@ -18,6 +20,7 @@ from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import micro_batches, micro_batches_of
+from slipstream.weights.bridges.single_copy import Exporter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs ranks on a CPU")
 
@@ -223,3 +226,26 @@ def test_leaving_twice_is_said_and_no_error(group, caplog, monkeypatch):
         group.leave()
         group.abort()
     assert caplog.messages[0] == "destroying the ranks' process group failed with ValueError: no group"
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_shards_lie_in_the_memory_of_the_engines_worker(group, model_folder, make_batch):
+    stored = load_file(model_folder / "model.safetensors")
+    weights = {name: torch.nn.Parameter(weight, requires_grad=False) for name, weight in stored.items()}
+    exporter = Exporter(weights.values())
+    shared = exporter.describe({name: weight.data for name, weight in weights.items()}, {})
+    model = PolicyModel.load(model_folder)
+    model.network.model.norm.requires_grad_(False)
+    memory = WorkerMemory(model, [shared], 0)
+    group.shard(model, memory=memory)
+    assert not model.network.model.norm.weight.requires_grad
+    assert model.network.lm_head.weight is model.network.model.embed_tokens.weight, "still tied"
+    optimizer = MasterAdamW(model.network.named_parameters())
+    local = RankModel(group, model, optimizer, memory=memory)
+    learner = ShardedLearner("policy", local, Alone(), micro_batch_tokens=100)
+    learner.forward_backward(make_batch(advantages=False), SFTObjective())
+    learner.optim_prepare(1e-2)
+    learner.optim_commit()
+    for name, weight in learner.named_weights():
+        assert torch.equal(weights[name], weight), "the worker's weights are those that are trained"
+        assert torch.equal(weight, stored[name]) == (name == "model.norm.weight")

@@ -12,9 +12,10 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ZeroGradientError
+from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.distributed.fsdp import RankGroup
 from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
-from slipstream.trainer.distributed.worker import Allocated, Answer, Negate, PackedTensor, RankModel
+from slipstream.trainer.distributed.worker import Allocated, Answer, Describe, Gather, Negate, PackedTensor, RankModel
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
@@ -31,11 +32,18 @@ LORA = AdapterConfig(4, 12.0, ("q_proj", "down_proj"), "")
 class Alone:
     """The other ranks, of which there are none."""
 
+    def __init__(self):
+        self.heard = []
+
     def run_on_all(self, commands, do):
         (command,) = commands
-        return [do(command)]
+        self.heard.append(type(command))
+        answer = do(command)
+        assert isinstance(answer, Answer)
+        return [answer]
 
     def run_on_others(self, command):
+        self.heard.append(type(command))
         return contextlib.nullcontext()
 
 
@@ -50,9 +58,9 @@ def group(tmp_path_factory):
 def make(group, model_folder):
     """A learner over the one rank, or a plain one."""
 
-    def made(sharded, *, lora=None, tokens=150, kind=MasterAdamW, fp32_head=False, **options):
+    def made(sharded, *, lora=None, tokens=150, kind=MasterAdamW, fp32_head=False, folder=model_folder, **options):
         torch.manual_seed(0)
-        model = PolicyModel.load(model_folder, **options, fp32_head=fp32_head and not sharded)
+        model = PolicyModel.load(folder, **options, fp32_head=fp32_head and not sharded)
         if lora is not None:
             adapter = model.add_adapter(lora)
             with torch.no_grad():
@@ -224,6 +232,45 @@ def test_a_consumer_of_weights_may_stop_early(make):
         assert torch.equal(dict(expected)[name], tensor)
         break
     assert [spec.name for spec in describe(learner.named_weights())] == [name for name, _ in learner.named_weights()]
+
+
+def test_fingerprints_need_no_gathering_where_weights_are_stored_as_they_are(make):
+    learner, plain = make(True), make(False)
+    assert set(describe(learner.named_weights())) == set(describe(plain.named_weights()))
+    assert learner._others.heard == [Describe]
+    assert dict(learner.named_weights()).keys() == dict(plain.named_weights()).keys()
+    assert learner._others.heard == [Describe, Gather]
+
+
+def test_experts_that_are_stored_one_by_one_are_gathered(make, save_model, tmp_path):
+    experts = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = save_model(tmp_path, "Qwen3Moe", **experts)
+    learner, plain = make(True, folder=folder), make(False, folder=folder)
+    assert set(describe(learner.named_weights())) == set(describe(plain.named_weights()))
+    found, expected = dict(learner.named_weights()), dict(plain.named_weights())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert set(learner._others.heard) == {Gather}
+
+
+def test_a_critics_values_are_a_plain_ones(group, model_folder, make_batch):
+    sequences = make_batch().sequences
+    sequences.insert(2, records.Sequence([1, 2, 3], [False] * 3))
+    found = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model = ValueModel(PolicyModel.load(model_folder))
+        torch.nn.init.normal_(model.network.value_head.weight)
+        if sharded:
+            group.shard(model, checked=False)
+        optimizer = MasterAdamW(model.network.named_parameters())
+        local = RankModel(group, model, optimizer)
+        plain = Learner(model, optimizer, micro_batch_tokens=150)
+        learner = ShardedLearner("critic", local, Alone(), micro_batch_tokens=150) if sharded else plain
+        found.append(learner.values(sequences))
+    assert [len(values) for values in found[0]] == [each.num_trainable for each in sequences]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_benchmarks_change_columns_of_the_weights(make):

@@ -30,7 +30,7 @@ def as_new(wrong=""):
         output = plain_forward(query, key, value, *ends, **options)[0]
         lengths = (tuple(each.diff().tolist()) for each in (cu_seqlens_q, cu_seqlens_k))
         lse = flash4.reference(output, query, key, value, *lengths, softmax_scale)[1]
-        return output * (1.1 if wrong == "output" else 1.0), lse, None, None
+        return output * {"output": 1.1, "rounding": 1.01}.get(wrong, 1.0), lse, None, None
 
     def bwd(query, key, value, output, grad, lse, *, cu_seqlens_q, cu_seqlens_k, dq, dk, dv, softmax_scale, causal):
         assert causal
@@ -125,6 +125,87 @@ def test_windows_and_short_rows_are_torchs(route, monkeypatch):
     compute(drawn(6, 2, 16), segment_layout(LENGTHS))
     assert old == ["forward", "backward"] * 3
     assert not flash4._found
+
+
+def test_what_rounding_explains_is_right(route):
+    route("rounding")
+    assert flash4.find(*drawn(6, 2, 16)[:2], 0) is not None
+
+
+def test_each_number_of_heads_is_tried_with_as_many(route, monkeypatch, caplog):
+    route()
+    tried, interface = [], as_new()
+
+    def fwd(query, key, value, **options):
+        tried.append((query.shape[1:], key.shape[1:], value.shape[1:]))
+        return as_new()._flash_attn_fwd(query, key, value, **options)
+
+    interface._flash_attn_fwd = fwd
+    monkeypatch.setattr(flash4.importlib, "import_module", lambda name: interface)
+    kinds = [(6, 2, 16), (6, 3, 16), (4, 2, 16), (4, 2, 8)]
+    for _ in range(2):
+        for heads, kv_heads, size in kinds:
+            assert flash4.find(*drawn(heads, kv_heads, size)[:2], 0) is interface
+    assert tried == [((heads, size), (kv_heads, size), (kv_heads, size)) for heads, kv_heads, size in kinds]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'flash_attn.cute'", name="flash_attn.cute"), ""),
+        (ModuleNotFoundError("No module named 'cutlass'", name="cutlass"), "No module named 'cutlass'"),
+        (ModuleNotFoundError("gone"), "gone"),
+    ],
+)
+def test_an_older_package_of_that_name_is_no_news_but_a_part_that_is_lacking_is(
+    error, said, route, monkeypatch, caplog
+):
+    def raises(name):
+        raise error
+
+    route()
+    monkeypatch.setattr(flash4.importlib, "import_module", raises)
+    assert flash4.find(*drawn(6, 2, 16)[:2], 0) is None
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
+
+
+def test_the_package_is_imported_only_where_it_can_be_used(route, monkeypatch):
+    route()
+    monkeypatch.setattr(flash4.importlib, "import_module", None)
+    monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: None)
+    assert flash4.find(*drawn(6, 2, 16)[:2], 0) is None
+    monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(flash4, "_made_for", lambda query: False)
+    assert flash4.find(*drawn(4, 2, 16)[:2], 0) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "is_cuda", "is_made"),
+    [
+        ((9, 0), 128, True, True),
+        ((10, 3), 64, True, True),
+        ((9, 0), 96, True, False),
+        ((8, 9), 128, True, False),
+        ((11, 0), 128, True, False),
+        ((12, 10), 128, True, False),
+        ((9, 0), 128, False, False),
+    ],
+)
+def test_it_is_made_for_some_cards_and_heads(capability, size, is_cuda, is_made, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert flash4._made_for(SimpleNamespace(is_cuda=is_cuda, device="cuda", shape=(2000, 8, size))) == is_made
+
+
+def test_rows_of_its_smallest_size_are_its_own(route):
+    route()
+    for tokens, is_used in ((1023, False), (1024, True)):
+        assert (flash4.find(*drawn(6, 2, 16, lengths=(tokens,))[:2], 0) is not None) == is_used
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flash4.find(*drawn(6, 2, 16)[:2], 0) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_extra_installs_what_was_measured():

@@ -11,7 +11,7 @@ from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.loading import SharedTensors
 from slipstream.trainer.model.packing_check import check_isolation
-from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel, shares_memory
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 
@@ -234,14 +234,11 @@ def test_experts_that_are_kept_apart_cannot_be_shared(save_model, tmp_path):
         PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
 
 
-@pytest.mark.parametrize("order", ["gate, up", "up, gate"])
-def test_experts_are_shared_where_they_lie_in_transformers_own_order(save_model, tmp_path, order):
+def in_engine_order(weights, num_experts, order="gate, up"):
     """The engine's memory as vLLM has it: gate and up in one tensor of all experts, down in another."""
-    kind, changes = MODELS["qwen3-moe"]
-    weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
     fused = {}
     for name in [name for name in weights if ".experts.0." in name]:
-        parts = [weights[name.replace(".experts.0.", f".experts.{e}.")] for e in range(changes["num_experts"])]
+        parts = [weights[name.replace(".experts.0.", f".experts.{e}.")] for e in range(num_experts)]
         fused[name] = torch.stack(parts)
     for layer in {name.split(".experts.")[0] for name in fused}:
         names = [f"{layer}.experts.0.{half}_proj.weight" for half in order.split(", ")]
@@ -250,6 +247,14 @@ def test_experts_are_shared_where_they_lie_in_transformers_own_order(save_model,
         fused[names[0]], fused[names[1]] = both[:, :size], both[:, size:]
     for name, whole in fused.items():
         weights |= {name.replace(".experts.0.", f".experts.{e}."): part for e, part in enumerate(whole)}
+    return weights
+
+
+@pytest.mark.parametrize("order", ["gate, up", "up, gate"])
+def test_experts_are_shared_where_they_lie_in_transformers_own_order(save_model, tmp_path, order):
+    kind, changes = MODELS["qwen3-moe"]
+    weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
+    in_engine_order(weights, changes["num_experts"], order)
     if order == "up, gate":
         with pytest.raises(ConfigError, match="the engine stores it differently"):
             PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
@@ -264,3 +269,77 @@ def test_experts_are_shared_where_they_lie_in_transformers_own_order(save_model,
     assert {p.untyped_storage().data_ptr() for p in model.network.parameters()} == {
         w.untyped_storage().data_ptr() for w in weights.values()
     }
+
+
+@pytest.mark.parametrize("wrong", ["is lacking", "lies elsewhere", "lies after a gap", "lies in columns", "is another"])
+def test_experts_of_which_one_lies_otherwise_are_not_shared(save_model, tmp_path, wrong):
+    kind, changes = MODELS["qwen3-moe"]
+    weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
+    in_engine_order(weights, changes["num_experts"])
+    names = [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(changes["num_experts"])]
+    last = weights[names[-1]]
+    if wrong == "is lacking":
+        del weights[names[-1]]
+    elif wrong == "lies elsewhere":
+        weights[names[-1]] = last.clone()
+    elif wrong == "lies in columns":
+        weights[names[-1]] = last.as_strided(last.shape, last.stride()[::-1], last.storage_offset())
+    elif wrong == "is another":
+        weights[names[0]], weights[names[-1]] = weights[names[-1]], weights[names[0]]
+    else:
+        apart = torch.empty(len(names) + 1, *last.shape)
+        for place, name in enumerate(names):
+            weights[name] = apart[place + (name == names[-1])].copy_(weights[name])
+    with pytest.raises(ConfigError, match=r"one copy of .*experts.down_proj \(.* the engine stores it differently"):
+        PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
+
+
+def test_a_parameter_that_the_engine_refuses_or_has_in_another_shape_is_named(save_model, tmp_path):
+    weights = load_file(save_model(tmp_path, "Qwen2") / "model.safetensors")
+    name = "model.norm.weight"
+    for changed, refused, reason in (
+        ({name: weights[name][:-1]}, {}, "the engine has another"),
+        ({}, {name: "it is quantized"}, "it is quantized"),
+    ):
+        known = {key: value for key, value in weights.items() if key != name} | changed
+        with pytest.raises(ConfigError, match=rf"one copy of model\.norm\.weight \({reason}\)"):
+            PolicyModel.load(tmp_path, shared=SharedTensors(known, refused))
+
+
+def test_memory_is_shared_where_shape_and_storage_are():
+    own = torch.zeros(2, 3)
+    assert shares_memory(own.view(2, 3), own)
+    assert not shares_memory(own.clone(), own)
+    assert not shares_memory(own.view(3, 2), own)
+
+
+@pytest.mark.parametrize("head", [torch.nn.Linear(48, 97, bias=True), torch.nn.Identity()])
+def test_a_head_that_is_no_plain_product_stays_in_the_models_type(head, model_folder):
+    model = PolicyModel.load(model_folder)
+    model.network.set_output_embeddings(head)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no plain output head: set model\.fp32_head = false"):
+        model.use_fp32_head()
+    assert not model.has_lazy_logits
+
+
+def test_unchecked_a_model_computes_nothing_while_it_is_loaded(model_folder, monkeypatch):
+    monkeypatch.setattr(PolicyModel, "logits", None)
+    model = PolicyModel.load(model_folder, "float16", checked=False, fp32_residual=True)
+    assert (model.packing, model.max_model_len) == (True, None)
+
+
+def test_a_pass_makes_no_cache_of_keys(model_folder, make_batch):
+    model, caches = PolicyModel.load(model_folder), []
+    for part in (model.network, model.network.get_decoder()):
+        part.register_forward_hook(lambda _module, _inputs, output: caches.append(output.past_key_values))
+    (row,) = micro_batches(make_batch(num=1), 1000)
+    model.logits(row)
+    hidden = model.forward(model.embed(row), row)
+    assert caches == [None] * 3
+    torch.testing.assert_close(model.head(hidden, row.predict_index_N), model.logits(row))
+
+
+def test_a_model_is_loaded_without_progress_bars(model_folder):
+    transformers.utils.logging.enable_progress_bar()
+    PolicyModel.load(model_folder)
+    assert not transformers.utils.logging.is_progress_bar_enabled()

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,3 +118,23 @@ def test_a_packed_tensor_comes_out_as_it_was(tensor):
     again = PackedTensor.of(tensor).tensor()
     assert again.dtype == tensor.dtype
     assert torch.equal(again, tensor)
+
+
+def test_a_rank_gets_all_that_a_row_is_trained_on_and_not_where_it_is_from():
+    image = records.Media("image", "file", "0" * 64, 1, 1)
+    own = records.Sequence(
+        [5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], [records.VersionSpan(1, "0.3")],
+        advantages=[0.0, 0.5, 1.0], media=[image],
+        teacher_logprobs=[0.0, -0.5, -0.25], detection=records.DetectionTarget([1.0, 2.0, 3.0], []),
+    )  # fmt: skip
+    other = records.Sequence([1, 2], [False, True])
+    batch = StepBatch([other, own, other], [1.0, 2.0, 3.0])
+    share, chosen = rank_batch_of(batch, [[[1]], [[2]]])
+    assert chosen == [1, 2]
+    found = share.batch()
+    assert found.advantages == [2.0, 3.0]
+    assert (found.old_logprobs, found.reference_logprobs, found.value_targets) == (None, None, None)
+    assert found.sequences[0] == msgspec.structs.replace(own, versions=[])
+    assert share.rows == [[[0]], [[1]]]
+    bare, _ = rank_batch_of(StepBatch([own]), [[[0]]])
+    assert bare.batch().advantages is None
