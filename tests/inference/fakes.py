@@ -5,7 +5,11 @@ from types import ModuleType
 
 
 def put(monkeypatch, **modules):
-    """Have `import vllm.<name>` find these attributes, for the test's duration; `__` stands for a dot."""
+    """Have `import vllm.<name>` find these attributes and nothing of vLLM's own, for the test's duration; `__` stands
+    for a dot."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "vllm" and getattr(module, "__spec__", None) is not None:
+            monkeypatch.delitem(sys.modules, name)
     packages = {"vllm": {}}
     for name, attributes in modules.items():
         parts = ["vllm", *name.split("__")]
