@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from slipstream import records
+from slipstream.trainer.distributed.fsdp import RankGroup
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
@@ -23,6 +24,14 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """A process group of one rank, in this process."""
+    found = RankGroup(str(tmp_path_factory.mktemp("ranks") / "store"), 0, 1, timeout_s=60.0)
+    yield found
+    found.leave()
 
 
 @pytest.fixture(scope="session")

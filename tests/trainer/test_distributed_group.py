@@ -12,7 +12,7 @@ from tests.trainer.test_vision_towers import save_with_tower
 
 from slipstream.errors import ConfigError
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
-from slipstream.trainer.distributed.fsdp import RankGroup, replicated, saved_tensors, shard_dim, shard_of
+from slipstream.trainer.distributed.fsdp import replicated, saved_tensors, shard_dim, shard_of
 from slipstream.trainer.distributed.learner import ShardedLearner
 from slipstream.trainer.distributed.worker import RankModel
 from slipstream.trainer.learner import add_gradients
@@ -23,13 +23,6 @@ from slipstream.trainer.packing import micro_batches, micro_batches_of
 from slipstream.weights.bridges.single_copy import Exporter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs ranks on a CPU")
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    found = RankGroup(str(tmp_path_factory.mktemp("ranks") / "store"), 0, 1, timeout_s=60.0)
-    yield found
-    found.leave()
 
 
 @pytest.fixture

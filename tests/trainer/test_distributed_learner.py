@@ -13,7 +13,6 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.critic import ValueModel
-from slipstream.trainer.distributed.fsdp import RankGroup
 from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
 from slipstream.trainer.distributed.worker import Allocated, Answer, Describe, Gather, Negate, PackedTensor, RankModel
 from slipstream.trainer.learner import Learner
@@ -45,13 +44,6 @@ class Alone:
     def run_on_others(self, command):
         self.heard.append(type(command))
         return contextlib.nullcontext()
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    found = RankGroup(str(tmp_path_factory.mktemp("ranks") / "store"), 0, 1, timeout_s=60.0)
-    yield found
-    found.leave()
 
 
 @pytest.fixture
