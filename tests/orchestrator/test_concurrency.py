@@ -15,7 +15,6 @@ def clock(monkeypatch):
     made = SimpleNamespace(now=100.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(module, "_PATIENCE_S", 15.0)
     return made
 
 
