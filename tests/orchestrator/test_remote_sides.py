@@ -122,8 +122,6 @@ def test_what_was_heard_is_acknowledged(caller_of):
 @pytest.mark.parametrize(("seconds", "takes"), [(1.0, 60), (7.0, 9), (40.0, 4)])
 def test_how_long_the_other_side_may_say_nothing(away, seconds, takes, caller_of, monkeypatch):
     """Of a poll no more counts than a server holds it up: else this process was stopped."""
-    monkeypatch.setattr(remote, "_SILENCE_S", 60.0)
-    monkeypatch.setattr(remote, "_LONGEST_POLL_S", 15.0)
     error = DeadlineError("nothing")
     error.__cause__ = Unreachable("away") if away else None
     messages = Quiet(monkeypatch, error, seconds)
@@ -142,7 +140,6 @@ def test_whatever_is_heard_ends_a_silence(caller_of, monkeypatch):
                 return "", remote.Message([], 1)
             return super().take(timeout_s)
 
-    monkeypatch.setattr(remote, "_SILENCE_S", 60.0)
     messages = Rare(monkeypatch)
     with pytest.raises(OrchestratorError, match="silent"):
         caller_of(messages=messages).submit(commands.AskHeld()).result(20)
