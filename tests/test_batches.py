@@ -169,6 +169,25 @@ def test_an_error_is_told_once_and_a_later_batch_is_kept(tmp_path, monkeypatch):
     assert "No space left on device" in kept.warnings[0]
 
 
+def test_an_error_that_nobody_expected_is_told_and_a_later_batch_is_kept(tmp_path):
+    kept, asked = Kept(tmp_path, 1), threading.Event()
+
+    def starts():
+        if not asked.is_set():
+            asked.set()
+            raise ZeroDivisionError("checkpoints changed")
+        return {0}
+
+    kept.keeper = BatchKeeper(tmp_path, 1, "cpu", starts, kept.warnings.append)
+    kept.keep(1)
+    assert asked.wait(WAIT_S)
+    kept.keep(2)
+    kept.keeper.close(WAIT_S)
+    assert kept_steps(tmp_path) == [2]
+    assert len(kept.warnings) == 1
+    assert "checkpoints changed" in kept.warnings[0]
+
+
 def test_what_cannot_be_encoded_is_a_warning(tmp_path):
     kept, batch = Kept(tmp_path, 2), batch_of(0)
     batch.rollouts[0].completion = "\ud800"

@@ -99,7 +99,7 @@ class BatchKeeper:
         with self._changed:
             self._waiting[batch.step] = data
             if len(self._waiting) > self._number:  # the disk does not keep up
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, SlipstreamError):
                     kept = self._kept(self._waiting)
                     self._waiting = {step: each for step, each in self._waiting.items() if step in kept}
             if self._thread is None:
@@ -137,8 +137,8 @@ class BatchKeeper:
                 if data is not None:
                     self._write(step, data)
                 self._remove_old(step)  # at the end once more, after the last checkpoint
-            except (OSError, SlipstreamError) as error:
-                self._tell(str(error), step)
+            except Exception as error:  # noqa: BLE001 (no run ends for its replay; `close` waits for this thread)
+                self._tell(str(error) or type(error).__name__, step)
             if data is None:
                 with self._changed:
                     self._is_done = True
