@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.algo import logprobs as module
 from slipstream.algo.logprobs import (
@@ -50,6 +51,14 @@ def test_the_smallest_go_while_together_they_are_no_more_than_the_rest(top_p, nu
     assert kept_tokens(torch.zeros(1, 4), top_p=top_p).sum() == num_kept
 
 
+def test_without_a_rule_tokens_that_are_never_sampled_stay():
+    logits = torch.tensor([[0.0, -1e4, -torch.inf]])
+    assert kept_tokens(logits).tolist() == [[True] * 3]
+    assert kept_tokens(logits, top_k=2).tolist() == [[True, True, False]]
+    assert kept_tokens(logits, min_p=1e-3).tolist() == [[True, False, False]]
+    assert kept_tokens(logits, top_p=0.9999).tolist() == [[True, False, False]]
+
+
 def test_logits_that_all_stay_are_not_copied():
     logits = torch.randn(2, 3, dtype=torch.bfloat16)
     assert processed_logits(logits) is logits
@@ -74,6 +83,18 @@ def test_a_lazy_head_is_the_head(rules, chunk, wanted, monkeypatch):
         found.append((logprobs, entropy, *torch.autograd.grad(loss[wanted], (hidden, weight))))
     for lazy, plain in zip(*found, strict=True):
         torch.testing.assert_close(lazy, plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": 0.5}, {"temperature": 3.0, "top_k": 3, "min_p": 0.01}])
+@pytest.mark.parametrize("place", [0, 1])
+def test_gradients_are_the_slopes_of_the_values(rules, place):
+    hidden, weight = head()
+    assert torch.autograd.gradcheck(
+        lambda h, w: processed_logprobs(HeadLogits(h, w), IDS, **rules)[place], (hidden, weight)
+    )
+    assert torch.autograd.gradcheck(
+        lambda logits: processed_logprobs(logits, IDS, **rules)[place], (hidden @ weight.t()).detach().requires_grad_()
+    )
 
 
 def test_gradients_of_a_head_go_where_they_are_wanted_in_their_dtype():
@@ -118,6 +139,50 @@ def test_what_nobody_asks_for_has_no_gradient():
         (second,) = torch.autograd.grad(entropy.sum(), leaves[0])
         assert first.shape == second.shape
         assert not torch.allclose(first, second)
+
+
+class Called(TorchDispatchMode):
+    """Names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_the_gradient_of_log_probabilities_alone_takes_no_entropies(is_lazy):
+    hidden, weight = head()
+    logits = HeadLogits(hidden, weight) if is_lazy else hidden @ weight.t()
+    for wanted in (0, 1):
+        found = token_logprobs(logits, IDS)[wanted].sum()
+        with Called() as called:
+            found.backward(retain_graph=True)
+        assert ("special_entr.default" in called.names) == (wanted == 1)
+        assert "exp_.default" in called.names
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "sizes"),
+    [
+        (3, 2**24 + 1, [1, 1, 1]),
+        (3, 2**23 + 1, [1, 1, 1]),
+        (5, 2**23, [2, 2, 1]),
+        (250, 150_000, [111, 111, 28]),
+        (2**24 + 3, 1, [2**24, 3]),
+        (0, 7, []),
+    ],
+)
+def test_rows_that_are_computed_together_take_64_mib(num_rows, num_tokens, sizes):
+    """As float32 logits; one row may take more."""
+    lazy = HeadLogits(torch.empty(1, 1).expand(num_rows, 1), torch.empty(1, 1).expand(num_tokens, 1))
+    chunks = list(lazy.chunks())
+    found = [len(range(num_rows)[rows]) for rows in chunks]
+    assert found == sizes
+    assert [rows.start for rows in chunks] == [sum(sizes[:number]) for number in range(len(sizes))]
 
 
 def test_entropy_by_value():

@@ -203,6 +203,18 @@ def test_weights_stay_beside_their_packed_copies_and_are_packed_again(packed):
     assert calls == [False] * 6
     assert cpu.stale_packed_layers(model) == []
     assert (cpu.repack(nn.Linear(2, 2)), cpu.stale_packed_layers(nn.Linear(2, 2))) == (0, [])
+    model.bfloat16()
+    cpu.repack(model)
+    model.b.weight[4, 1] += 1
+    assert cpu.stale_packed_layers(model) == ["b"]
+
+
+@pytest.mark.parametrize(("rows", "found"), [(1 << 30, ["a"]), (1 << 31, [])])
+def test_large_layers_are_left_to_the_probe(rows, found, packed):
+    model, _ = packed
+    model.a.packed = torch.zeros(3, 2)
+    model.a.weight = nn.Parameter(torch.ones(1).expand(rows, 2), requires_grad=False)
+    assert cpu.stale_packed_layers(model) == found
 
 
 def test_experts_are_computed_with_their_packed_copies(packed):

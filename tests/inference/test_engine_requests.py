@@ -1,6 +1,7 @@
 """What the engine's server answers to requests, and when it may sleep or hangs; with a scripted vLLM."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import msgspec
@@ -204,3 +205,30 @@ async def test_vllm_has_twice_as_many_requests_as_it_computes_and_urgent_ones_wa
     server.host.gate.set()
     assert {answer.finish_reason for answer in await asyncio.gather(*asked)} == {"stop"}
     assert len(server.host.generated) == 16
+
+
+async def test_the_time_of_a_request_counts_unless_an_update_keeps_vllm_from_stepping(monkeypatch):
+    noted = []
+
+    class Noting(contextlib.nullcontext):
+        def __init__(self, limit_s, is_counting):
+            super().__init__()
+            noted.append((limit_s, is_counting))
+
+    monkeypatch.setattr(server_module, "Patience", Noting)
+    server = serving()
+    server.host.gate = asyncio.Event()
+    running = asyncio.create_task(server.generate(ask()))
+    await until(lambda: server.host.generated)
+    ((limit_s, is_counting),) = noted
+    monkeypatch.setattr(server.host.clock, "next", lambda is_busy, timeout_s: asyncio.sleep(0))
+    assert (limit_s, is_counting()) == (30.0, True)
+    await server.fence()
+    assert not is_counting()
+    await server.go_on(SECOND)
+    assert is_counting(), "it steps with what is not verified yet"
+    await server.fence()
+    server.service.fail("the trainer is gone")
+    assert is_counting(), "no update is under way any more"
+    server.host.gate.set()
+    assert (await running).cause == "refused"

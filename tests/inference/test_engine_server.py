@@ -260,7 +260,7 @@ async def test_requests_keep_the_adapter_that_they_began_with_and_a_third_one_wa
     assert ("load_adapter", 3, "/adapter-3") not in server.host.calls
     gate.set()
     assert (await first).versions == [VersionSpan(0, "0.1")]
-    await third
+    assert (await third).stall_s == 0.0, "nobody waits for tokens any more"
     assert ("remove_adapter", 1) in server.host.calls
 
 
@@ -342,16 +342,17 @@ async def test_the_stall_of_weights_that_are_written_in_place_is_from_the_fence_
     running = asyncio.create_task(server.generate(ask()))
     await until(lambda: server.host.generated)
     waited = []
-    server.host.clock.next = lambda is_busy, timeout_s: asyncio.sleep(0, waited.append(is_busy()))
+    server.host.clock.next = lambda is_busy, timeout_s: asyncio.sleep(0, waited.append((is_busy(), timeout_s)))
     await server.fence()
     assert server.host.names == ["begin", "pause", "settle"]
     await server.go_on(SECOND)
-    assert (server.host.names[3:5], waited) == (["begin", "written"], [True])
+    assert (server.host.names[3:5], [is_busy for is_busy, _ in waited]) == (["begin", "written"], [True])
+    assert 0 < waited[0][1] < 1, "the trainer waits meanwhile"
     server.host.gate.set()
     await server.apply(disk(bridge="single_copy"))
     assert (await running).finish_reason == "stop"
     await server.go_on(Version(0, 3))
-    assert waited[-1] is False
+    assert waited[-1][0] is False
 
 
 async def test_weights_are_shared_while_nothing_steps(removed):

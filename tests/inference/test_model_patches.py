@@ -199,9 +199,10 @@ def test_tokens_of_a_step_are_scored_at_their_requests_temperatures():
     hidden = torch.full((5, 1), 8.0)
     found, rest = worker.compute_prompt_logprobs(lambda some: some, hidden, batch, 7)
     assert (found[:, 0].tolist(), rest) == ([16.0, 16.0, 8.0, 8.0, 4.0], (7,))
-    worker.calls = ["stop"]
-    with pytest.raises(RuntimeError, match="vLLM scored 2 of the 5 tokens of a step"):
-        worker.compute_prompt_logprobs(lambda some: some, hidden, batch)
+    for number in (1, 2):
+        worker.calls = ["stop"] * number
+        with pytest.raises(RuntimeError, match=f"vLLM scored {2 * number} of the 5 tokens of a step"):
+            worker.compute_prompt_logprobs(lambda some: some, hidden, batch)
     worker.calls = []
     worker.remove_request("a")
     worker.remove_request("unknown")

@@ -44,6 +44,7 @@ def applied(monkeypatch):
 
 def test_a_digest_is_of_all_modules_with_their_names(folder):
     assert digest(("a", "b")) not in ("", digest(("a",)), digest(("b", "a")))
+    assert len(digest(("a", "b"))) == 16
     assert digest(("a", "c")) == ""
     other = folder / "b"
     assert digest(("a",), other) == ""

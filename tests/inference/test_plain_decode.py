@@ -182,8 +182,8 @@ def test_a_scheduler_that_does_more_is_left_alone(fields, vllm):
     assert PlainSteps.of(scheduler_of(**fields), None) is None
 
 
-@pytest.mark.parametrize("lacks", ["eos_token_id", "repetition_detection", "hash_block_size", "kind"])
-def test_tokens_are_taken_only_from_a_vllm_that_is_known(lacks, vllm):
+@pytest.mark.parametrize("lacks", ["eos_token_id", "repetition_detection", "hash_block_size", "kind", "stale"])
+def test_tokens_are_taken_only_from_a_vllm_that_is_known(lacks, vllm, monkeypatch):
     scheduler = scheduler_of()
     assert isinstance(PlainTokens.of(scheduler), PlainTokens)
     if lacks == "eos_token_id":
@@ -192,6 +192,8 @@ def test_tokens_are_taken_only_from_a_vllm_that_is_known(lacks, vllm):
         vllm.SamplingParams.__struct_fields__ = ()
     elif lacks == "hash_block_size":
         del scheduler.hash_block_size
+    elif lacks == "stale":
+        monkeypatch.setattr(decoding, "_STALE_FIELDS", ("tokens_to_discard", "stale"))
     else:
         scheduler.__class__ = type("Other", (Scheduler,), {})
     assert PlainTokens.of(scheduler) is None
@@ -269,8 +271,22 @@ def test_a_plain_token_is_appended_and_counted(is_async, vllm):
     manager.num_cached_block["b"] = 1
     b.num_output_placeholders = 1
     held[1]["b"].logprobs = []
-    PlainTokens.of(scheduler).collect(scheduler, {"b": 1}, result, None, undelivered)
-    assert (len(cached), held[1]["b"].logprobs) == (2 * is_async, [])
+    rest = PlainTokens.of(scheduler).collect(scheduler, {"b": 1}, result, None, undelivered)
+    assert (rest, len(cached), held[1]["b"].logprobs) == (({}, {1}), 2 * is_async, [])
+
+
+def test_blocks_are_cached_only_as_far_as_tokens_have_come(vllm):
+    manager, cached = Full(cached={"a": 1}), []
+    scheduler = scheduler_of(AsyncScheduler, manager)
+    scheduler.kv_cache_manager.cache_blocks = lambda request, known: cached.append(known)
+    request = Request("a", num_output_placeholders=3, num_computed_tokens=9)
+    scheduler.requests, held = {"a": request}, held_of(max_tokens=4)
+    undelivered = SimpleNamespace(of_client=lambda client: {"a": held})
+    for token, known in ((0, []), (9, [8])):
+        result = SimpleNamespace(sampled_token_ids=[[token]], req_id_to_index={"a": 0})
+        PlainTokens.of(scheduler).collect(scheduler, {"a": 1}, result, None, undelivered)
+        assert cached == known
+    assert (held.tokens, request._output_token_ids, request.num_output_placeholders) == ([0, 9], [8, 0, 9], 1)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ def test_what_the_group_brings_goes_into_memory_and_the_rest_to_the_loader(worke
     load(worker, ticket_of({"o.weight": new["o.weight"]}, "broadcast"), "3")
     assert len(groups) == 1
     assert len(model.loads) == 3, "which is that of the map"
+    load(worker, ticket_of(new, "single_copy"))
+    assert group.calls == ["receive", "finish"] * 2, "it has no part in other bridges"
     load(worker, msgspec.structs.replace(ticket, location="/after a restart"))
     assert [(each.rank, each.calls[-1]) for each in groups] == [(4, "leave"), (2, "finish")]
     for _ in range(2):
@@ -231,6 +233,26 @@ def test_weights_that_are_shared_are_those_that_the_model_computes_with(worker):
     assert worker.slipstream_settle() == worker.slipstream_written() == "null"
 
 
+def test_on_a_gpu_an_update_ends_once_all_work_is_done_and_nothing_is_packed_again(worker, monkeypatch):
+    done = []
+    gpu = {"is_available": lambda: True, "memory_allocated": lambda: 77, "synchronize": lambda: done.append("waited")}
+    for name, function in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(receiver, "read_model_folder", lambda path: iter(new.items()))
+    new, model = {"o.weight": torch.ones(3, 3)}, model_of(worker)
+    loads = model.load_weights
+    model.load_weights = lambda given: done.append("loads") or loads(given)
+    ticket = ticket_of(new)
+    load(worker, ticket)
+    assert done[-2:] == ["loads", "waited"]
+    packed = len(worker.repacked)
+    assert (worker.slipstream_settle(), done[-2:]) == ("null", ["waited"] * 2)
+    assert (worker.slipstream_written(), len(worker.repacked)) == ("null", packed)
+    assert fingerprint(worker, ticket.parameters)["memory_bytes"] == 77
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fingerprint(worker, ticket.parameters)["memory_bytes"] == 0
+
+
 def test_a_shard_is_shared_with_its_place(worker):
     model = model_of(worker)
     model.load_weights = lambda given: [model.o.copy_(tensor[:, 4:7]) for _, tensor in given]
@@ -270,6 +292,8 @@ def test_an_adapter_is_mapped_once_for_each_slot_and_compared_with_what_its_buff
         }
     assert seen == [("manager", 1, ["q.lora_A.weight"]), ("manager", 0, ["q.lora_A.weight"])]
     assert not model.loads
+    with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
+        worker.slipstream_fingerprint_adapter("[]", '["3"]')
 
 
 def test_a_worker_says_what_it_is(worker, monkeypatch):

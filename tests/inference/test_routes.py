@@ -133,10 +133,12 @@ async def test_each_call_of_an_update_is_handed_on_and_answered(path, sent, call
         (web.HTTPConflict(text="no"), 409, "no"),
     ],
 )
-async def test_what_fails_has_a_status_and_one_sentence(error, status, text, server, client):
+async def test_what_fails_has_a_status_and_one_sentence(error, status, text, server, client, caplog):
     server.error = error
     response = await client.post("/wake")
     assert (response.status, await response.text()) == (status, text)
+    logged = [(each.getMessage(), each.exc_info[1]) for each in caplog.records if each.name == "slipstream.engine"]
+    assert logged == ([("/wake failed", error)] if status == 500 else []), "with its traceback"
 
 
 async def test_what_is_no_request_is_refused(server, client):
@@ -218,9 +220,9 @@ def test_a_cancellation_that_came_first_is_forgotten_after_a_while(monkeypatch):
     monkeypatch.setattr(routes_module.time, "monotonic", lambda: now[0])
     cancelled = _Cancelled()
     cancelled.add("a")
-    now[0] += 400
+    now[0] += 0.5
     cancelled.add("b")
-    now[0] += 250
+    now[0] += 599.5
     cancelled.add("c")
     assert [cancelled.take(id_) for id_ in "aabcc"] == [False, False, True, True, False]
 
@@ -244,3 +246,14 @@ async def test_the_socket_is_for_the_user_alone_and_takes_large_bodies(server, t
             await until(lambda: server.ended == ["a", "b"])
     finally:
         await runner.cleanup()
+
+
+async def test_open_calls_hold_up_the_end_for_two_seconds_at_most_and_no_call_is_logged(server, tmp_path, caplog):
+    caplog.set_level("INFO", "aiohttp")
+    runner = await listen(server, str(tmp_path / "engine.sock"))
+    waits, end = [], runner.server.shutdown
+    runner.server.shutdown = lambda timeout_s: waits.append(timeout_s) or end(timeout_s)
+    async with ClientSession(connector=UnixConnector(str(tmp_path / "engine.sock"))) as session:
+        assert (await session.get("http://engine/health")).status == 200
+    await runner.cleanup()
+    assert (waits, caplog.messages) == ([2.0], [])

@@ -106,6 +106,15 @@ def orchestrator_of(caller, hooks=None, publish=None, waits=(0.03, 0.03, 0.03), 
     return Orchestrator(caller, publish=publish or announce_at_once, waits=Waits(*waits), hooks=hooks, **options)
 
 
+def test_hooks_that_nobody_overrides_leave_an_update_as_it_is():
+    caller = Answering(Apply=[EngineError("it died"), APPLIED])
+    orchestrator = orchestrator_of(caller, TrainerHooks())
+    with pytest.raises(EngineError, match="it died"):
+        orchestrator.update(3)
+    assert caller.sent == [commands.Start(), commands.Apply(ticket(3))]
+    assert orchestrator.update(4) == PROBE
+
+
 def test_an_update_is_published_and_applied_and_the_engine_is_waited_for_once():
     caller, hooks = Answering(Apply=APPLIED), Told()
     orchestrator = orchestrator_of(caller, hooks)

@@ -163,6 +163,7 @@ async def test_calls_of_tools_are_counted_where_there_are_any_also_of_an_episode
     rollout = await play(runner_of(environment_of(fails_at_once, tools=(twice,)))[0])
     assert rollout.metrics == {"tool_calls": 0.0, "tool_failures": 0.0}
     assert (rollout.num_turns, rollout.turns, rollout.completion, rollout.stop) == (1, [], "", "error")
+    assert (rollout.reward, rollout.turn_rewards, rollout.sequences) == (0.0, [], [])
     assert (await play(runner_of(environment_of(fails_at_once))[0])).metrics == {}
 
 
@@ -203,14 +204,14 @@ async def test_messages_and_metrics_of_the_episode_itself_are_kept():
         return Episode("x", metrics={"steps": 3.0}, messages=own)
 
     def score_episode(self, task, episode):
-        graded.append(episode.messages)
+        graded.append((episode.messages, episode.stop))
         return Score(1.0, {"graded": 2.0})
 
     environment = environment_of(one, score_episode=score_episode)
     for text in ("b", "bbbbbbbb"):
         rollout = await play(runner_of(environment, say(text))[0])
         assert (rollout.metrics, rollout.turns) == ({"steps": 3.0, "graded": 2.0}, [])
-    assert graded == [own, own]
+    assert graded == [(own, "answer"), (own, "length")]
 
 
 async def test_an_episode_that_grades_itself_is_graded_by_nobody_else():
@@ -241,6 +242,7 @@ async def test_an_error_is_told_with_the_frames_next_to_it():
     rollout = await play(runner_of(environment_of(deep))[0])
     assert 'raise ValueError("far down")\nValueError: far down' in rollout.error
     assert 2 < rollout.error.count(", in deep\n") < 10
+    assert module.__file__ not in rollout.error
 
 
 async def test_a_late_environment_says_where_its_process_hung():

@@ -136,6 +136,14 @@ def test_the_first_finished_make_the_batch():
     assert made.cut() == [1, 3]
 
 
+def test_the_first_finished_make_the_batch_also_where_all_may_wait():
+    made = slots(staleness=2)
+    begin(made, 0, 1, 2, 3)
+    for number in (3, 1, 0):
+        made.finish(number)
+    assert (made.cut(), made.num_ready, made.num_running) == ([1, 3], 1, 1)
+
+
 def test_a_batch_waits_for_a_group_that_the_next_one_could_not_take():
     made = slots()
     begin(made, 0, 1, 2, 3)
@@ -202,6 +210,20 @@ def test_a_surplus_group_that_has_finished_is_taken_before_one_that_may_wait():
     assert made.num_ready == 1
 
 
+def test_room_in_a_batch_is_for_what_would_be_surplus_before_what_finished_earlier():
+    made = slots(further=1)
+    begin(made, 0, 1, 2, 3, 4)
+    for number in (0, 1):
+        made.finish(number)
+    assert made.cut() == [0, 1]
+    made.release(1)
+    made.drop(4)
+    begin(made, 5)
+    for number in (5, 2, 3):
+        made.finish(number)
+    assert (made.cut(), made.surplus, made.num_ready) == ([2, 3], [], 1)
+
+
 def test_the_last_batch_leaves_nothing_running():
     made = slots(staleness=0, steps=1, further=2)
     begin(made, 0, 1, 2, 3)
@@ -216,6 +238,14 @@ def test_no_more_groups_begin_than_the_last_batch_needs():
     begin(made, 0, 1, 2, 3)
     made.drop(2)
     assert made.num_free == 1
+    begin(made, 4)
+    made.finish(0)
+    made.finish(1)
+    assert made.cut() == [0, 1]
+    assert made.num_free == 0
+    made.drop(3)
+    assert made.num_free == 1
+    assert slots(size=1, staleness=0, steps=1).num_free == 1
 
 
 def test_a_group_needs_a_slot():
@@ -240,3 +270,14 @@ def test_groups_that_an_earlier_attempt_began_are_used_as_far_as_they_are_in_tim
         slots.begin(number)
         slots.finish(number)
     assert (slots.cut(), slots.cut()) == ([3, 4, 5], [6, 7, 8])
+
+
+@pytest.mark.parametrize(("staleness", "further", "most"), [(1, 0, 2), (1, 1, 3), (2, 0, 4), (2, 3, 7)])
+def test_batches_have_room_for_so_many_groups_of_an_earlier_attempt(staleness, further, most):
+    """Of the version before the one that a resumed run began with."""
+    made = Slots(2, staleness, 1, 9, further)
+    for number in range(most):
+        assert made.is_in_time(0)
+        made.begin(number, 0)
+    assert not made.is_in_time(0)
+    assert made.is_in_time(1)

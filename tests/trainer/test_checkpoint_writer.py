@@ -406,3 +406,61 @@ def test_memory_is_locked_in_pieces_of_whole_tensors(monkeypatch):
     assert list(snapshot._pieces([40, 60, 1, 99, 300, 0, 5])) == [(0, 100), (100, 200), (200, 500), (500, 505)]
     assert list(snapshot._pieces([])) == []
     assert [snapshot._whole_pages(size) for size in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+def test_the_clock_starts_when_training_does(make_writer):
+    clock = Clock()
+    writer = make_writer("10min", beside=False, clock=clock)
+    clock.now = 500.0
+    writer.begin()
+    for clock.now, due in ((600.0, False), (1099.0, False), (1100.0, True)):
+        assert writer.is_due(1) is due
+
+
+@pytest.mark.parametrize(("beside", "step"), [(True, 5), (False, 1), (True, 4)])
+def test_memory_is_not_taken_where_no_snapshot_comes_soon(beside, step, make_writer):
+    """After the last scheduled one, for a caller that writes itself, and where a snapshot takes it at once."""
+    writer = make_writer(every=4, num_steps=8, beside=beside)
+    assert writer.is_due(step) is (step == 4)
+    assert writer._thread is None
+
+
+def test_memory_is_prepared_for_policy_and_critic_before_the_first_snapshot_only(make_learner, make_batch, tmp_path):
+    learner, critic = make_learner(), SimpleNamespace(learner=make_learner())
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writer = CheckpointWriter(store, learner, critic, Told(tmp_path), Schedule(3, 99, Clock()), beside=True)
+    writer.is_due(1)
+    writer.wait()
+    sizes = [each._buffer._bytes.nbytes for each in (writer._snapshots, writer._critics)]
+    assert sizes[0] > sizes[1] > 0
+    writer.save(3, {})
+    writer.wait()
+    thread = writer._thread
+    assert not writer.is_due(4)
+    assert writer._thread is thread
+    writer.close()
+
+
+def test_the_first_snapshot_may_come_without_preparation(make_writer):
+    writer = make_writer(every=3)
+    writer.save(1, {"step": 1})
+    writer.wait()
+    thread = writer._thread
+    assert not writer.is_due(2)
+    assert writer._thread is thread
+
+
+def test_the_last_is_written_without_a_copy(make_writer, monkeypatch):
+    writer = make_writer()
+    monkeypatch.setattr(Snapshots, "take", None)
+    writer.save(1, {"step": 1}, last=True)
+    assert writer.saved_step == 1
+
+
+def test_what_is_being_written_can_be_marked_as_the_best(make_writer, make_batch, tmp_path):
+    writer = make_writer(store=SlowStore(tmp_path / "checkpoints"))
+    writer.save(1, {"step": 1})
+    threading.Timer(0.05, writer.store.may_go_on.set).start()
+    writer.link_best(1, 0.5)
+    assert writer.told.events == [("checkpoint", 1), ("best", 1)]
+    assert writer.store.best() == writer.store.latest()

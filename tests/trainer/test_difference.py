@@ -165,13 +165,16 @@ def test_the_means_by_place_are_those_of_the_tokens_there():
 
 
 def flat(*means, sampling=PLAIN, earlier=None):
-    """What is said of sequences of four tokens each with these differences, which no other parameters explain."""
-    sequences = [records.Sequence([1] * 5, [False] + [True] * 4, [-1.0 - value for value in (0.0, *m)]) for m in means]
+    """What is said of sequences whose tokens have these differences, which no other parameters explain."""
+    sequences = [
+        records.Sequence([1, *(1 for _ in m)], [False, *(True for _ in m)], [-1.0 - value for value in (0.0, *m)])
+        for m in means
+    ]
     asked = []
 
     def forward(given, under):
         asked.append(under)
-        return Scores([torch.full((4,), -1.0) for _ in given], [])
+        return Scores([torch.full((each.num_trainable,), -1.0) for each in given], [])
 
     return explain_difference(forward, sequences, sampling, earlier), asked
 
@@ -194,7 +197,13 @@ def test_what_is_left_out_by_the_filters_is_infinite():
 def test_growth_is_from_the_first_quarter_of_the_tokens_to_the_last():
     text, _ = flat([1.0, 9.0, 9.0, 4.0], [1.0, 0.0, 0.0, 4.0])
     assert text.startswith("it grows with the position, from 1 in the first quarter of the tokens to 4 in the last")
+    text, _ = flat([1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 2.0, 6.0])
+    assert text.startswith("it grows with the position, from 1 in the first quarter of the tokens to 4 in the last")
     assert flat([1.0, 9.0, 9.0, 3.0])[0].startswith("it is as large everywhere: ")
+    assert flat([2.0, 9.0, 9.0, 6.0])[0].startswith("it is as large everywhere: ")
+    assert flat([0.01] * 4)[0].startswith("it is as large everywhere: "), (
+        "a small difference is explained as a large one"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.critic import ValueModel
+from slipstream.trainer.distributed import learner as module
 from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
 from slipstream.trainer.distributed.worker import Allocated, Answer, Describe, Gather, Negate, PackedTensor, RankModel
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.packing import StepBatch
+from slipstream.trainer.packing import StepBatch, even_rows
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.fingerprint import describe
 
@@ -149,8 +150,14 @@ class Two:
         return list(self.answers)
 
 
-def test_what_two_ranks_found_is_added_up(make, make_batch):
-    plain = make(False)
+def test_what_two_ranks_found_is_added_up(make, make_batch, monkeypatch):
+    plain, asked = make(False), []
+
+    def dealt(batch, most, parts, **options):
+        asked.append((most, parts, options))
+        return even_rows(batch, most, parts, **options)
+
+    monkeypatch.setattr(module, "even_rows", dealt)
     local = SimpleNamespace(model=plain.model, optimizer=plain.optimizer, group=SimpleNamespace(size=2), do=None)
     first = {"loss": torch.tensor(2.0), "clipped": torch.tensor(3.0)}
     second = {"loss": torch.tensor(0.25), "clipped": torch.tensor(-1.0)}
@@ -166,6 +173,7 @@ def test_what_two_ranks_found_is_added_up(make, make_batch):
     assert (sums.num_micro_batches, sums.num_row_tokens) == (5, 120)
     assert sums.longest_row == 40, "rank 0's, whose memory it explains"
     shares = [command.batch for command in others.sent]
+    assert asked == [(150, 2, {"packing": True, "device": torch.device("cpu")})]
     assert sum(len(share.sequences) for share in shares) == 9
     assert len(shares[0].rows) == len(shares[1].rows)
     assert [command.divisors for command in others.sent] == [{"tokens": 7.0}] * 2
@@ -202,6 +210,8 @@ def test_a_gradient_of_zero_is_discarded(make, make_batch):
 def test_its_state_goes_on_in_either(lora, make, make_batch, tmp_path):
     learner = make(True, lora=lora)
     advance(learner, make_batch(seed=1), objective())
+    if lora:
+        (tmp_path / "new" / "state").mkdir(parents=True)
     learner.save(tmp_path / "new" / "state")
     drawn = torch.rand(3)
     last = []

@@ -59,7 +59,7 @@ def test_calls_get_consecutive_sequences_of_at_most_so_many_tokens():
         calls.append([len(sequence) for sequence in part])
         return Scores([torch.zeros(1) for _ in part], [])
 
-    sequences = [records.Sequence([0] * size, [False] * (size - 1) + [True]) for size in (2, 3, 1, 9, 4, 2)]
+    sequences = [records.Sequence([0] * size, [False] * (size - 1) + [True]) for size in (2, 3, 1, 4, 9, 4, 2)]
     held_out_loss(forward, sequences, 5, measured.append)
-    assert calls == [[2, 3], [1], [9], [4], [2]]
-    assert measured == [2, 1, 1, 1, 1]
+    assert calls == [[2, 3], [1, 4], [9], [4], [2]]
+    assert measured == [2, 2, 1, 1, 1]

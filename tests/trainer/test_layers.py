@@ -1,10 +1,15 @@
 """However decoder layers compute, gradients are the same; what they keep is what the plan counts."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.config import RunConfig
+from slipstream.errors import ConfigError
 from slipstream.launch.plan.measure import adapter_config, measure_adapter, read_model
 from slipstream.launch.plan.memory.sizes import activation_bytes_per_token
 from slipstream.trainer.learner import Learner
@@ -189,3 +194,82 @@ def test_dressing_again_replaces_what_was_there(model_folder):
     assert layer.forward is not first
     configure_layers(model.network, LayerOptions())
     assert layer.forward == type(layer).forward.__get__(layer)
+
+
+class Block(GradientCheckpointingLayer):
+    def forward(self, states):
+        return states + 1.0
+
+
+def test_only_the_language_models_layers_are_compiled(monkeypatch):
+    network, asked = torch.nn.ModuleDict({"tower": Block(), "text": Block()}), []
+    monkeypatch.setattr(layers, "text_parts", lambda network: [network["text"]])
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, **options: asked.append(options) or (lambda states: "compiled")
+    )
+    assert layers.text_layers(network) == [network["text"]]
+    configure_layers(network, LayerOptions())
+    assert "forward" not in network["text"].__dict__
+    configure_layers(network, LayerOptions("selective", compiled=True))
+    assert asked == [{"dynamic": True, "backend": layers.COMPILER}]
+    assert network["text"](torch.ones(1)) == "compiled"
+    assert network["tower"](torch.ones(1)).item() == 2.0
+    configure_layers(network, LayerOptions(True))
+    assert len(asked) == 1
+    with pytest.raises(ConfigError, match=r"ModuleDict has no layers that .* training\.compile = false"):
+        layers.decoder_layers(torch.nn.ModuleDict())
+
+
+def test_large_tensors_of_a_gpu_are_moved_and_nothing_on_a_cpu():
+    moves = Offloader()._moves
+    for is_cuda, size, moved in ((True, 1 << 20, True), (True, (1 << 20) - 1, False), (False, 1 << 22, False)):
+        assert moves(SimpleNamespace(is_cuda=is_cuda, nbytes=size)) is moved
+
+
+def test_the_tensor_before_is_fetched_ahead_once():
+    offloader = Offloader(lambda tensor: True)
+    tensors = [torch.full((3,), float(value)) for value in range(3)]
+    first, second, third = (offloader._pack(tensor) for tensor in tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    assert offloader._unpack(third).tolist() == [2.0] * 3
+    assert first.back is None
+    ahead = second.back
+    assert ahead.tolist() == [1.0] * 3
+    assert offloader._unpack(second) is ahead
+    assert offloader._unpack(first).tolist() == [0.0] * 3
+    assert [each.back for each in (first, second, third)] == [None] * 3
+    last = offloader._pack(tensors[0])
+    assert last.before is None, "what came back is not held on to"
+    kept = Offloader(lambda tensor: False)._pack(tensors[0])
+    assert kept is tensors[0]
+
+
+def test_copies_wait_for_what_is_computed_and_what_is_computed_for_copies(monkeypatch):
+    heard = []
+    compute, copying = (
+        SimpleNamespace(name=name, wait_stream=lambda other, name=name: heard.append(f"{name} waits for {other.name}"))
+        for name in ("computing", "copying")
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: heard.append(f"used by {stream.name}"))
+    offloader = Offloader(lambda tensor: True)
+    monkeypatch.setattr(offloader, "_on_copy_stream", lambda device: nullcontext(copying))
+    kept = offloader._pack(torch.ones(3))
+    assert heard == ["copying waits for computing", "used by copying"]
+    heard.clear()
+    assert offloader._unpack(kept).tolist() == [1.0] * 3
+    assert heard == ["computing waits for copying", "used by computing"]
+
+
+def test_a_gpu_has_one_stream_of_copies_and_a_cpu_none(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or f"stream {len(made)}")
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    offloader, gpu = Offloader(), torch.device("cuda")
+    found = []
+    for device in (torch.device("cpu"), gpu, gpu):
+        with offloader._on_copy_stream(device) as stream:
+            found.append(stream)
+    assert found == [None, "stream 1", "stream 1"]
+    assert made == [gpu]

@@ -1,9 +1,11 @@
 """Parts of a learner by themselves: dummy rows of ranks, sums over rows, memory metrics, random states."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slipstream import records
 from slipstream.config.bounds import GIB
@@ -20,6 +22,8 @@ from slipstream.trainer.learner import (
 )
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
+from slipstream.weights.adapter_folder import AdapterConfig
+from slipstream.weights.fingerprint import describe
 
 CPU = torch.device("cpu")
 
@@ -158,11 +162,28 @@ def test_rows_are_as_long_as_asked(make_learner, make_batch, monkeypatch):
     scores = learner.forward(sequences)
     again = learner.forward(sequences, micro_batch_tokens=90)
     reference = Reference(learner.model, 70).forward(sequences, records.SamplingParams(max_tokens=1, temperature=0.5))
-    assert asked == [(most, {"packing": True, "device": CPU}) for most in (60, 90, 70)]
+    learner.values(sequences)
+    learner.forward_backward(make_batch(num=3), SFTObjective())
+    assert asked == [(most, {"packing": True, "device": CPU}) for most in (60, 90, 70, 60, 60)]
     for ours, theirs in zip(scores.logprobs, again.logprobs, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         assert (ours.dtype, ours.device) == (torch.float32, CPU)
     assert not torch.allclose(reference.logprobs[0], scores.logprobs[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("lora", [None, AdapterConfig(4, 12.0, ("q_proj",), "")])
+def test_weights_that_are_written_are_on_the_disk_and_described(
+    lora, make_learner, model_folder, tmp_path, monkeypatch
+):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
+    learner = make_learner()
+    if lora is not None:
+        learner.model.add_adapter(lora)
+    said = learner.write_weights(tmp_path / "weights", model_folder)
+    name = "model.safetensors" if lora is None else "adapter_model.safetensors"
+    assert set(said) == set(describe(load_file(tmp_path / "weights" / name).items()))
+    assert {name, tmp_path.name} < synced
 
 
 def test_features_of_images_are_forgotten_when_weights_change(make_learner, make_batch, tmp_path):

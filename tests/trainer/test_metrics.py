@@ -100,32 +100,36 @@ def test_turns_thinking_and_why_episodes_ended_are_told_where_there_is_something
     def of(*rollouts):
         return rollout_metrics(records.Batch(0, records.Version(0, 0), [*rollouts]))
 
-    found = of(rollout("g", 1.0, stop="answer", num_turns=3), rollout("g", 1.0, stop="max_turns", num_thinking=5))
-    assert (found["rollout/turns"], found["rollout/thinking_length"]) == (2.0, 2.5)
+    found = of(rollout("g", 1.0, stop="answer", num_turns=2), rollout("g", 1.0, stop="max_turns", num_thinking=5))
+    assert (found["rollout/turns"], found["rollout/thinking_length"]) == (1.5, 2.5)
     assert (found["rollout/stop_answer_fraction"], found["rollout/stop_max_turns_fraction"]) == (0.5, 0.5)
     assert of(rollout("g", 1.0, stop="max_turns"), rollout("g", 1.0))["rollout/stop_max_turns_fraction"] == 0.5
+    both = of(rollout("g", 1.0, stop="answer"), rollout("g", 1.0, stop="length"))
+    assert (both["rollout/stop_answer_fraction"], both["rollout/stop_length_fraction"]) == (0.5, 0.5)
     plain = of(rollout("g", 1.0, stop="length"), rollout("g", 1.0, stop="length"))
     assert not any(name.startswith(("rollout/turns", "rollout/thinking", "rollout/stop")) for name in plain)
 
 
 def test_each_task_of_which_groups_were_drawn_has_its_own_numbers():
     rollouts = [
+        rollout("h", 0.0, 4, source="b"),
         rollout("g", 1.0, 2, source="a"),
         rollout("g", 0.5, 4, "truncated", source="a"),
-        rollout("h", 0.0, 2, source="b"),
+        rollout("g", 0.75, 6, source="a"),
     ]
     counts = {"task/a/drawn_groups": 4.0, "task/a/signal_groups": 1.0, "task/b/drawn_groups": 0.0}
     found = rollout_metrics(records.Batch(0, records.Version(0, 0), rollouts, metrics=counts))
     assert {name: value for name, value in found.items() if name.startswith("task/")} == {
         "task/a/reward_mean": 0.75,
         "task/a/signal_fraction": 0.25,
-        "task/a/length": 3.0,
-        "task/a/truncated_fraction": 0.5,
+        "task/a/length": 4.0,
+        "task/a/truncated_fraction": pytest.approx(1 / 3),
         "task/a/tokens_fraction": 0.75,
     }, "its sequences name no versions"
-    none = rollout("g", 1.0, 0, source="a")
-    found = rollout_metrics(records.Batch(0, records.Version(0, 0), [none], metrics=counts))
-    assert found["task/a/tokens_fraction"] == 0.0
+    for size, fraction in ((0, 0.0), (1, 1.0)):
+        alone = rollout("g", 1.0, size, source="a")
+        found = rollout_metrics(records.Batch(0, records.Version(0, 0), [alone], metrics=counts))
+        assert found["task/a/tokens_fraction"] == fraction
 
 
 @pytest.mark.parametrize(

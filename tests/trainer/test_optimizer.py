@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slipstream.errors import TrainingError, ZeroGradientError
+from slipstream.trainer import optim
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
-from slipstream.trainer.optim.base import MasterAdamW, OptimStats, learning_rate_at
+from slipstream.trainer.optim.base import MasterAdamW, OptimStats, add_gradient_, fused_adamw, learning_rate_at
 from slipstream.trainer.optim.loss_scale import FIRST, LossScale
 from slipstream.trainer.optim.muon import MasterMuon
 
@@ -346,3 +348,57 @@ def test_a_rate_after_the_last_step_is_that_of_the_end():
     assert learning_rate_at(0, peak=1.0, schedule="linear", warmup_steps=0, num_steps=4) == 1.0
     assert learning_rate_at(3, peak=1.0, schedule="linear", warmup_steps=3, num_steps=3) == 1.0
     assert learning_rate_at(1, peak=1.0, schedule="cosine", num_steps=3) == pytest.approx(0.75)
+
+
+def test_tiny_gradients_are_clipped_as_torch_does():
+    """Of norm 2e-6, beside which the 1e-6 that it adds counts."""
+    ours, theirs = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    optimizer = MasterAdamW(ours.named_parameters(), max_grad_norm=1e-6)
+    for model in (ours, theirs):
+        weighted_sum(model, 1e-6).backward()
+    nn.utils.clip_grad_norm_(theirs.parameters(), 1e-6)
+    assert optimizer.prepare(0.1).clipped
+    optimizer.commit()
+    torch.testing.assert_close(optimizer.state()["exp_avg.weight"] * 10, theirs.weight.grad)
+
+
+def test_by_default_a_norm_above_one_is_clipped_and_nothing_decays():
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = MasterAdamW(model.named_parameters())
+    weighted_sum(model, 0.75).backward()
+    assert optimizer.prepare(0.0).clipped
+    assert {group["weight_decay"] for rule, _ in optimizer._rules for group in rule.param_groups} == {0.0}
+
+
+def test_a_run_of_one_step_ends_at_zero():
+    assert [learning_rate_at(step, peak=2.0, schedule="linear", num_steps=1) for step in (0, 1)] == [2.0, 0.0]
+    assert [learning_rate_at(step, peak=2.0, num_steps=1) for step in (0, 1)] == [2.0, 2.0]
+
+
+def test_adamw_is_fused_where_torch_has_that():
+    for device, is_fused in (("cpu", True), ("meta", False)):
+        weights = nn.Parameter(torch.zeros(2, device=device))
+        assert fused_adamw([{"params": [weights]}], betas=(0.9, 0.95)).defaults["fused"] is is_fused
+
+
+@pytest.mark.parametrize(
+    ("change", "by_kernel"),
+    [
+        ({}, True), ({"size": 3}, False), ({"is_cuda": False}, False), ({"dtype": torch.float32}, False),
+        ({"in_order": False}, False), ({"total_in_order": False}, False),
+    ],
+)  # fmt: skip
+def test_large_bfloat16_gradients_of_a_gpu_are_added_by_the_kernel(change, by_kernel, monkeypatch):
+    facts = {"size": 4, "is_cuda": True, "dtype": torch.bfloat16, "in_order": True, "total_in_order": True} | change
+    used = []
+    kernels = SimpleNamespace(MIN_ACCUMULATED=4, accumulate_=lambda total, gradient: used.append(True))
+    monkeypatch.setattr(optim, "triton_kernels", kernels, raising=False)
+    total = SimpleNamespace(is_contiguous=lambda: facts["total_in_order"], add_=lambda gradient: used.append(False))
+    gradient = SimpleNamespace(
+        is_cuda=facts["is_cuda"],
+        dtype=facts["dtype"],
+        numel=lambda: facts["size"],
+        is_contiguous=lambda: facts["in_order"],
+    )
+    add_gradient_(total, gradient)
+    assert used == [by_kernel]

@@ -85,6 +85,9 @@ def test_a_group_is_divided_where_the_rows_are_short():
     assert [len(group) for group in groups_of(*sequences, max_tokens=15)] == [2, 2]
     assert [len(group) for group in groups_of(*sequences, max_tokens=14)] == [1] * 4
     assert [len(group) for group in groups_of(*sequences, max_tokens=1)] == [1] * 4
+    short = [of([1] * 6, 1)] * 2
+    assert groups_of(*short, max_tokens=7) == [[0, 1]]
+    assert groups_of(*short, max_tokens=6) == [[0], [1]]
 
 
 def test_a_group_costs_its_prompt_once_when_rows_are_filled():
@@ -118,6 +121,7 @@ def test_ranks_get_rows_of_like_size_and_groups_that_fit_into_them():
     assert even_rows(StepBatch([nothing, of([1, 2], 3)]), 100, 2) == [[[[1]], []]]
     assert even_rows(StepBatch([nothing, of([1, 2], 3)]), 100, 1, packing=False) == [[[[1]]]]
     assert even_rows(StepBatch([nothing]), 100, 2) == [[[], []]]
+    assert even_rows(StepBatch([of([1], 1)] * 2), 100, 1, packing=False) == [[[[0]]], [[[1]]]]
 
 
 def test_rows_are_built_as_they_were_planned():
@@ -133,6 +137,16 @@ def test_rows_are_built_as_they_were_planned():
     assert first.target_ids_N.tolist() == [1000, 1001, 1000, 1001, 1002, 1003]
     assert first.sequence_index_N.tolist() == [0, 0, 1, 1, 1, 1]
     assert (first.counts, first.num_sequences, second.counts) == ([2, 4], 2, [3])
+    assert (second.layout.lengths, second.layout.prefixes) == ((4,), (None,)), "one alone shares nothing"
+
+
+def test_tokens_after_the_last_trainable_one_are_left_out():
+    sequence = records.Sequence([1, 2, 3, 4, 5, 6, 7], [False, True, False, True, False, False, False])
+    batch = StepBatch([sequence, sequence])
+    (row,) = micro_batches(batch, 6, packing=True)
+    assert (row.token_ids_T.tolist(), row.position_ids_T.tolist()) == ([1, 2, 3] * 2, [0, 1, 2] * 2)
+    assert (row.predict_index_N.tolist(), row.target_ids_N.tolist()) == ([0, 2, 3, 5], [2, 4, 2, 4])
+    assert even_rows(batch, 6, 1) == [[[[0], [1]]]]
 
 
 def test_a_dummy_row_has_one_prediction():

@@ -1,13 +1,15 @@
 """The files of a resume state, whole and in shards; `tests/launch/test_ranks.py` has them of several ranks."""
 
 import json
+import os
 import warnings
 
 import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream.trainer.checkpoints.state_files import read_state, write_shards, write_state
 
@@ -61,3 +63,53 @@ def test_shards_are_files_of_their_own_and_each_is_read_where_it_belongs(mesh, t
     assert placed["a"].data_ptr() == room.to_local().data_ptr(), "in the memory that it was given"
     write_shards(tmp_path, shards, rank=4)
     assert sorted(path.name[:11] for path in tmp_path.glob("shard-*")) == ["shard-00001", "shard-00005"]
+
+
+def as_rank(rank, tensors, do):
+    """`do` with this rank's halves of the tensors, in a group of two in which nobody answers."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        halves = {name: tensor.chunk(2)[rank].clone() for name, tensor in tensors.items()}
+        return do({name: DTensor.from_local(half, mesh, [Shard(0)]) for name, half in halves.items()})
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_what_two_ranks_wrote_is_read_by_one_and_by_two_without_asking_each_other(tmp_path, monkeypatch):
+    tensors = {"a": torch.arange(8.0).view(4, 2), "b": torch.arange(6).bfloat16()}
+    blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for name in ("gather_object", "scatter_object_list", "all_gather_object", "broadcast_object_list", "barrier"):
+        monkeypatch.setattr(distributed, name, None)
+    write_state(tmp_path, {"alone": torch.tensor([5.0])}, 3)
+    for rank in (0, 1):
+        as_rank(rank, tensors, lambda shards, rank=rank: write_shards(tmp_path, shards, rank))
+    whole = read_state(tmp_path)
+    assert {name: (whole[name].dtype, whole[name].tolist()) for name in tensors} == {
+        name: (tensor.dtype, tensor.tolist()) for name, tensor in tensors.items()
+    }
+    for rank in (0, 1):
+        found = as_rank(rank, blank, lambda room: read_state(tmp_path, lambda name, shape, dtype: room.get(name)))
+        assert found["a"].tolist() == tensors["a"].chunk(2)[rank].tolist()
+        assert found["b"].tolist() == tensors["b"].chunk(2)[rank].tolist()
+        assert found["alone"].tolist() == [5.0]
+
+
+def test_of_dcps_warnings_only_the_one_of_a_single_process_is_kept_back(mesh, tmp_path, monkeypatch):
+    def save(tensors, **_):
+        warnings.warn("torch.distributed is disabled", UserWarning, stacklevel=1)
+        warnings.warn("the disk is nearly full", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(distributed.checkpoint, "save", save)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        write_shards(tmp_path, {"a": distribute_tensor(torch.ones(2), mesh, [Shard(0)])}, rank=0)
+    assert [str(each.message) for each in told] == ["the disk is nearly full"]
+
+
+def test_a_state_is_on_the_disk_before_it_counts_as_written(tmp_path, monkeypatch):
+    synced = {}
+    monkeypatch.setattr(os, "fsync", lambda file: synced.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
+    write_state(tmp_path, {"a": torch.ones(3)}, 1)
+    file = (tmp_path / "learner.safetensors").stat()
+    assert synced[file.st_ino] == file.st_size

@@ -97,3 +97,16 @@ def test_a_learner_combines_the_gradients_of_a_batchs_tasks(make_learner, make_b
     alone = make_learner().forward_backward(batch, SFTObjective(), by_task="0/0")
     assert (alone["task_conflict_fraction"], alone["task_lowest_cosine"]) == (0.0, 1.0)
     assert "task_conflict_fraction" not in plain
+
+
+def test_tasks_are_combined_again_where_their_gradients_overflow(make_learner, make_batch, monkeypatch):
+    batch = make_batch(num=2, longest=12)
+    batch.tasks = ["a", "b"]
+    learner, seeds = make_learner(dtype="float16"), []
+    learner.optimizer.loss_scale.value = 2.0**21
+    combine = learner.optimizer.combine
+    monkeypatch.setattr(learner.optimizer, "combine", lambda seed: seeds.append(seed) or combine(seed))
+    learner.forward_backward(batch, SFTObjective(), by_task="0/7")
+    stats = learner.optim_prepare(1e-3)
+    assert stats.num_overflows > 0
+    assert seeds == ["0/7"] * (1 + stats.num_overflows)

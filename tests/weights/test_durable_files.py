@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,16 @@ def test_a_durable_file_is_forced_to_the_disk_piece_by_piece(tmp_path, synced, m
     assert synced == []
 
 
+def test_what_is_forced_to_the_disk_has_left_this_process(tmp_path, monkeypatch):
+    sizes = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(model_files, "_CHUNK_BYTES", 100)
+    stream_tensors(tmp_path / "lasting", {"a": torch.ones(60), "b": torch.ones(3)}, durable=True)
+    whole = (tmp_path / "lasting").stat().st_size
+    assert sizes == [whole - 152, whole - 52, whole]
+
+
 def test_no_descriptor_stays_open(tmp_path, synced):
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
@@ -85,6 +96,9 @@ def test_the_configuration_is_for_people_too_and_has_the_dtype_of_most_numbers(t
     text = (tmp_path / "0.1/config.json").read_text(encoding="utf-8")
     assert json.loads(text) == {"who": "Zoë", "sizes": {"a": 1}, "dtype": "float32"}
     assert len(text.splitlines()) == 7
+    assert json.dumps(json.loads(text), indent=2) in (text, text.encode().decode("unicode_escape")), (
+        "as others write it"
+    )
 
 
 def test_dots_and_weights_of_any_format_are_no_companions(tmp_path):
@@ -112,6 +126,16 @@ def test_a_tensor_that_ends_after_its_file_is_named(tmp_path):
     path = tmp_path / "t.safetensors"
     write_tensors(path, {"a": torch.ones(4), "b": torch.ones(4)})
     path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="ends before b does"):
+        read_tensors(path)
+
+
+def test_a_tensor_that_its_file_loses_while_it_is_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "t.safetensors"
+    write_tensors(path, {"a": torch.ones(4), "b": torch.ones(4)})
+    before = path.stat()
+    path.write_bytes(path.read_bytes()[:-16])
+    monkeypatch.setattr(Path, "stat", lambda self: before)
     with pytest.raises(ValueError, match="ends before b does"):
         read_tensors(path)
 

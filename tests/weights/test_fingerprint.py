@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.records import ParameterSpec
-from slipstream.weights.fingerprint import describe, digest, fingerprints
-from slipstream.weights.fingerprint_torch import Slice, fingerprint
+from slipstream.weights.fingerprint import as_hex, describe, digest, fingerprints
+from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
 from slipstream.weights.shards import ShardedWeights
 
 
@@ -114,6 +115,62 @@ def test_shards_add_up_to_the_whole():
     columns = [Slice(whole[:, i : i + 12].clone(), i, (48, 1), (64, 12)) for i in range(0, 48, 12)]
     (expected,) = fingerprints([Slice(whole)])
     assert sum(fingerprints(rows)) % 2**64 == expected == sum(fingerprints(columns)) % 2**64
+
+
+def test_multipliers_are_invertible_numbers_of_the_kernels_types():
+    for bits, multipliers in ((64, [GOLDEN]), (32, [LOW, HIGH, MIX_1, MIX_2])):
+        for each in multipliers:
+            assert -(2 ** (bits - 1)) <= each < 2 ** (bits - 1)
+            assert each % 2 == 1
+
+
+def test_no_elements_and_one_whose_term_is_nothing_add_nothing():
+    assert fingerprint(torch.empty(0, 3)) == 0
+    assert fingerprint(torch.tensor(2.0)) == fingerprint(torch.tensor([[2.0]])) != 0
+    bits = (0x9E3779B97F4A7C15 >> 32) * pow(0xC2B2AE3D, -1, 2**32) % 2**32  # undone by its place
+    signed = bits - 2**32 * (bits >= 2**31)
+    assert fingerprint(torch.tensor([signed], dtype=torch.int32)) == 0
+
+
+def test_parts_of_a_large_parameter_add_up_to_it_whatever_their_layout():
+    whole = torch.randn(1000, 300, generator=torch.Generator().manual_seed(3)).bfloat16()
+    expected = sum(fingerprint(row, 300 * number) for number, row in enumerate(whole)) % 2**64
+    turned = whole.t().contiguous()
+    for parts in (
+        [(whole,)],
+        [(turned, 0, (1, 300))],
+        [(turned.flatten(), 0, (1, 300), (300, 1000))],
+        [(whole[:1], 0, (7, 1)), (whole[1:].flatten(), 300, (300, 1), (999, 300))],
+        [(whole[1:-1], 300), (whole[[0, -1]], 0, (999 * 300, 1))],
+        [(whole[:, :1].contiguous(), 0, (300, 1)), (whole[:, 1:].contiguous(), 1, (300, 1), (1000, 299))],
+    ):
+        assert sum(fingerprint(*part) for part in parts) % 2**64 == expected
+
+
+class Places(TorchDispatchMode):
+    """Most elements of any int64 tensor that is made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.int64:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+def test_places_of_elements_that_lie_in_line_are_never_all_in_memory():
+    whole = torch.zeros(2, 1, 500, 300, dtype=torch.bfloat16)
+    for strides in (None, (150_000, 150_000, 300, 1), (150_000, 7, 300, 1)):
+        with Places() as places:
+            fingerprint(whole, 0, strides)
+        assert 0 < places.num_elements < whole.numel() / 2
+
+
+def test_hexadecimal_digits_are_sixteen_of_any_sum():
+    assert as_hex(0) == "0" * 16
+    assert as_hex(2**64 + 0x1F) == as_hex(3 * 2**64 + 0x1F) == "1f".zfill(16)
+    assert as_hex(-1) == as_hex(2**64 - 1) == "f" * 16
 
 
 def test_a_description_names_each_tensor_and_a_digest_all_of_them():

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from slipstream.errors import SlipstreamError
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
@@ -60,7 +61,29 @@ def test_a_folder_that_cannot_be_begun(tmp_path):
         raise AssertionError("there is nothing to write into")
 
 
-def test_another_failure_is_not_the_disks(tmp_path):
-    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "made", durable=False):
-        _ = 1 / 0
+FAILURES = [ZeroDivisionError("zero"), RuntimeError("CUDA is gone"), ValueError("iostream error"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_another_failure_is_not_the_disks(error, tmp_path):
+    with pytest.raises(type(error)) as raised, whole_folder(tmp_path / "made", durable=False):
+        raise error
+    assert raised.value is error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(5, "Input/output error", "/a/file"), "Input/output error"),
+        (OSError("it is away"), "it is away"),
+        (SafetensorError("no room\nfor it"), "no room"),
+        (RuntimeError("PytorchStreamWriter failed writing file"), "torch could not write all of it"),
+    ],
+)
+def test_a_failure_of_the_disk_is_told_in_a_few_words(error, reason, tmp_path):
+    with pytest.raises(SlipstreamError) as raised, whole_folder(tmp_path / "made", durable=False):
+        raise error
+    assert str(raised.value).startswith(f"{tmp_path / 'made'} cannot be written ({reason})")
+    assert raised.value.__cause__ is error
     assert list(tmp_path.iterdir()) == []

@@ -43,6 +43,7 @@ def test_other_readers_read_it(tmp_path):
     ours = read_tensors(tmp_path / "t.safetensors")
     assert ours.keys() == tensors.keys()
     assert all(torch.equal(ours[name], found[name]) and ours[name].dtype == found[name].dtype for name in found)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in ours.values()}) == 1, "views of one buffer"
 
 
 @pytest.mark.parametrize("durable", [True, False])

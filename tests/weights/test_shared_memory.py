@@ -1,6 +1,7 @@
 """The halves of the bridge `single_copy` in one process: where tensors lie, what is refused, what is announced."""
 
 import os
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -52,6 +53,15 @@ def test_tensors_of_any_type_and_place_are_the_same_memory_on_both_sides():
     assert opened["1"][0, 1] == opened["2"][2, 0] == 7, "two views of one memory still are"
 
 
+def test_bytes_fill_their_memory_from_its_beginning():
+    exporter, (first, second) = exported(torch.arange(64, dtype=torch.uint8), torch.arange(65, dtype=torch.int8))
+    shared = exporter.describe({"first": first.data, "second": second.data}, {})
+    assert [each.offset for each in shared.tensors.values()] == [0, 64]
+    assert shared.storages[0].num_bytes == 64 + 128
+    found = open_weights(shared)
+    assert all(found[name].tolist() == list(range(size)) for name, size in (("first", 64), ("second", 65)))
+
+
 def test_a_shard_says_where_it_belongs():
     exporter, (rows, columns, whole) = exported(torch.ones(2, 3), torch.ones(4, 2), torch.ones(4, 3))
     views = {"rows": rows.data, "columns": columns.data, "whole": whole.data}
@@ -85,6 +95,40 @@ def test_the_files_that_a_killed_exporter_leaves_are_those_of_gpus():
     handles = [CudaHandle(0, b"", 8, 0, name, 0, b"", False) for name in (b"/torch_1", b"torch_2")]
     storages = (*(SharedStorage(8, cuda=handle) for handle in handles), SharedStorage(8, "/proc/1/fd/3"))
     assert SharedWeights(storages, {}, {}).files() == {"/dev/shm/torch_1", "/dev/shm/torch_2"}
+
+
+def test_memory_of_a_gpu_is_exported_once_and_opened_by_its_handle(monkeypatch):
+    handle, exports, opened = (0, b"handle", 96, 512, b"/torch_1", 3, b"event", True), [], []
+    storage = SimpleNamespace(
+        device=torch.device("cuda:0"),
+        nbytes=lambda: 96,
+        data_ptr=lambda: 7,
+        _share_cuda_=lambda: exports.append(1) or handle,
+    )
+
+    def view(offset, shape, strides):
+        methods = {"untyped_storage": storage, "storage_offset": offset, "stride": strides}
+        return SimpleNamespace(
+            dtype=torch.bfloat16, shape=shape, **{name: lambda value=value: value for name, value in methods.items()}
+        )
+
+    places = {"rows": (8, (2, 4), (4, 1)), "turned": (0, (4, 2), (1, 4))}
+    exporter = Exporter([])
+    for _ in range(2):
+        shared = exporter.describe({name: view(*place) for name, place in places.items()}, {})
+    assert shared.storages == (SharedStorage(96, cuda=CudaHandle(*handle)),)
+    assert exports == [1]
+
+    def new_shared_cuda(*fields):
+        opened.append(fields)
+        return torch.UntypedStorage(96, device="meta")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: opened.append("init"))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared_cuda)
+    there = open_weights(msgspec.json.decode(msgspec.json.encode(shared), type=SharedWeights))
+    assert opened == ["init", handle]
+    found = {name: (t.storage_offset(), tuple(t.shape), t.stride()) for name, t in there.items()}
+    assert (found, {(t.dtype, t.device.type) for t in there.values()}) == (places, {(torch.bfloat16, "meta")})
 
 
 def test_weights_are_compared_as_the_engine_holds_them(tmp_path):

@@ -242,8 +242,6 @@ class RolloutRunner:
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
         rollout.metrics |= self._tool_metrics(task, policy)
-        if stop == episode.stop and episode.messages:
-            return episode
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
 
     def _tool_metrics(self, task: Task, policy: RecordingPolicy) -> dict[str, float]:

@@ -60,7 +60,7 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "tokens/trained": float(sum(lengths)),
     }
     stops = Counter(rollout.stop for rollout in rollouts if rollout.stop)
-    if len(stops) > 1 or not stops.keys() <= {"answer", "length"}:  # which the truncated fraction tells
+    if set(stops) not in (set(), {"answer"}, {"length"}):  # which the truncated fraction tells
         metrics |= {f"rollout/stop_{stop}_fraction": count / len(rollouts) for stop, count in stops.items()}
     if any(rollout.num_turns > 1 for rollout in rollouts):
         metrics["rollout/turns"] = statistics.fmean(rollout.num_turns for rollout in rollouts)

@@ -150,7 +150,7 @@ class ShardedModel:
         specs: list[records.ParameterSpec] = []
         for shard in self.local.shards(what):
             # Expanded from one element: only names and shapes matter.
-            probe = torch.zeros(1, dtype=shard.part.dtype).expand(shard.shape)
+            probe = torch.zeros((), dtype=shard.part.dtype).expand(shard.shape)
             stored = self.local.stored(what, shard.name, probe)
             if len(stored) != 1 or not shares_memory(stored[0][1], probe):
                 return None
