@@ -49,7 +49,11 @@ GUARDS = ("strict", "frozen", "slots", "kw_only")
 TEST_LIMIT_S = 240
 NO_TESTS_RAN, WRONG_USE = 5, 4
 FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = ["hypothesis", "torch._dynamo", "transformers.modeling_utils", "peft"]
+IMPORTED = [
+    *("hypothesis", "torch._dynamo", "torch.distributed.nn", "torch.distributed.tensor", "torch.testing"),
+    *("transformers.modeling_utils", "peft"),
+]
+"""Imported once, not in each fork."""
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 import pytest
-from defects import ROOT, changed, places
+from defects import IMPORTED, ROOT, changed, places
 
 LEAVE = os._exit  # some tests put something else there
 SLOWEST_S = 300
@@ -157,6 +157,8 @@ def main() -> None:
     options = parser.parse_args()
     first, last = map(int, options.lines.split("-"))
     os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked
+    for name in IMPORTED:
+        importlib.import_module(name)
     arguments = ["-q", "-p", "no:cacheprovider", "--numprocesses", "0", "--timeout", "0", *options.tests]
     sys.exit(pytest.main(arguments, plugins=[ModuleDefects(options.module.resolve(), first, last)]))
 
