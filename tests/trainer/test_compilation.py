@@ -69,7 +69,7 @@ def test_of_a_ranks_problems_the_first_is_told(model, monkeypatch):
     own = []
     monkeypatch.setattr(torch, "compile", lambda forward, **_: fails)
     assert compile_layers(model, lambda problem: own.append(problem) or problem, in_products=True) == own[1]
-    assert own == ["RuntimeError: no C++ compiler here"] * 2 or own == ["no C++ compiler here"] * 2
+    assert own == ["RuntimeError: no C++ compiler here"] * 2
     assert fused_weight_gradients.fused_layers(model.network) == []
     assert not model.layers.compiled
 
