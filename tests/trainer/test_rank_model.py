@@ -116,8 +116,9 @@ def test_fingerprints_of_shards_add_up_over_ranks_and_what_all_have_counts_once(
         "all": torch.rand(4, 2),
         "columns": torch.rand(2, 6).bfloat16(),
         "fewer": torch.rand(1, 2),
+        "number": torch.tensor(3.0),
     }
-    dims = {"rows": 0, "all": None, "columns": 1, "fewer": 0}
+    dims = {"rows": 0, "all": None, "columns": 1, "fewer": 0, "number": None}
 
     def rank_of(number):
         local = RankModel(SimpleNamespace(rank=number, size=3), None)

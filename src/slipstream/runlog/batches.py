@@ -99,7 +99,7 @@ class BatchKeeper:
         with self._changed:
             self._waiting[batch.step] = data
             if len(self._waiting) > self._number:  # the disk does not keep up
-                with contextlib.suppress(OSError, SlipstreamError):
+                with contextlib.suppress(Exception):  # the thread that writes tells of it
                     kept = self._kept(self._waiting)
                     self._waiting = {step: each for step, each in self._waiting.items() if step in kept}
             if self._thread is None:
