@@ -256,6 +256,19 @@ def test_a_failed_write_is_raised_as_it_was(make_writer, make_batch, model_folde
     writer.wait()
 
 
+def test_who_waits_for_a_write_learns_of_its_error_once(make_writer, monkeypatch):
+    writer = make_writer()
+
+    def fails(*_, **__):
+        raise SlipstreamError("the disk is gone")
+
+    monkeypatch.setattr(writer.store, "save", fails)
+    writer.save(1, {"step": 1})
+    with pytest.raises(SlipstreamError, match="the disk is gone"):
+        writer.wait()
+    writer.wait()
+
+
 def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(make_writer, make_batch, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_POLL_S", 0.02)
     monkeypatch.setattr(checkpoint_writer, "QUIET_S", 0.1)
