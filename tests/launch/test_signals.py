@@ -1,5 +1,6 @@
 """Which signal asks for a stop, which ends the run at once, and which deadline follows."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -70,16 +71,39 @@ def test_what_ends_the_run_at_once(at_once, numbers):
 
 def test_a_sigterm_that_a_scheduler_and_the_supervisor_send_is_one(at_once, monkeypatch):
     monkeypatch.setattr(signals, "_SAME_S", 0.5)
-    with StopRequest(lambda: at_once.append(1), comes_twice=True) as stop:
+    with StopRequest(lambda: at_once.append(1), num_passed_on=lambda: 0) as stop:
         send(TERM, TERM)
         assert stop()
         assert at_once == []
         time.sleep(0.6)
         with pytest.raises(Ended):
             send(TERM)
-    with StopRequest(lambda: at_once.append(2), comes_twice=True), pytest.raises(Ended):
+    with StopRequest(lambda: at_once.append(2), num_passed_on=lambda: 0), pytest.raises(Ended):
         send(INT, INT)
     assert at_once == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("passed_on", "ended"),
+    [
+        ((0, 1), False),  # the scheduler's, and then the supervisor's
+        ((1, 1), False),
+        ((1, 1, 2), True),
+        ((0, 1, 1), True),  # the scheduler's second one
+        ((0, 0), True),  # twice to this process
+        ((1, 2), True),  # twice to the supervisor
+    ],
+)
+def test_each_sender_s_sigterms_are_counted_however_late_they_are_seen(at_once, monkeypatch, passed_on, ended):
+    monkeypatch.setattr(signals, "_SAME_S", 0.0)
+    count = iter(passed_on)
+    with StopRequest(lambda: at_once.append(1), num_passed_on=lambda: next(count)) as stop:
+        send(*[TERM] * (len(passed_on) - 1))
+        assert stop()
+        assert at_once == []
+        with pytest.raises(Ended) if ended else contextlib.nullcontext():
+            send(TERM)
+    assert at_once == [1] * ended
 
 
 @pytest.mark.parametrize("number", [TERM, USR1])

@@ -219,6 +219,41 @@ def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     assert (read_exit(run.folder).status, read_exit(run.folder).step) == ("interrupted", 2)
 
 
+STOPS = """
+    from slipstream.launch.signals import StopRequest
+    with StopRequest(num_passed_on=watch.num_passed_on) as stop:
+        (folder / "ready").touch()
+        while not stop():
+            time.sleep(0.01)
+        (folder / "stopping").touch()
+        time.sleep({pause_s})
+    sys.exit(30)
+"""
+
+
+def test_a_sigterm_to_all_processes_is_one_however_late_the_supervisor_passes_it_on(supervised):
+    run = supervised(STOPS.format(pause_s=3.0))
+    run.until((run.folder / "ready").exists)
+    ((trainer, _),) = run.attempts
+    run.process.send_signal(signal.SIGSTOP)
+    os.kill(trainer, signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
+    run.until((run.folder / "stopping").exists)
+    time.sleep(1.5)
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait()[0] == 30
+
+
+def test_a_second_sigterm_to_the_supervisor_ends_the_trainer_at_once(supervised):
+    run = supervised(STOPS.format(pause_s=60.0))
+    run.until((run.folder / "ready").exists)
+    run.process.send_signal(signal.SIGTERM)
+    run.until((run.folder / "stopping").exists)
+    time.sleep(1.1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait()[0] == 128 + signal.SIGTERM
+
+
 def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised):
     body = f"""
         (folder / "ready").touch()

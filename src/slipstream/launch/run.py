@@ -98,9 +98,10 @@ def train(
     with stages.stage("compute digests"):
         stock = take_stock(prepared, folder, progress, resume=resume)
     grace = GraceEnd(prepared.config.run.grace_s, progress, last_words)
+    num_passed_on = supervisor.num_passed_on if supervisor is not None else None
     with (
         MetricsServer(prepared.config.run.metrics_port) as server,
-        StopRequest(on_first=grace.say_first, grace=grace, comes_twice=supervisor is not None) as stop,
+        StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
         Beating(log),
         stacks.kept_in(folder),

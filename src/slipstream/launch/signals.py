@@ -49,17 +49,22 @@ class StopRequest:
         at_once: Callable[[], None] = lambda: None,
         on_first: Callable[[int], None] = lambda number: None,
         grace: Grace | None = None,
-        comes_twice: bool = False,
+        num_passed_on: Callable[[], int] | None = None,
     ) -> None:
-        """`comes_twice`: a SIGTERM may come from the scheduler, which signals all processes of a job, and again from
-        the supervisor; within `_SAME_S` that is one."""
+        """`num_passed_on`: how many SIGTERMs the supervisor has passed on so far, where there is one. A scheduler
+        signals all processes of a job, so that each of its SIGTERMs comes twice, however long the second one takes or
+        this process takes to see it; and those that come within `_SAME_S` are one."""
         self.at_once = at_once
         self.on_first = on_first
         self._grace = grace
         self._requested = threading.Event()
         self._only_warned = True
-        self._same_s = _SAME_S if comes_twice else 0.0
+        self._num_passed_on = num_passed_on or (lambda: 0)
+        self._same_s = _SAME_S if num_passed_on is not None else 0.0
         self._last_term = -_SAME_S
+        self._num_terms = 0
+        self._num_asked = 0
+        """How often the sender of SIGTERM has asked: those passed on are counted apart from the others."""
         self._before: dict[int, object] = {}
         self._watch: _Watch | None = None
 
@@ -68,10 +73,8 @@ class StopRequest:
         return self._requested.is_set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            last, self._last_term = self._last_term, time.monotonic()
-            if self._last_term - last < self._same_s:
-                return
+        if number == signal.SIGTERM and self._is_counted():
+            return
         is_first, only_warned = not self._requested.is_set(), self._only_warned
         self._only_warned = only_warned and number == signal.SIGUSR1
         if is_first:
@@ -80,6 +83,14 @@ class StopRequest:
         elif number != signal.SIGUSR1 and not (only_warned and number == signal.SIGTERM):
             self.at_once()
             os._exit(128 + number)
+
+    def _is_counted(self) -> bool:
+        """Whether a SIGTERM is one that another sender has sent before."""
+        last, self._last_term = self._last_term, time.monotonic()
+        self._num_terms += 1
+        passed_on, before = self._num_passed_on(), self._num_asked
+        self._num_asked = max(before, passed_on, self._num_terms - passed_on)
+        return self._num_asked == before or self._last_term - last < self._same_s
 
     def __enter__(self) -> Self:
         if self._grace is not None:

@@ -31,6 +31,8 @@ from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""
 POLL_S = 1.0
+ALIVE, PASSES_ON = b".", b"t"
+"""Bytes for the trainer: this process lives, and it passes a SIGTERM on."""
 STOPPED_POLLS = 30
 """How many looks may find the trainer stopped (SIGSTOP) before it is killed."""
 SILENT_POLLS = 600
@@ -54,6 +56,7 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._say = say
         self._child: subprocess.Popen[bytes] | None = None
+        self._write_end = -1
         self._stop_requested = False
         self._lineage_before = -1
         self._killed = ""
@@ -78,8 +81,8 @@ class Supervisor:
     def _attempt(self, resume: Sequence[str]) -> int:
         """Run the trainer to its end; its exit code, or minus the signal that ended it."""
         self._killed = ""
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
+        read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
         try:
             command = [sys.executable, "-m", "slipstream.cli", *self._arguments, *resume]
             self._child = child_process.popen(
@@ -89,31 +92,43 @@ class Supervisor:
                 start_new_session=True,
             )
             if self._stop_requested:  # while there was nobody to pass it on to
-                self._child.terminate()
+                self._send(signal.SIGTERM)
             os.close(read_end)
             read_end = -1
-            self._watch(self._child, write_end)
+            self._watch(self._child)
             return self._child.returncode
         finally:
             self._child = None
-            for end in {read_end, write_end} - {-1}:
+            ends, self._write_end = {read_end, self._write_end} - {-1}, -1
+            for end in ends:
                 os.close(end)
             _end_orphans()
 
-    def _watch(self, child: subprocess.Popen[bytes], write_end: int) -> None:
+    def _watch(self, child: subprocess.Popen[bytes]) -> None:
         """Wait for the trainer's end, and kill it when it stands still."""
         looks = _Looks()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
                 return
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has just ended
-                os.write(write_end, b".")
+            self._tell(ALIVE)
             _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), state_of(child.pid)
             if why := looks.add(state, beat if beat is not None and beat.pid == child.pid else None):
                 self._kill(child, f"the trainer, process {child.pid}, {why}")
                 looks = _Looks()
+
+    def _tell(self, byte: bytes) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the trainer does not read, or has just ended
+            os.write(self._write_end, byte)
+
+    def _send(self, number: int) -> None:
+        """Send the trainer a signal; it takes a SIGTERM that it has had from elsewhere for the same one."""
+        assert self._child is not None
+        if number == signal.SIGTERM:
+            self._tell(PASSES_ON)
+        with contextlib.suppress(ProcessLookupError):
+            self._child.send_signal(number)
 
     def _kill(self, child: subprocess.Popen[bytes], why: str) -> None:
         """Kill a trainer that stands still, after all processes of the run that can have dumped their stacks."""
@@ -201,8 +216,7 @@ class Supervisor:
         is_stop = number not in (signal.SIGTSTP, signal.SIGCONT)
         self._stop_requested |= is_stop
         if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._child.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
+            self._send(signal.SIGSTOP if number == signal.SIGTSTP else number)
         if number == signal.SIGTSTP:  # stop as the terminal asked
             os.kill(os.getpid(), signal.SIGSTOP)
 
