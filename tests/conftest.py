@@ -14,6 +14,7 @@ from slipstream.inference import child_process
 from slipstream.trainer import garbage_collection
 
 from .fork_server import VARIABLE, ForkServers, name_context, take_for_usual
+from .seeing import seeing_servers, sees  # noqa: F401 (fixtures)
 
 # Children look for modules of the tests (workers, ranks) here: they do not look in the current folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -68,6 +69,7 @@ def fork_servers(tmp_path_factory):
     if os.environ.get(VARIABLE) or Path("/dev/nvidiactl").exists():
         yield
         return
+    take_for_usual(os.environ)  # for fixtures that start something before the first test
     with ForkServers(tmp_path_factory.mktemp("forks")).install():
         yield
 

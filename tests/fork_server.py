@@ -2,10 +2,10 @@
 needs them begins as a fork of it, seconds later instead of ten or twenty.
 
 `ForkedPopen` is `subprocess.Popen` but for that: `ForkServers.install` puts it where Slipstream starts its children
-(`slipstream.inference.child_process.popen`), in this process and in those that are forked. What a child sees is what an
-executed one sees: its environment, arguments, descriptors, folder, session and main module. Real starts are those of
-other modules, of environments that differ in what libraries read while they are imported, of tests that are marked
-`real_start`, and all of them where SLIPSTREAM_REAL_STARTS is set.
+(`slipstream.inference.child_process.popen`, and for the workers of rewards and tools `forked_workers`), in this process
+and in those that are forked. What a child sees is what an executed one sees: its environment, arguments, descriptors,
+folder, session and main module. Real starts are those of other modules, of environments that differ in what libraries
+read while they are imported, of tests that are marked `real_start`, and all where SLIPSTREAM_REAL_STARTS is set.
 
 A server has one thread and nothing computed, so a fork of it is whole. It ends with the process that it serves.
 """
@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,8 +49,14 @@ KINDS = {
     "slipstream.launch.parts.child": "trainer",
     "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
+    "tests.system.slow_end": "trainer",
+    "tests.config.mutate": "engine",
 }
 """Modules whose processes are forked, and the server that forks them."""
+WORKER = ["-P", "-m", "slipstream.envs.scoring.worker"]
+"""Of a worker of rewards or tools, which a guard of the same server starts."""
+STARTS_WORKERS = "tests/envs/"
+"""Tests of the workers themselves start them."""
 PRELOADED = {
     "engine": (
         "slipstream.inference.plugin.main",
@@ -65,6 +72,10 @@ PRELOADED = {
         "vllm.model_executor.model_loader.default_loader",
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
         "vllm.lora.punica_wrapper.punica_cpu",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.renderers.hf",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.core.sched.scheduler",
     ),
     "trainer": (
         "slipstream.cli.app",
@@ -77,6 +88,7 @@ PRELOADED = {
         "slipstream.view",
         "transformers.models.qwen3.modeling_qwen3",
     ),
+    "worker": ("slipstream.envs.scoring.worker",),
 }
 ENVIRONMENT = {
     "engine": {
@@ -87,6 +99,7 @@ ENVIRONMENT = {
         **child_process.OFFLINE,
     },
     "trainer": {},
+    "worker": {},
 }
 """What a server has beside its owner's variables; idle threads never spin, as in the children themselves."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -113,12 +126,21 @@ def forks(command: list[str], environment: dict[str, str] | None) -> str | None:
     """The server that forks this command; None where it has to be started for real."""
     if environment is None:
         environment = dict(os.environ)
+    if command[:3] == [sys.executable, "-I", "-S"] and command[-3:] == WORKER:
+        return "worker" if _forks_worker(environment) else None
     if len(command) < 3 or command[:2] != [sys.executable, "-m"] or command[2] not in KINDS:
         return None
     if environment.get("OMP_NUM_THREADS") != NUM_THREADS:
         return None
     theirs, ours = ({k: v for k, v in each.items() if v and _is_read_early(k)} for each in (environment, _usual))
     return KINDS[command[2]] if theirs == ours else None
+
+
+def _forks_worker(environment: dict[str, str]) -> bool:
+    process = sys.modules["slipstream.envs.scoring.process"]
+    passed_on = process.worker_environment((), _usual)
+    theirs, ours = ({k: v for k, v in each.items() if v and _is_read_early(k)} for each in (environment, passed_on))
+    return theirs == ours and not _test.startswith(STARTS_WORKERS)
 
 
 def take_for_usual(environment: Mapping[str, str]) -> None:
@@ -137,10 +159,14 @@ _sockets: Path | None = None
 """Folder of the servers' sockets, where there are any."""
 _owned: ForkServers | None = None
 """In the process that starts servers when they are first needed; its children find them by their sockets."""
+_test = ""
+"""The test that runs."""
 
 
 def name_context(test: str) -> None:
     """Where coverage is measured, note what runs from now on as run by this test."""
+    global _test
+    _test = test
     if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
         measured.switch_context(test)
 
@@ -183,6 +209,8 @@ class ForkedPopen(subprocess.Popen[Any]):
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._link is None:
             return super()._try_wait(wait_flags)
+        if self._link.fileno() < 0:  # nobody has waited for it, and both are garbage
+            return self.pid, int(signal.SIGKILL)
         try:
             answer = self._link.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0)
         except BlockingIOError:
@@ -204,18 +232,34 @@ class ForkedPopen(subprocess.Popen[Any]):
         return self.returncode
 
 
+def _fork_workers() -> None:
+    """Have the workers of rewards and tools forked, too, if anything here starts some."""
+    process = sys.modules.get("slipstream.envs.scoring.process")
+    if process is None:
+        return
+    from .forked_workers import starter
+
+    def may_fork(command: list[str], environment: dict[str, str]) -> bool:
+        return child_process.popen is ForkedPopen and forks(command, environment) is not None
+
+    process.create_process = starter(ForkedPopen, may_fork)
+
+
 class ForkServers:
     """The servers of this process, each started when it is first needed; they end with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        self._starting = threading.Lock()
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
         """From now on children are forked."""
         global _sockets, _owned
+        importlib.import_module("slipstream.envs.scoring.process")
         _sockets, _owned, child_process.popen = self.folder, self, ForkedPopen
+        _fork_workers()
         try:
             yield
         finally:
@@ -223,10 +267,11 @@ class ForkServers:
             self.stop()
 
     def start(self, kind: str) -> None:
-        """A trainer may ask for an engine, and cannot start its server."""
-        for each in ("engine", "trainer") if kind == "trainer" else ("engine",):
-            if each not in self._servers:
-                self._servers[each] = self._start(each)
+        """A trainer may ask for an engine or a worker, and cannot start its server."""
+        with self._starting:
+            for each in PRELOADED if kind == "trainer" else (kind,):
+                if each not in self._servers:
+                    self._servers[each] = self._start(each)
 
     def _start(self, kind: str) -> subprocess.Popen[bytes]:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -347,6 +392,7 @@ class _Server:
                 os.close(end)
             tells = _take_descriptors(fds, request["descriptors"], tells)
             sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
+            sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
             if request["new_session"]:
                 os.setsid()
             os.environ.clear()
@@ -357,6 +403,9 @@ class _Server:
             os.close(tells)
             global _sockets
             _sockets, child_process.popen = self._folder, ForkedPopen
+            if request["command"][-3:] == WORKER:
+                _be_guard(request["command"])
+            _fork_workers()
             code = _run(request["command"])
         except BaseException:  # noqa: BLE001 (as the interpreter does)
             traceback.print_exc()
@@ -390,18 +439,27 @@ def _stream(fd: int, before: Any) -> Any:
     return io.TextIOWrapper(binary, before.encoding, before.errors, line_buffering=by_line, write_through=through)
 
 
+def _be_guard(command: list[str]) -> None:
+    from .forked_workers import be_guard
+
+    setproctitle.setproctitle(" ".join(command))
+    be_guard(command, _run, child_process.leave)
+
+
 def _run(command: list[str]) -> int:
     """`command` as the interpreter runs it; its exit code."""
+    is_safe = command[1] == "-P"
+    module, *arguments = command[2 + is_safe :]
     setproctitle.setproctitle(" ".join(command))
     tempfile.tempdir = None
     sys.orig_argv[:] = command
-    sys.argv[:] = [command[2], *command[3:]]
-    if not os.environ.get("PYTHONSAFEPATH"):
+    sys.argv[:] = [module, *arguments]
+    if not (is_safe or os.environ.get("PYTHONSAFEPATH")):
         sys.path.insert(0, os.getcwd())
     gc.unfreeze()
     gc.enable()
     try:
-        runpy._run_module_as_main(command[2])  # type: ignore[attr-defined]
+        runpy._run_module_as_main(module)  # type: ignore[attr-defined]
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -422,7 +480,7 @@ def serve(kind: str, descriptor: int, folder: str) -> None:
             if not (error.name or "").startswith("vllm."):  # where this vLLM has another module, a child imports it
                 raise
     set_by_imports = dict(os.environ.items() - before.items())
-    for name in KINDS:
+    for name in (*KINDS, WORKER[-1]):
         module = sys.modules.get(name)
         if module is not None and not hasattr(module, "__path__"):  # it runs as the main module, from its beginning
             package, _, attribute = name.rpartition(".")

@@ -90,7 +90,7 @@ def failing(answer, context=None):
         server.daemon_threads, server.block_on_close = True, False
         if context is not None:
             server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"https://localhost:{server.server_port}" if context else f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

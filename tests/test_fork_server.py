@@ -11,13 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.config.environment import EnvironmentConfig
+from slipstream.envs.base import RewardError
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.preimport import engine_environment
 from slipstream.launch.startup.compile_caches import persistent_caches
-from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.records import GenerateRequest, SamplingParams, Task
 
-from . import fork_server
+from . import fork_server, forked_workers
 from .engine.conftest import PROMPTS, settings_for
 from .engine.conftest import tiny_model as tiny_model
 from .engine.workers import LOOK_VARIABLE, LookingWorker
@@ -49,6 +52,7 @@ async def look(model: Path, folder: Path) -> dict:
         process.remove_files()
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
     found = {}
@@ -70,6 +74,59 @@ def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_pat
     assert modules["real"] - modules["ours"] == set()
     added = {name.split(".")[0] for name in modules["ours"] - modules["real"]}
     assert added <= ADDED
+
+
+LOOKS = """
+import json, os, resource, signal, sys
+
+def tasks(split, num_tasks, seed, path=""):
+    return [{"prompt": "a", "answer": path}]
+
+def reward(task, completion):
+    found = {
+        "environment": dict(os.environ), "argv": sys.argv, "command": sys.orig_argv, "path": sys.path,
+        "folder": os.getcwd(), "descriptors": sorted(os.listdir("/proc/self/fd")), "modules": sorted(sys.modules),
+        "session": os.getsid(0) == os.getpid(), "limit": resource.getrlimit(resource.RLIMIT_DATA),
+        "handlers": {number: str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()},
+        "users": open("/proc/self/uid_map").read(), "main": sys.modules["__main__"].__spec__.name,
+        "streams": [(each.fileno(), each.encoding, each.errors) for each in (sys.stdout, sys.stderr)],
+    }
+    with open(task.answer, "w") as file:
+        json.dump(found, file)
+    if completion == "raise":
+        print("said before")
+        raise ValueError(completion)
+    if completion == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+"""
+
+
+async def look_at_worker(folder):
+    """What a reward's worker is, and what became of three rewards."""
+    (folder / "looks.py").write_text(LOOKS)
+    path = folder / "looks.json"
+    config = EnvironmentConfig(name=str(folder / "looks.py"), settings={"path": str(path)})
+    task, said = Task("t", (), answer=str(path)), []
+    async with ScorerPool(config) as pool:
+        process = pool._rewards._slots[0].worker._process
+        for completion in ("a", "raise", "kill"):
+            try:
+                said.append((await pool.score(task, completion)).reward)
+            except RewardError as error:
+                said.append((type(error), str(error), error.details))
+    return isinstance(process, forked_workers.Forked), said, process.returncode, json.loads(path.read_text())
+
+
+def test_a_forked_worker_is_the_same_as_one_that_was_started(tmp_path, monkeypatch):
+    (was_forked, *ours), our_look = (found := asyncio.run(look_at_worker(tmp_path)))[:3], found[3]
+    monkeypatch.setattr(child_process, "popen", subprocess.Popen)
+    (was_started, *theirs), their_look = (found := asyncio.run(look_at_worker(tmp_path)))[:3], found[3]
+    assert (was_forked, was_started) == (True, False)
+    assert ours == theirs
+    assert ours[0][0] == 1.0
+    assert set(their_look.pop("modules")) - set(our_look.pop("modules")) == set()
+    assert our_look == their_look
 
 
 def fork(*arguments, **options):

@@ -13,6 +13,13 @@ from slipstream import patience as patience_module
 from slipstream.patience import Patience
 
 
+@pytest.fixture
+def quicker(monkeypatch):
+    """Looks twice a second, and takes half a second for late."""
+    monkeypatch.setattr(patience_module, "_TICK_S", 0.5)
+    monkeypatch.setattr(patience_module, "_LATE_S", 0.5)
+
+
 async def lasted(patience, seconds):
     began = time.monotonic()
     try:
@@ -39,23 +46,23 @@ async def test_a_sign_of_life_begins_it_anew():
     assert 0.29 < await lasted(again, 30.0) < 10
 
 
-async def test_time_for_which_the_loop_was_held_up_is_not_counted():
+async def test_time_for_which_the_loop_was_held_up_is_not_counted(quicker):
     async with Patience(0.4):
         await asyncio.sleep(0.05)
-        time.sleep(1.8)
+        time.sleep(1.1)
         await asyncio.sleep(0.05)
 
 
-async def test_a_deadline_further_away_counts_in_the_same_way():
-    held = asyncio.create_task(lasted(Patience(1.5), 2.75))
-    exact = asyncio.create_task(lasted(Patience(4.0), 30.0))
+async def test_a_deadline_further_away_counts_in_the_same_way(quicker):
+    held = asyncio.create_task(lasted(Patience(0.75), 1.4))
+    exact = asyncio.create_task(lasted(Patience(2.0), 30.0))
     await asyncio.sleep(0.05)
-    time.sleep(2.6)
+    time.sleep(1.3)
     assert await held is None
-    assert 4.0 < await exact < 10
+    assert 2.0 < await exact < 10
 
 
-async def test_deadlines_further_away_share_one_timer():
+async def test_deadlines_further_away_share_one_timer(quicker):
     async def wait(patience):
         async with patience:
             await asyncio.sleep(0)
@@ -64,9 +71,9 @@ async def test_deadlines_further_away_share_one_timer():
     before = len(asyncio.get_running_loop()._scheduled)
     most = await asyncio.gather(*(wait(Patience(30.0)) for _ in range(100)))
     assert max(most) <= before + 1
-    far = Patience(2.2)
-    asyncio.get_running_loop().call_later(1.8, far.restart)
-    assert 3.9 < await lasted(far, 30.0) < 10
+    far = Patience(1.1)
+    asyncio.get_running_loop().call_later(0.9, far.restart)
+    assert 1.95 < await lasted(far, 30.0) < 10
 
 
 async def test_a_loop_that_is_always_late_has_an_end_too(monkeypatch):
@@ -105,7 +112,9 @@ async def test_what_the_block_raises_and_its_cancellation_leave_it():
 
 STOPPED = """
 import asyncio, sys
+from slipstream import patience
 from slipstream.patience import Patience
+patience._LATE_S = 0.3
 async def main():
     async with Patience(float(sys.argv[1])):
         print("waiting", flush=True)
@@ -121,6 +130,6 @@ def test_a_process_that_was_stopped_hears_what_came_meanwhile():
     )
     assert process.stdout.readline() == "waiting\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(1.5)
     os.kill(process.pid, signal.SIGCONT)
     assert process.communicate("\n", timeout=30)[0] == "heard\n"

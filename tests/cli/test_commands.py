@@ -33,10 +33,13 @@ RUN_FILE = """
 path = "{model}"
 [environment]
 name = "{environment}"
+num_train_tasks = 64
 [algorithm]
 kind = "grpo"
 [training]
 steps = 2
+[evaluation]
+num_tasks = 32
 """
 SFT = """
 [model]
@@ -475,7 +478,7 @@ def test_init_writes_a_first_run_that_can_be_planned(slipstream, model, tmp_path
     assert ["slipstream", "sft", "sft.toml", "--run.folder", "runs/sft"] in commands
     monkeypatch.chdir(tmp_path / "first")
     for name in ("sft.toml", "rl.toml"):
-        code, out, err = slipstream("plan", name, "--model.path", model)
+        code, out, err = slipstream("plan", name, "--model.path", model, "--environment.num_train_tasks", "64")
         assert code == 0, err
     code, out, err = slipstream("env", "test", "sft.toml", "--num-tasks", "16")
     assert code == 0, err

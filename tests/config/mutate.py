@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import random
 import resource
@@ -403,6 +404,11 @@ def warm_up() -> None:
 
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "slipstream"}
     import vllm.engine.arg_utils  # noqa: F401 (what it says while it is imported is said once)
+
+    import slipstream.cli.app
+    import slipstream.launch.prepare  # noqa: F401
+
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # also where this is a fork, which was told before
 
 
 def main() -> None:

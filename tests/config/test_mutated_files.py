@@ -5,7 +5,6 @@ SLIPSTREAM_MUTATION_SEED gives others; `tests/config/mutate.py` is a command, to
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
+from slipstream.inference import child_process
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("SLIPSTREAM_MUTATION_SEED", "0")
@@ -21,7 +21,10 @@ SEED = os.environ.get("SLIPSTREAM_MUTATION_SEED", "0")
 def mutated(folder, cases, starts):
     """What became of the first `cases`, and of `starts` of those that were accepted."""
     options = ["--cases", str(cases), "--starts", str(starts), "--seed", SEED, "--folder", str(folder)]
-    subprocess.run([sys.executable, "-m", "tests.config.mutate", *options], cwd=ROOT, check=True)
+    # Forked from a process that has imported vLLM, where there are such.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = child_process.popen([sys.executable, "-m", "tests.config.mutate", *options], cwd=ROOT, env=environment)
+    assert process.wait() == 0
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 
@@ -22,7 +23,8 @@ from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.runlog import heartbeat, stacks
 from slipstream.weights.model_files import stored_parameters
 
-from .conftest import PROMPTS, settings_for, start, stop
+from .. import fork_server
+from .conftest import FORKED_AND_REAL, PROMPTS, settings_for, start, stop
 
 pytestmark = pytest.mark.engine
 
@@ -215,8 +217,8 @@ def test_urgent_requests_are_computed_before_those_that_wait(live):
     assert live.call(ask_all(), 300) < 128
 
 
-@pytest.mark.real_start
-def test_an_engine_that_cannot_start_says_why(tmp_path):
+@FORKED_AND_REAL
+def test_an_engine_that_cannot_start_says_why(tmp_path, kind):
     (tmp_path / "empty").mkdir()
     process = EngineProcess(settings_for(tmp_path / "empty"), tmp_path / "engine.log", start_timeout_s=300)
     with pytest.raises(EngineError, match="did not start: engine process ended with code") as raised:
@@ -296,35 +298,35 @@ def test_the_engine_and_vllms_processes_live_on_when_all_are_signalled(tiny_mode
     assert live.events == []
 
 
-def test_an_engine_whose_core_was_killed_ends_by_itself(tiny_model, tmp_path):
-    live = start(tiny_model, tmp_path, own_process=True)
-    try:
-        process = live.engine.process.process
-        children = psutil.Process(process.pid).children()
-        (core,) = (each for each in children if "resource_tracker" not in " ".join(each.cmdline()))
-        core.kill()
-        assert process.wait(30), "nobody has asked it anything, and it has failed"
-    finally:
-        stop(live)
-
-
-@pytest.mark.real_start
-def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
+@FORKED_AND_REAL
+def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path, kind):
     script = tmp_path / "supervisor.py"
     script.write_text(
         "import asyncio, sys, time\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[3])\n"
-        "from tests.engine.conftest import settings_for\n"
+        "import msgspec\n"
+        "from slipstream.inference import child_process\n"
         "from slipstream.inference.engine_process import EngineProcess\n"
-        "process = EngineProcess(settings_for(Path(sys.argv[1])), Path(sys.argv[2]), start_timeout_s=300)\n"
+        "from slipstream.inference.settings import EngineSettings\n"
+        "from tests import fork_server\n"
+        "if sys.argv[4]:\n"
+        "    fork_server._sockets, child_process.popen = Path(sys.argv[4]), fork_server.ForkedPopen\n"
+        "settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSettings)\n"
+        "process = EngineProcess(settings, Path(sys.argv[2]), start_timeout_s=300)\n"
         "asyncio.run(process.start())\n"
         "print(process.process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
+    settings, sockets = tmp_path / "settings.json", ""
+    settings.write_bytes(msgspec.json.encode(settings_for(tiny_model)))
+    if fork_server._owned is not None and kind == "forked":
+        fork_server._owned.start("engine")
+        sockets = str(fork_server._sockets)
     root = str(tmp_path.cwd())
     supervisor = subprocess.Popen(
-        [sys.executable, str(script), str(tiny_model), str(tmp_path / "engine.log"), root], stdout=subprocess.PIPE
+        [sys.executable, str(script), str(settings), str(tmp_path / "engine.log"), root, sockets],
+        stdout=subprocess.PIPE,
     )
     engine = psutil.Process(int(supervisor.stdout.readline()))
     family = [engine, *engine.children(recursive=True)]

@@ -94,12 +94,20 @@ def picture(width, height, seed):
     return read_image(file.getvalue(), "picture")
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["Qwen3_VL", *(pytest.param(name, marks=pytest.mark.full) for name in ("Qwen2_VL", "Qwen2_5_VL", "Gemma3"))],
-)
+def talks_with_images():
+    """Sizes that are scaled and that are not, several images, and, last, none."""
+    wide, tall, large = picture(64, 32, 0), picture(37, 91, 1), picture(300, 170, 2)
+    return [
+        [Message("user", "<image>What?", (wide,))],
+        [Message("user", "First <image> then <image>: which?", (tall, wide))],
+        [Message("user", "<image>", (large,)), Message("assistant", "a"), Message("user", "<image>?", (tall,))],
+        [Message("user", "no picture")],
+    ]
+
+
+@pytest.mark.full  # in `test_tower_adapters.py` one family answers the same prompts beside adapters of its tower
+@pytest.mark.parametrize("family", ["Qwen2_VL", "Qwen2_5_VL", "Qwen3_VL", "Gemma3"])
 def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, monkeypatch):
-    """Sizes that are scaled and that are not, several images, and none."""
     architecture = ARCHITECTURES["vision"]
     if missing := architecture.missing():
         pytest.skip(missing)
@@ -107,13 +115,7 @@ def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = save(tmp_path / "model", family)
     tokenizer = ChatTokenizer(folder)
-    wide, tall, large = picture(64, 32, 0), picture(37, 91, 1), picture(300, 170, 2)
-    talks = [
-        [Message("user", "<image>What?", (wide,))],
-        [Message("user", "First <image> then <image>: which?", (tall, wide))],
-        [Message("user", "<image>", (large,)), Message("assistant", "a"), Message("user", "<image>?", (tall,))],
-        [Message("user", "no picture")],
-    ]
+    talks = talks_with_images()
     sampling, prompts, requests = SamplingParams(max_tokens=12), [], []
     for number, talk in enumerate(talks):
         ids = tokenizer.render(talk)

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -57,8 +58,18 @@ def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
         check_that_no_block_is_older_than_its_request(live, tmp_path)
         completions = check_updates_under_long_generations(live, tmp_path, "disk", {}, keeps_context=True)
         assert num_crossings(completions) > NUM_RUNNING
+        if own_process:  # which is the engine that costs most to start, and the only one that is one of several
+            check_that_it_ends_when_its_core_is_killed(live)
     finally:
         stop(live)
+
+
+def check_that_it_ends_when_its_core_is_killed(live: LiveEngine):
+    process = live.engine.process.process
+    children = psutil.Process(process.pid).children()
+    (core,) = (each for each in children if "resource_tracker" not in " ".join(each.cmdline()))
+    core.kill()
+    assert process.wait(30), "nobody has asked it anything, and it has failed"
 
 
 def check_that_no_block_is_older_than_its_request(live: LiveEngine, tmp_path):

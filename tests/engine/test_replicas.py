@@ -162,7 +162,6 @@ def test_which_one_answers_makes_no_difference(several):
     assert [(c.token_ids, c.logprobs) for c in first] == [(c.token_ids, c.logprobs) for c in second]
 
 
-@pytest.mark.real_start
 def test_one_is_killed_while_it_generates(several):
     asked = several.run_on(0, "killed")
     os.kill(several.pid(0), signal.SIGKILL)

@@ -144,7 +144,7 @@ async def at_work(config, warn, environment=None):
         asked.append((request.id.partition("-")[0], request.seed, request.prompt_ids, request.sampling.max_tokens))
 
     engine.on_request = on_request
-    async with ScorerPool(config) as pool, in_use(environment, config.run_timeout_s, warn):
+    async with in_use(environment, config.run_timeout_s, warn), ScorerPool(config) as pool:
         runner = RolloutRunner(
             environment,
             pool,

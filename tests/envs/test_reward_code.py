@@ -150,12 +150,12 @@ def test_what_is_expected_is_not_where_the_program_is(code):
     assert passed(code, [told.replace('"it"', "987654")], finds) == 1.0
 
 
-def test_a_program_that_hangs_costs_its_deadline(code):
-    start = time.monotonic()
+def test_a_program_that_hangs_costs_its_deadline():
+    start, code = time.monotonic(), Code(Options(code={"timeout_s": 1.0}))
     assert passed(code, MBPP, "def add(a, b):\n    while a == 1: pass\n    return a + b") == pytest.approx(2 / 3)
     assert passed(code, ADD, "while True: pass") == 0.0
     assert time.monotonic() - start < 12
-    quick = Code(Options(code={"timeout_s": 1.0, "total_s": 1.5}))
+    quick = Code(Options(code={"timeout_s": 0.5, "total_s": 0.8}))
     start = time.monotonic()
     assert passed(quick, {"inputs": ["1"] * 50, "outputs": ["1"] * 50}, "while True: pass") == 0.0
     assert time.monotonic() - start < 3

@@ -220,7 +220,7 @@ async def test_a_coroutine_tool_that_hangs_takes_nobody_along():
 
 
 async def test_a_memory_bomb_is_bounded_for_each_process(mark):  # noqa: F811
-    async with ScorerPool(config(reward_memory_gib=0.5, tool_timeout_s=20.0)) as pool:
+    async with ScorerPool(config(reward_memory_gib=0.25, tool_timeout_s=20.0)) as pool:
         result = await pool.call_tool(task(), act("memory_bomb x"))
         assert result.failure == "error", result
         assert "MemoryError" in result.content

@@ -36,24 +36,22 @@ def load(file, version, settings=None, **config):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["0.3", "0.4"])
-async def guess(request):
-    """The guessing game of either generation; one process plays all episodes."""
+async def guess(request, tmp_path_factory):
+    """The guessing game of either generation; one process plays all episodes, of a run that has a key."""
     if request.param == "0.3":
         environment = load("guess_legacy", "0.3", {"size": 60})
     else:
         environment = load("guess_v1", "0.4", {"taskset": {"size": 60}})
-    environment.tasks("train", 60)
-    yield environment
+    environment.log_folder = tmp_path_factory.mktemp("logs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY, "secret")
+        environment.tasks("train", 60)
+        yield environment
     await environment.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fragile():
-    """The guessing game of 0.3, whose process tests may kill."""
-    environment = load("guess_legacy", "0.3", {"size": 20})
-    environment.tasks("train", 1)
-    yield environment
-    await environment.close()
+of_legacy = pytest.mark.parametrize("guess", ["0.3"], indirect=True)
+"""Tests that may kill the process, which takes seconds to start."""
 
 
 class Scripted:
@@ -137,23 +135,26 @@ def right_and_wrong(environment):
     return answer, str(int(answer) + 1)
 
 
+@of_legacy
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.quick("True")
+@pytest.mark.quick("True-*")
 @one_loop
-async def test_a_part_of_a_mixture_beside_another_that_plays_itself(apart, tmp_path):
+async def test_a_part_of_a_mixture_beside_another_that_plays_itself(apart, guess, tmp_path):
     """Also where the whole mixture is in a process of its own, because the other part has a `run`."""
     (tmp_path / "own.py").write_text(OWN)
     mixture = {
         "game": {
             "name": f"verifiers/{ENVIRONMENTS / 'guess_legacy.py'}",
             "python": interpreter("0.3"),
-            "settings": {"size": 20},
+            "settings": {"size": 60},
         },
         "own": {"name": str(tmp_path / "own.py")},
     }
     config = EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture, "apart": apart})
     environment = load_environment(config)
     assert placement(environment)[0], "of the part with a run"
+    for name in ("_known", "_tasks", "_is_read"):  # asked for once
+        setattr(environment.parts["game"], name, getattr(guess, name))
     whole = played(environment, config)
     whole.attach(lambda text: None, tmp_path)
     game, own = make_tasks(environment, "train", 2)
@@ -230,6 +231,20 @@ async def test_many_episodes_at_once(guess):
     assert {episode.reward for episode in episodes} == {2.0}
 
 
+@of_legacy
+@one_loop
+async def test_no_key_of_the_run_is_visible_and_output_is_kept(guess):
+    await rollout(guess, right_and_wrong(guess)[0])
+    assert os.environ[KEY]
+    pid = psutil.Process(guess.keeper.host._process.pid).children()[0].pid
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        assert KEY.encode() not in file.read()
+    deadline = time.monotonic() + 60
+    while not (guess.log_folder / "environment.log").read_text():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
 @one_loop
 async def test_a_reward_that_raises_is_not_zero(guess):
     made, _ = await rollout(guess, "boom", "boom", "boom")
@@ -250,9 +265,9 @@ async def test_what_the_policy_raises_is_raised(guess):
         await guess.run(guess.tasks("train", 1)[0], Scripted(LookupError("the engine")))
 
 
+@of_legacy
 @one_loop
-async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragile):
-    guess = fragile
+async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(guess, monkeypatch):
     made, _ = await rollout(guess, "raise")
     assert made.outcome == "environment_error"
     assert "an environment that raises" in made.error
@@ -262,7 +277,9 @@ async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragil
     made, _ = await rollout(guess, "die")
     assert made.outcome == "environment_error"
     assert "ended with exit code 7" in made.error
-    made, _ = await rollout(guess, "hang", run_timeout_s=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "_CANCEL_S", 0.5)  # which passes in full
+        made, _ = await rollout(guess, "hang", run_timeout_s=0.5)
     assert made.outcome == "environment_error"
     assert guess.keeper.host is None
     made, _ = await rollout(guess, right_and_wrong(guess)[0])
@@ -274,26 +291,13 @@ async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragil
 
 
 @pytest.mark.full
+@of_legacy
 @one_loop
-async def test_processes_that_only_die_end_the_run(fragile, monkeypatch):
+async def test_processes_that_only_die_end_the_run(guess, monkeypatch):
     monkeypatch.setattr(keeper, "MAX_DEATHS", 1)
-    assert (await rollout(fragile, "die"))[0].outcome == "environment_error"
+    assert (await rollout(guess, "die"))[0].outcome == "environment_error"
     with pytest.raises(EnvironmentFault, match="2 environment processes of verifiers/guess_legacy ended"):
-        await rollout(fragile, "die")
-
-
-@one_loop
-async def test_no_key_of_the_run_is_visible_and_output_is_kept(fragile, monkeypatch, tmp_path):
-    monkeypatch.setenv(KEY, "secret")
-    guess = fragile
-    await guess.close()
-    guess.log_folder = tmp_path
-    await rollout(guess, right_and_wrong(guess)[0])
-    pid = psutil.Process(guess.keeper.host._process.pid).children()[0].pid
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        assert KEY.encode() not in file.read()
-    await guess.close()
-    assert (tmp_path / "environment.log").read_text()
+        await rollout(guess, "die")
 
 
 @pytest.mark.full

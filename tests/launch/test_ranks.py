@@ -5,9 +5,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -19,6 +19,7 @@ from slipstream import records
 from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
+from slipstream.inference import child_process
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams
@@ -27,6 +28,8 @@ from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.fingerprint import describe
+from tests import fork_server
+from tests.launch import deaf_rank
 from tests.trainer.test_vision_towers import save_with_tower
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.9)
@@ -158,8 +161,9 @@ CASES = {
     "lazy logits of lora": {"fp32_head": True, "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
     "whole lora": {"reshard": "step", "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
 }
-OVER = [("grpo", 2), ("grpo", 4), ("gspo", 4), ("lora", 2), ("alone", 2), ("whole", 2), ("whole lora", 2)]
-OVER += [("lazy logits", 2), ("lazy logits", 4), ("lazy logits of lora", 2)]
+OVER = [("grpo", 2), ("gspo", 4), ("lora", 2), ("alone", 2), ("whole", 2), ("whole lora", 2), ("lazy logits", 2)]
+OVER += [("lazy logits of lora", 2)]
+OVER += [pytest.param(*each, marks=pytest.mark.full) for each in (("grpo", 4), ("lazy logits", 4))]
 
 
 @pytest.mark.parametrize(("case", "ranks"), OVER)
@@ -328,7 +332,6 @@ def test_gradients_in_bfloat16_are_added_up_through_a_step(model, tmp_path):
         assert (moment - moments["layer"][name]).norm() <= 5e-3 * moment.norm(), name
 
 
-@pytest.mark.real_start
 def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_path):
     other = new_model(tmp_path / "other", hidden_size=32, num_layers=2, intermediate_size=64, context_length=256)
     with trained(make_config(other, 1), tmp_path) as (parts, _):
@@ -404,14 +407,12 @@ def test_after_the_first_update_the_garbage_collector_of_a_rank_looks_at_new_obj
             one_step(parts, config, BATCHES[0])
 
 
-@pytest.mark.real_start
 def test_a_rank_that_cannot_start(model, tmp_path):
     config = make_config(model, 2, lora={"rank": 4, "target_modules": ["nonsense"]})
     with pytest.raises(ConfigError, match="nonsense"), trained(config, tmp_path):
         pass
 
 
-@pytest.mark.real_start
 def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, tmp_path):
     """A forked child clears the caches of its parent's other threads; DTensor's is one, with the group in it."""
     config = make_config(model, 2, {"kind": "grpo"})
@@ -430,19 +431,10 @@ def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, 
         assert pool.submit(uvloop.run, start()).result(60) == (0, b"")
 
 
-def test_a_rank_that_can_no_longer_hear_of_rank_0s_end_ends(tmp_path):
+def test_a_rank_that_can_no_longer_hear_of_rank_0s_end_ends(tmp_path, monkeypatch):
     """Whatever it was that ended the thread that listens."""
-    program = """
-import pathlib, queue, sys, threading, time
-from slipstream.launch.ranks.child import _listen
-
-class Broken:
-    def receive(self, timeout_s):
-        raise MemoryError
-
-threading.Thread(target=_listen, args=(Broken(), queue.SimpleQueue(), pathlib.Path(sys.argv[1]))).start()
-time.sleep(60)
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "settings")]
-    ended = subprocess.run(command, start_new_session=True, capture_output=True, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    monkeypatch.setitem(fork_server.KINDS, deaf_rank.__name__, "trainer")
+    command = [sys.executable, "-m", deaf_rank.__name__, str(tmp_path / "settings")]
+    environment = {**os.environ, "OMP_NUM_THREADS": fork_server.NUM_THREADS}
+    ended = child_process.popen(command, start_new_session=True, env=environment)
+    assert ended.wait(120) == -signal.SIGKILL

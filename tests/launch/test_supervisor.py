@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.inference import child_process
 from slipstream.launch.parts import supervisor
 from slipstream.launch.recovery import retry_policy
 from slipstream.runlog import read_events, read_exit
+from tests import fork_server
+from tests.launch import supervisor_process
 
-pytestmark = pytest.mark.real_start
 TRAINER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -41,7 +43,7 @@ REGISTER = 'from slipstream.runlog import stacks; stacks.register(stacks.folder_
 
 
 class Supervised:
-    """A supervisor in a process of its own, and the programs that it has started."""
+    """A supervisor in a process of its own, which is a fork, and the programs that it has started."""
 
     def __init__(self, tmp_path, body, before="", max_restarts=3, resume=(), options=""):
         self.folder, self.calls = tmp_path / "run", tmp_path / "calls"
@@ -65,12 +67,13 @@ class Supervised:
             say(f"{{type(made.error).__name__}}: {{made.error}}") if made.error else None
             sys.exit(code)
         """
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(start)],
+        self.process = child_process.popen(
+            [sys.executable, "-m", supervisor_process.__name__, textwrap.dedent(start)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": fork_server.NUM_THREADS},
         )
 
     @property
@@ -96,7 +99,8 @@ class Supervised:
 
 
 @pytest.fixture
-def supervised(tmp_path):
+def supervised(tmp_path, monkeypatch):
+    monkeypatch.setitem(fork_server.KINDS, supervisor_process.__name__, "trainer")
     started = []
 
     def start(*arguments, **options):
@@ -172,7 +176,7 @@ def test_killed_before_it_has_opened_the_run(supervised):
     assert code == 0, err
     assert len(run.attempts) == 3
     assert "restart 2 of run.max_restarts = 2" in err
-    run = supervised("sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL)", max_restarts=2)
+    run = supervised("sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL)", max_restarts=1)
     run.calls.unlink()
     assert run.wait()[0] == 128 + signal.SIGKILL
 
@@ -311,37 +315,43 @@ def test_a_trainer_without_a_sign_of_life(supervised):
 def test_a_trainer_that_does_not_get_on(supervised):
     body = """
         from slipstream.runlog import writer
-        writer.LEAST_LIMIT_S = 2.0
+        writer.LEAST_LIMIT_S = 1.2
         REGISTER
         for _ in range(4):
             with log.phase("batch"):
-                time.sleep(0.5)
+                time.sleep(0.1)
             with log.phase("train"):
                 log.repeats("train")
         with log.phase("train"):
-            time.sleep(1.0)
+            time.sleep(0.4)
         if number == 0:
             with log.phase("train"):
                 time.sleep(1000)
         with log.phase("batch"):
-            time.sleep(4)
+            time.sleep(2.0)
     """.replace("REGISTER", REGISTER)
     run = supervised(body)
     code, err = run.wait()
     assert (code, len(run.attempts)) == (0, 2), err
     (told,) = run.kinds("restart")
-    assert "does not get on at step 2 in train (state S) for 2 s and was killed" in told["reason"]
+    assert "does not get on at step 2 in train (state S) for 1 s and was killed" in told["reason"]
     assert "trainer.py" in (run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt").read_text()
 
 
 def test_nobody_is_blamed_while_all_stand(supervised):
-    run = supervised("time.sleep(4)", options="supervisor.STOPPED_POLLS = 10")
+    body = """
+        while not (folder / "seen").exists():
+            time.sleep(0.01)
+    """
+    run = supervised(body, options="supervisor.STOPPED_POLLS = 5")
     run.until(run.has_begun())
     run.process.send_signal(signal.SIGTSTP)
-    time.sleep(2.0)
+    time.sleep(1.0)
     states = {psutil.Process(pid).status() for pid in (run.process.pid, run.attempts[0][0])}
     assert states == {psutil.STATUS_STOPPED}
     run.process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    (run.folder / "seen").touch()
     code, err = run.wait()
     assert (code, len(run.attempts)) == (0, 1), err
 
@@ -351,7 +361,7 @@ def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
         while not (folder / "ready").exists():
             time.sleep(0.01)
     """
-    short = "import slipstream.launch.parts.supervised as supervised; supervised.SILENT_POLLS = 5"
+    short = "import slipstream.launch.parts.supervised as each; each.SILENT_POLLS, each.POLL_S = 10, 0.2"
     run = supervised(body, before=short)
     run.until(run.has_begun())
     run.process.send_signal(signal.SIGSTOP)
@@ -359,7 +369,7 @@ def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
     while not run.kinds("warning") and time.monotonic() < run_until:
         time.sleep(0.05)
     (warning,) = run.kinds("warning")
-    assert f"the supervisor, process {run.process.pid}, has said nothing for 5 s" in warning["message"]
+    assert f"the supervisor, process {run.process.pid}, has said nothing for 2 s" in warning["message"]
     (run.folder / "ready").touch()
     run.process.send_signal(signal.SIGCONT)
     assert run.wait()[0] == 0

@@ -6,6 +6,7 @@ import platform
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.launch.preflight import torch_builds
 from slipstream.launch.preflight.torch_builds import can_import, check_torch_builds
 
 
@@ -32,8 +33,14 @@ def test_builds_for_cuda_beside_a_torch_for_the_cpu_are_named(monkeypatch):
 
 def test_whether_a_package_can_be_imported_is_tried(tmp_path, monkeypatch):
     (tmp_path / "breaks_here.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (tmp_path / "works_here.py").write_text("")
+    (tmp_path / "works_here.py").write_text("import sys; assert sys.modules['torch'].is_short")
+    (tmp_path / "torch.py").write_text("is_short = True")  # the whole one takes seconds
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert can_import("works_here")
     assert not can_import("breaks_here")
     assert not can_import("is_not_there")
+
+
+def test_what_has_been_imported_here_is_not_tried_again(monkeypatch):
+    monkeypatch.setattr(torch_builds.subprocess, "run", None)
+    assert can_import("pytest")

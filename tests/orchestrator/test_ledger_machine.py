@@ -17,6 +17,9 @@ from slipstream.orchestrator.batches.slots import Slots
 from slipstream.records import Rollout, Sequence, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance, end_ledgers
 
+MEMORY = Path("/dev/shm")
+"""No disk is waited for."""
+
 
 @dataclass
 class Orchestrator:
@@ -100,7 +103,7 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, number, size, staleness, steps, delays, further):
         self.further = further
-        self.scratch = tempfile.TemporaryDirectory()
+        self.scratch = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
         self.folder = Path(self.scratch.name)
         self.number, self.size, self.staleness, self.steps = number, size, staleness, steps
         self.delays = delays

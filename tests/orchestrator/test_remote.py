@@ -270,6 +270,7 @@ def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):
     assert caller.engine_state(settles=True) == commands.EngineState(False, True)
 
 
+@pytest.mark.quick("files")
 def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
     monkeypatch.setattr(remote, "_SILENCE_S", 1.0)
     monkeypatch.setattr(remote, "_BEAT_S", 0.1)
@@ -287,6 +288,7 @@ def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
         caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
 
 
+@pytest.mark.quick("files")
 def test_a_server_that_is_away_is_no_silence_of_the_other_side(sides, monkeypatch):
     monkeypatch.setattr(remote, "_SILENCE_S", 1.0)
     caller, queue = sides.serve(executor_of(Engine(), Versions())), sides.messages[0]
@@ -405,6 +407,7 @@ def test_a_reply_that_is_refused_ends_the_serving_with_its_error(sides):
     sides.serve(executor_of(Engine(), Versions()))
 
 
+@pytest.mark.quick("files")
 def test_a_trainer_that_does_not_read_is_waited_for(sides):
     sides.messages = (sides.messages[0], Refusing(sides.messages[1], DeadlineError("waited for the trainer")))
     caller = sides.serve(executor_of(Engine(), Versions()))
@@ -447,6 +450,7 @@ def test_errors_of_other_modules_keep_their_class(sides):
     assert caller.engine_state(settles=True).is_in_memory_only
 
 
+@pytest.mark.quick("files")
 def test_work_that_swallows_its_cancellation_does_not_keep_the_ledger_open(sides, monkeypatch):
     monkeypatch.setattr(remote, "_CANCEL_S", 0.5)
     closed, let_go = [], threading.Event()

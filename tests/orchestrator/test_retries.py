@@ -122,8 +122,8 @@ async def test_an_engine_that_dies_is_not_counted():
 
 
 async def test_the_environments_deadline_does_not_run_meanwhile(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_WAIT_S", 3.0)
-    runner, told = runner_of(Flaky(1, "late"), run_timeout_s=1.0)
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 1.5)
+    runner, told = runner_of(Flaky(1, "late"), run_timeout_s=0.5)
     assert (await run(runner)).outcome == "done"
     assert told == ["late"]
 

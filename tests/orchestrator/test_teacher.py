@@ -65,6 +65,7 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
 def quick(monkeypatch):
     monkeypatch.setattr(teacher, "_PAUSE_S", 0.01)
     monkeypatch.setattr(teacher, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(teacher, "_FIRST_PATIENCE_S", 0.5)
 
 
 async def connected(source):

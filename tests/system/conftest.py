@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import subprocess
@@ -29,6 +30,7 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
+from slipstream.weights.model_files import read_model_folder
 
 from ..fork_server import forked_by
 
@@ -77,7 +79,9 @@ class Scripted:
         self.folder = folder
         self._run_file = run_file
         self._tokenizer = ChatTokenizer(model)
-        self._load = functools.lru_cache(4)(lambda location: PolicyModel.load(location, "float32"))
+        self._first = {}
+        """By configuration."""
+        self._load = functools.lru_cache(4)(self._loaded)
         self._loading = threading.Lock()
         """transformers loads one model at a time."""
         self.engine = None
@@ -93,6 +97,17 @@ class Scripted:
     def letter(self, prompt_ids, seed):
         """a or b, as chance will have it."""
         return self.say("ab"[seed % 2])
+
+    def _loaded(self, location):
+        """The model in this folder: read whole the first time, then a copy with the folder's weights."""
+        weights, config = dict(read_model_folder(Path(location))), Path(location, "config.json").read_text()
+        if config not in self._first:
+            self._first[config] = PolicyModel.load(location, "float32")
+        if weights.keys() != dict(self._first[config].network.named_parameters()).keys():
+            return PolicyModel.load(location, "float32")
+        model = copy.deepcopy(self._first[config])
+        model.network.load_state_dict(weights, strict=False)  # what is tied has one name in the folder
+        return model
 
     def _logprobs(self, location, request, tokens):
         given = request.prompt_ids

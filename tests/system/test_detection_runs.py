@@ -1,7 +1,6 @@
 """Rollout matching with real vLLM: channel A alone, both channels, a resume, and what is refused."""
 
 import json
-import os
 import runpy
 import time
 from pathlib import Path
@@ -10,35 +9,29 @@ import pytest
 
 from slipstream.errors import EngineError
 from slipstream.runlog import read_events, read_exit, read_metrics
-from tests.engine.architectures import ARCHITECTURES
+
+from .conftest import Command
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "detection"
+BRIEF = ("--sampling.max_tokens", "80")
+"""An untrained detector's answers have no end."""
 
 
-@pytest.fixture
-def draws(tmp_path, command):
+@pytest.fixture(scope="module")
+def draws(tmp_path_factory):
     """The folder of a new detector, and drawn rows beside it."""
+    folder = tmp_path_factory.mktemp("draws")
     shape = ("--hidden-size", "64", "--num-layers", "2", "--num-heads", "2", "--num-kv-heads", "1")
-    assert command("model", "new", tmp_path / "model", "--vision", "--coordinates", *shape).wait()[0] == 0
-    runpy.run_path(str(EXAMPLES / "rectangles.py"))["write"](tmp_path / "boxes", 40)
-    return tmp_path / "model"
+    assert Command("model", "new", folder / "model", "--vision", "--coordinates", *shape).wait()[0] == 0
+    runpy.run_path(str(EXAMPLES / "rectangles.py"))["write"](folder / "boxes", 40)
+    return folder / "model"
 
 
-@pytest.fixture
-def sees(monkeypatch):
-    """vLLM's image models can be imported."""
-    architecture = ARCHITECTURES["vision"]
-    if missing := architecture.missing():
-        pytest.skip(missing)
-    path = [*architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-
-
-def options(model, folder, *more, steps=4):
-    rows = model.parent / "boxes/rows.jsonl"
+def options(model, folder, *more, steps=4, rows="rows.jsonl"):
+    rows = model.parent / "boxes" / rows
     where = ("--model.path", model, "--environment.settings.path", rows, "--run.folder", folder)
     size = ("--training.prompts_per_batch", "6", "--training.steps", str(steps), "--training.warmup_steps", "0")
-    return (*where, *size, *more)
+    return (*where, *size, "--run.threads", "1", *more)
 
 
 def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
@@ -59,10 +52,11 @@ def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
 
 
 @pytest.mark.engine
-def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
+@pytest.mark.usefixtures("sees")
+def test_both_channels_and_a_resume(command, draws, tmp_path):
     folder = tmp_path / "ab"
-    pattern = ("--matching.pattern", '["A", "A", "B"]', "--evaluation.num_tasks", "6", "--run.checkpoint_every", "2")
-    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *pattern, steps=6)).wait(400)
+    pattern = ("--matching.pattern", '["A", "A", "B"]', "--evaluation.num_tasks", "4", "--run.checkpoint_every", "2")
+    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *pattern, *BRIEF, steps=6)).wait(400)
     assert code == 0, err
     rows = read_metrics(folder)
     trained = [row for row in rows if "stage2/channel_a" in row]
@@ -80,7 +74,7 @@ def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {2, 5} <= {sample["step"] for sample in samples}
 
-    longer = options(draws, folder, *pattern, steps=9)
+    longer = options(draws, folder, *pattern, *BRIEF, steps=9)
     code, _, err = command("sft", EXAMPLES / "ab.toml", *longer, "--resume").wait(400)
     assert code == 0, err
     more = [row for row in read_metrics(folder) if "stage2/channel_a" in row][6:]
@@ -88,8 +82,9 @@ def test_both_channels_and_a_resume(command, draws, sees, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("sees")
 @pytest.mark.full
-def test_both_channels_over_two_ranks(command, draws, sees, tmp_path):
+def test_both_channels_over_two_ranks(command, draws, tmp_path):
     folder = tmp_path / "ranks"
     more = ("--matching.pattern", '["A", "B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
     more += ("--matching.softctx_iterations", "2", "--training.ranks", "2", "--model.train_tower", "false")
@@ -101,8 +96,9 @@ def test_both_channels_over_two_ranks(command, draws, sees, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("sees")
 @pytest.mark.full
-def test_channel_b_of_three_engines(command, draws, sees, tmp_path):
+def test_channel_b_of_three_engines(command, draws, tmp_path):
     """All of them are asked, and on every version."""
     folder = tmp_path / "three"
     more = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
@@ -119,8 +115,9 @@ def test_channel_b_of_three_engines(command, draws, sees, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("sees")
 @pytest.mark.full
-def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(command, draws, sees, tmp_path):
+def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(command, draws, tmp_path):
     folder = tmp_path / "killed"
     pattern = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
     none = ("--run.max_restarts", "0", "--inference.max_restarts", "0")
@@ -138,11 +135,12 @@ def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(co
 
 
 def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tmp_path):
-    path = tmp_path / "boxes/rows.jsonl"
-    rows = path.read_text().splitlines()
+    folder = draws.parent / "boxes"
+    rows = (folder / "rows.jsonl").read_text().splitlines()
     rows[7] = json.dumps(json.loads(rows[7]) | {"objects": [{"desc": "red", "bbox_2d": [9, 9, 1, 1]}]})
-    path.write_text("\n".join(rows))
-    code, _, err = command("sft", EXAMPLES / "a.toml", *options(draws, tmp_path / "run", "--no-evaluation")).wait(100)
+    (folder / "broken.jsonl").write_text("\n".join(rows))
+    given = options(draws, tmp_path / "run", "--no-evaluation", rows="broken.jsonl")
+    code, _, err = command("sft", EXAMPLES / "a.toml", *given).wait(100)
     assert code != 0
     assert "corners in the wrong order" in err
     assert "8" in err
@@ -150,12 +148,12 @@ def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tm
 
 
 @pytest.mark.engine
-def test_smoke_sees_that_an_untrained_model_is_not_healthy(command, draws, sees, tmp_path):
-    rows = ("--environment.settings.path", tmp_path / "boxes/rows.jsonl", "--model.path", draws)
+@pytest.mark.usefixtures("sees")
+def test_smoke_sees_that_an_untrained_model_is_not_healthy(command, draws, tmp_path):
+    rows = ("--environment.settings.path", draws.parent / "boxes/rows.jsonl", "--model.path", draws)
     size = ("--training.prompts_per_batch", "4", "--steps", "2", "--folder", tmp_path / "smoke")
-    code, out, err = command("smoke", EXAMPLES / "ab.toml", *rows, *size, "--channels", "a_only", "ab", "--json").wait(
-        300
-    )
+    more = ("--run.threads", "1", "--channels", "a_only", "ab", "--json")
+    code, out, err = command("smoke", EXAMPLES / "ab.toml", *rows, *size, *more).wait(300)
     assert code == 7, err
     found = json.loads(out.splitlines()[0] if out.count("\n") == 1 else out)
     assert [run["channels"] for run in found["runs"]] == ["a_only", "ab"]

@@ -449,7 +449,7 @@ def test_an_engine_that_does_not_start(scripted):
     [
         (signal.SIGINT, 1, 0),
         (signal.SIGTERM, 5, 0),
-        (signal.SIGINT, 15, 0),
+        pytest.param(signal.SIGINT, 15, 0, marks=pytest.mark.full),
         (signal.SIGUSR1, 27, 1),
         (signal.SIGTERM, 30, 1),
         (signal.SIGINT, 68, 3),

@@ -38,7 +38,7 @@ def tasks(split, num_tasks, seed):
     return [{"prompt": f"{split} {seed} {i}", "answer": "a"} for i in range(num_tasks)]
 
 
-def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
+def test_a_run_is_a_call_that_can_be_stopped_and_resumed(command, model, tmp_path):
     seen, weight = [], 0.5
 
     def reward(task, completion):
@@ -73,10 +73,9 @@ def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
     seen.clear()
     complete = slipstream.train(model, tasks, reward, on_step=on_step, **{**more, "resume": "auto"})
     assert (complete.status, complete.summary["steps"], seen) == ("finished", last + 1, [])
-    command = [sys.executable, "-m", "slipstream", "train", str(tmp_path / "run" / "resolved.toml"), "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "slipstream.train(" in done.stderr
+    code, _, err = command("train", tmp_path / "run" / "resolved.toml", "--resume").wait(120)
+    assert code == 2
+    assert "slipstream.train(" in err
 
 
 def test_a_model_is_evaluated_without_a_run(model):

@@ -153,7 +153,7 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
     folder = tmp_path / "run"
     options = ("--weights.bridge", bridge, "--algorithm.kl_coef", "0.01", "--run.folder", folder)
     options += ("--training.steps", str(steps))
-    code, _, err = command("train", run_file, *COIN, *ranks(2), *options).wait(400)
+    code, _, err = command("train", run_file, *COIN, *ranks(2, **{"run.threads": 1}), *options).wait(400)
     assert code == 0, err
     check_run(folder, steps=steps)
     assert "train/grad_norm" in read_metrics(folder)[-1]

@@ -20,6 +20,8 @@ import urllib.request
 import psutil
 import pytest
 
+from slipstream.inference import child_process
+
 from .conftest import Command
 
 
@@ -43,12 +45,15 @@ def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
     """The answers alone are on standard output; the conversation is remembered, and begun anew where asked for."""
     asked = "a\nb\n\n/new\na\n"
     arguments = ["chat", str(adapter_run), "--temperature", "0", "--max-tokens", "3", "--json"]
-    result = subprocess.run(
+    chatting = child_process.popen(
         [sys.executable, "-m", "slipstream.cli", *arguments],
-        input=asked, capture_output=True, text=True, timeout=500, check=False,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    os.sched_setaffinity(chatting.pid, list(os.sched_getaffinity(0))[:1])  # an engine of one thread can be forked
+    out, err = chatting.communicate(asked, timeout=500)
+    assert chatting.returncode == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [line["message"] for line in lines] == ["a", "b", "a"]
     assert all(line["finish_reason"] in ("stop", "length") for line in lines)
     assert lines[0]["answer"] == lines[2]["answer"]

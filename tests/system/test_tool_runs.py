@@ -12,7 +12,7 @@ from .test_real_runs import check_run
 pytestmark = pytest.mark.engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples/environments"
-FEW = ("--environment.num_train_tasks", "4", "--evaluation", "false")
+FEW = ("--environment.num_train_tasks", "4", "--evaluation", "false", "--run.threads", "1")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """examples/vision with real vLLM: SFT on rows with images, tower included, then GRPO on drawn questions."""
 
 import json
-import os
 import runpy
 from pathlib import Path
 
@@ -9,22 +8,17 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.runlog import read_events, read_exit, read_metrics
-from tests.engine.architectures import ARCHITECTURES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("sees")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "vision"
-SMALL = ("--evaluation.num_tasks", "24", "--training.warmup_steps", "0")
+SMALL = ("--evaluation.num_tasks", "24", "--training.warmup_steps", "0", "--run.threads", "1")
+FEW = ("--environment.num_train_tasks", "100")
 
 
 @pytest.fixture
-def sees(tmp_path, monkeypatch, command):
+def reads(tmp_path, command):
     """The folder of a new model that reads images, and demonstrations beside it."""
-    architecture = ARCHITECTURES["vision"]
-    if missing := architecture.missing():
-        pytest.skip(missing)
-    path = [*architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     shape = ("--vision", "--hidden-size", "64", "--num-layers", "2", "--num-heads", "2", "--num-kv-heads", "1")
     assert command("model", "new", tmp_path / "model", *shape).wait()[0] == 0
     runpy.run_path(str(EXAMPLES / "rectangles.py"))["write"](tmp_path / "rows", 40)
@@ -43,9 +37,9 @@ def check(folder, steps):
 
 
 @pytest.mark.parametrize("streams", ["memory", pytest.param("files", marks=pytest.mark.full)])
-def test_from_rows_with_images_to_grpo(command, sees, tmp_path, streams):
+def test_from_rows_with_images_to_grpo(command, reads, tmp_path, streams):
     folder = tmp_path / "sft"
-    options = ("--model.path", sees, "--data.path", tmp_path / "rows/rows.jsonl", "--run.folder", folder)
+    options = ("--model.path", reads, "--data.path", tmp_path / "rows/rows.jsonl", "--run.folder", folder)
     size = ("--training.steps", "18", "--training.prompts_per_batch", "16", "--training.learning_rate", "5e-3")
     code, out, err = command("sft", EXAMPLES / "sft.toml", *options, *size, *SMALL, "--json").wait(400)
     assert code == 0, err
@@ -54,7 +48,7 @@ def test_from_rows_with_images_to_grpo(command, sees, tmp_path, streams):
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 18]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses[-1] < 0.6 * losses[0]
-    before, after = (load_file(Path(path) / "model.safetensors") for path in (sees, weights))
+    before, after = (load_file(Path(path) / "model.safetensors") for path in (reads, weights))
     assert all(not tensor.equal(after[name]) for name, tensor in before.items()), "the tower is trained too"
     assert (Path(weights) / "processor_config.json").is_file()
 
@@ -62,7 +56,7 @@ def test_from_rows_with_images_to_grpo(command, sees, tmp_path, streams):
     options = ("--model.path", weights, "--model.train_tower", "false", "--run.streams", streams)
     options += ("--run.folder", folder)
     size = ("--training.steps", "2", "--training.prompts_per_batch", "6", "--training.learning_rate", "1e-3")
-    code, _, err = command("train", EXAMPLES / "grpo.toml", *options, *size, *SMALL).wait(400)
+    code, _, err = command("train", EXAMPLES / "grpo.toml", *options, *size, *SMALL, *FEW).wait(400)
     assert code == 0, err
     check(folder, 2)
     assert len({event["digest"] for event in read_events(folder) if event["kind"] == "apply"}) == 3

@@ -17,7 +17,7 @@ from .test_separate_parts import ELSEWHERE
 
 pytestmark = pytest.mark.engine
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
-SLOW = ("--environment.settings", "{coin = true, pause = 0.2}", "--evaluation", "false")
+SLOW = ("--environment.settings", "{coin = true, pause = 0.05}", "--evaluation", "false")
 """The trainer waits for rollouts nearly all the time."""
 
 

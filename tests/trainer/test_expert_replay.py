@@ -223,6 +223,7 @@ def test_a_model_without_experts(model_folder):
         PolicyModel.load(model_folder, replay_experts=True)
 
 
+@pytest.mark.quick("Qwen3Moe")
 def test_compiled_layers_replay_too(folder, monkeypatch):
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()

@@ -87,7 +87,7 @@ def test_inputs_that_wait_elsewhere_have_the_same_bits(monkeypatch, model_folder
 
 def test_compiled_layers_give_the_same_gradients_for_rows_of_any_length(model_folder, make_batch):
     batches = [make_batch(num, seed, advantages=False) for seed, num in enumerate((9, 2, 5))]
-    plain, model = PolicyModel.load(model_folder), PolicyModel.load(model_folder)
+    plain, model = PolicyModel.load(model_folder), PolicyModel.load(model_folder, checkpointing="selective")
     assert compile_layers(model) == ""
     assert all(parameter.grad is None for parameter in model.network.parameters())
     learners = [Learner(each, MasterAdamW(each.network.named_parameters())) for each in (plain, model)]
@@ -106,8 +106,10 @@ def test_compiled_layers_give_the_same_gradients_for_rows_of_any_length(model_fo
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "the trial's graphs do for other lengths"
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.full), "selective"])
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_compiled_layers_can_be_computed_again(checkpointing, model_folder, make_batch):
+    """Selectively the compiler does it, for rows of any length above."""
     batch = make_batch(advantages=False)
     _, plain = gradients(PolicyModel.load(model_folder), batch)
     model = PolicyModel.load(model_folder, checkpointing=checkpointing)

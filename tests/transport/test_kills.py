@@ -151,6 +151,7 @@ def test_a_kill_at_any_moment_of_any_operation(make_shared, tmp_path):
 make_redis = makers("redis")
 
 
+@pytest.mark.quick("redis-walk_apart-20000")
 @pytest.mark.parametrize(("function", "width"), [(walk, LONG), (walk_apart, 0), (walk_apart, LONG)])
 def test_a_kill_between_the_bytes_of_a_record_and_the_script_that_puts_it(make_redis, tmp_path, function, width):
     for moment in count():

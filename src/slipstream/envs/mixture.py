@@ -4,6 +4,7 @@ happens with it."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -53,10 +54,14 @@ class Mixture(Environment):
             with _named(name, len(config.mixture)):
                 self.parts[name] = load(section_of(config, part))
         environments = self.parts.values()
-        self.max_turns = max(each.max_turns for each in environments)
         self.tools = tuple(dict.fromkeys(tool for each in environments for tool in each.tools))
         self._set_up_s = config.run_timeout_s
         self._is_set_up = False
+
+    @functools.cached_property
+    def max_turns(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`; not before it is needed, as an environment of `verifiers` starts a process to say it."""
+        return max(each.max_turns for each in self.parts.values())
 
     def part_of(self, task: Task) -> Environment:
         """The environment that a task belongs to."""

@@ -52,7 +52,9 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     environment.given_settings = config.settings
     if config.tools:
         _add_tools(environment, config)
-    if not isinstance(environment, Verifiers) and config.max_turns not in ("auto", environment.max_turns):
+    if isinstance(environment, Verifiers) or config.max_turns == "auto":
+        return environment
+    if config.max_turns != environment.max_turns:
         if environment.max_turns == 1 and not environment.tools:
             raise ConfigError(
                 f"environment.max_turns = {config.max_turns} has no effect: {environment.name} has one turn and no "

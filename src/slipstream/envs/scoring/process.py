@@ -43,6 +43,9 @@ PASSED_ON = re.compile(
 )
 """Environment variables that every worker gets; none holds a key or token."""
 
+create_process = asyncio.create_subprocess_exec
+"""What starts a worker. Tests put a function in its place that forks a process which has imported all of it already."""
+
 
 class Setup(msgspec.Struct, frozen=True):
     """A worker's first frame."""
@@ -149,7 +152,7 @@ class Worker:
         """Starts a process and sends its setup; its first answer says whether the environment was constructed.
         `stacks`: see `ScorerPool`."""
         python = sys.executable
-        process = await asyncio.create_subprocess_exec(
+        process = await create_process(
             *(python, "-I", "-S", str(Path(guard.__file__)), str(setup.max_processes)),
             guard.NAMESPACE if setup.user_namespace else guard.NO_NAMESPACE,
             # -P: a file in the current folder does not hide a module of the standard library

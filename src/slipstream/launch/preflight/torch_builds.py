@@ -19,7 +19,9 @@ _IMPORT_S = 120.0
 
 
 def can_import(name: str) -> bool:
-    """Whether a new process can import the package after torch."""
+    """Whether the package can be imported after torch: a new process tries, where this one has not done it."""
+    if name in sys.modules:
+        return True
     command = [sys.executable, "-c", f"import torch, {name}"]
     try:
         done = subprocess.run(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipstream.inference import child_process
 from slipstream.runlog import read_exit, read_metrics
 
 Channels = Literal["a_only", "b_only", "ab"]
@@ -120,12 +121,12 @@ def run_channels(
     limits: Limits,
 ) -> Health:
     """Run so many steps in a process of their own, whose output is kept beside `folder`, and judge them."""
-    command = [sys.executable, "-m", "slipstream", "sft", str(run_file), *overrides, "--no-evaluation", "--plain"]
+    command = [sys.executable, "-m", "slipstream.cli", "sft", str(run_file), *overrides, "--no-evaluation", "--plain"]
     command += ["--training.steps", str(steps), "--training.warmup_steps", "0", "--run.folder", str(folder)]
     command += ["--matching.b_ratio", str(B_RATIOS[channels])]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("w") as output:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        child = child_process.popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             code: int | None = child.wait(timeout_s)
         except subprocess.TimeoutExpired:

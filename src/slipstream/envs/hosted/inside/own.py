@@ -41,8 +41,8 @@ class Own:
         """Episodes that are to be closed: their tasks, and what `setup_episode` returned."""
 
     def facts(self) -> dict[str, Any]:
-        """See `Hosted`."""
-        return {"max_turns": self._environment.max_turns, "splits": [], "num_rows": {}}
+        """None: the run's process knows them, and an environment of `verifiers` would start another process to say."""
+        return {}
 
     def rows(self, split: str, start: int, count: int) -> list[dict[str, Any]]:
         """None: the run's process makes the tasks."""
