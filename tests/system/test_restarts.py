@@ -85,7 +85,7 @@ def test_no_progress_ends_it_with_the_last_error(scripted):
 
 def test_under_a_supervisor_whatever_is_retriable(scripted):
     """The engine dies once too often, while files hold its weights."""
-    supervised = {"supervisor": SimpleNamespace(num_passed_on=0), "change": dies_at(3, in_memory=False)}
+    supervised = {"supervisor": SimpleNamespace(num_passed_on=lambda: 0), "change": dies_at(3, in_memory=False)}
     options = (*STEPS, "--inference.max_restarts", "0")
     report = scripted.run(*options, change=dies_at(3, in_memory=False))
     assert (report.error, report.failure_class, report.retriable) == ("EngineError", "engine", True)
