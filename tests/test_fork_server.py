@@ -52,7 +52,6 @@ async def look(model: Path, folder: Path) -> dict:
         process.remove_files()
 
 
-@pytest.mark.full
 @pytest.mark.engine
 def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
     found = {}

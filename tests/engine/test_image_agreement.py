@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.data.test_square_images import save_model as save_squares
 
-from .architectures import ARCHITECTURES
 from .conftest import start, stop
 
 pytestmark = pytest.mark.engine
@@ -105,14 +103,9 @@ def talks_with_images():
     ]
 
 
-@pytest.mark.full  # in `test_tower_adapters.py` one family answers the same prompts beside adapters of its tower
+@pytest.mark.quick("Qwen3_VL")
 @pytest.mark.parametrize("family", ["Qwen2_VL", "Qwen2_5_VL", "Qwen3_VL", "Gemma3"])
-def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, monkeypatch):
-    architecture = ARCHITECTURES["vision"]
-    if missing := architecture.missing():
-        pytest.skip(missing)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*architecture.path(), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, sees):
     folder = save(tmp_path / "model", family)
     tokenizer = ChatTokenizer(folder)
     talks = talks_with_images()
