@@ -10,7 +10,7 @@ from slipstream.config.environment import EnvironmentConfig
 from slipstream.envs.base import Environment, Episode, Limits, Score
 from slipstream.envs.mixture import Mixture, shares
 from slipstream.envs.registry import load_environment
-from slipstream.envs.single_turn import gold_turns, make_tasks
+from slipstream.envs.single_turn import SingleTurn, gold_turns, make_tasks
 from slipstream.errors import ConfigError, EnvironmentFault
 
 PART = """
@@ -84,6 +84,28 @@ def test_prompts_have_the_parts_own_system_message_and_tools(mixture):
     assert second.prompt[0].tools[0]["function"]["name"] == "add"
     assert not second.prompt[1].tools
     assert mixture.max_turns == 4, "of the part with tools"
+
+
+def test_the_turns_of_a_part_are_asked_for_when_they_are_needed():
+    """An environment of `verifiers` starts a process to say them."""
+    asked = []
+
+    class Slow(SingleTurn):
+        @property
+        def max_turns(self):
+            asked.append(1)
+            return 3
+
+        def tasks(self, split, num_tasks):
+            return []
+
+        def reward(self, task, completion):
+            return 0.0
+
+    config = EnvironmentConfig.model_validate({"name": "mixture", "mixture": {"slow": {"name": "part"}}})
+    mixture = Mixture(config, lambda section: Slow(0))
+    assert asked == []
+    assert (mixture.max_turns, mixture.max_turns, asked) == (3, 3, [1])
 
 
 def test_everything_is_the_parts(mixture):
