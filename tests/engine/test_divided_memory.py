@@ -19,6 +19,7 @@ from slipstream.weights import check_report, create_bridge
 from slipstream.weights.model_files import stored_parameters
 
 from ..launch import test_ranks
+from ..mapped import maps_of
 from .architectures import ARCHITECTURES
 from .conftest import PROMPTS, LiveEngine, start, stop
 
@@ -53,8 +54,7 @@ def with_words(model: Path, count: int) -> Path:
 def shared_files(live: LiveEngine) -> set[str]:
     """What torch and vLLM keep in shared memory for the engine's workers."""
     pids = [pid for leader in live.engine.pids for pid in session_of(leader)]
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-    return set(re.findall(r" (/dev/shm/(?:torch|vllm)_\S+)", maps))
+    return set(re.findall(r" (/dev/shm/(?:torch|vllm)_\S+)", maps_of(pids)))
 
 
 @pytest.mark.full

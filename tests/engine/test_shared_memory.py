@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..mapped import maps_of
 from .conftest import LiveEngine, create, stop
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(580), pytest.mark.full]
@@ -19,8 +20,7 @@ SHARED = Path("/dev/shm")
 
 def shared_by(processes: list[psutil.Process]) -> set[str]:
     """Names in shared memory that these processes have mapped."""
-    maps = (Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
-    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)$", text, re.MULTILINE)}
+    return set(re.findall(r"/dev/shm/(\S+)$", maps_of(process.pid for process in processes), re.MULTILINE))
 
 
 def killed(live: LiveEngine) -> set[str]:

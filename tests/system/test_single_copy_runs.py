@@ -11,6 +11,8 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
+from ..mapped import maps_of
+
 pytestmark = pytest.mark.engine
 
 BRIDGE = ("--weights.bridge", "single_copy")
@@ -167,8 +169,7 @@ def mappings(run):
 
 def named_by(family):
     """Names in shared memory that these processes have mapped."""
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in family)
-    return set(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
+    return set(re.findall(r"/dev/shm/(\S+)$", maps_of(family), re.MULTILINE))
 
 
 def everybody():
