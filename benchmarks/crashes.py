@@ -17,6 +17,7 @@ exit code is 1 when anything was not as it must be.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -330,10 +331,33 @@ def check_end(run: Run, result: Result, shared_before: set[str]) -> None:
         wrong.append(f"left behind: {alive}")
     if left := sorted(path.name for path in run.temporary.iterdir()):
         wrong.append(f"temporary files: {left}")
-    if left := set(os.listdir("/dev/shm")) - shared_before:
+    if left := left_in_shared_memory(shared_before):
         wrong.append(f"shared memory: {left}")
     if keys := run.redis.keys():
         wrong.append(f"keys in Redis: {keys}")
+
+
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """New names there that no process has mapped or open; those of others, who are at work beside, change."""
+    folder, left = Path("/dev/shm"), set(os.listdir("/dev/shm")) - before
+    for _ in range(2):  # a name is made an instant before it is mapped
+        used = "".join(map(uses_of, psutil.pids()))
+        left = {name for name in left if (folder / name).exists() and f"{folder / name}\n" not in used}
+        if not left:
+            break
+        time.sleep(2.0)
+    return left
+
+
+def uses_of(pid: int) -> str:
+    """Files that a process has mapped and open, a line each; none where it has ended."""
+    found = ""
+    with contextlib.suppress(OSError):
+        found = Path(f"/proc/{pid}/maps").read_text()
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found += f"{os.readlink(each)}\n"
+    return found
 
 
 def run_once(

@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,8 @@ schedule = "linear"
 warmup_steps = 20
 """
 TIMEOUT_S = 900.0
+TRIES = 3
+"""How often the killed run is made where a kill came too late, as where the machine stood still."""
 
 
 @dataclass
@@ -237,7 +240,12 @@ def compare(kind: str, kills: int, seed: int, steps: int, every: int, work: Path
     text = RUN_FILES[kind].format(model=make_model(work, kind, log), steps=steps, every=every)
     run_file.write_text(f"evaluation = false\n{text}" if kind == "sft" else text)
     times = run_undisturbed(run_file, work / "undisturbed", log)
-    counts = run_killed(run_file, work / "killed", log, kills, times, random.Random(seed))
+    counts = Kills()
+    for number in range(TRIES):
+        shutil.rmtree(work / "killed", ignore_errors=True)
+        counts = run_killed(run_file, work / "killed", log, kills, times, random.Random(seed + number))
+        if counts.at_start + counts.in_training == kills:
+            break
     print("| run | steps | kills at start-up | kills in training | weights (SHA-256) | held-out accuracy |")
     print("|---|---|---|---|---|---|")
     for name in ("undisturbed", "killed"):

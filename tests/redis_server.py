@@ -1,6 +1,8 @@
 """A Redis server for tests: `redis-server` on PATH, beside this Python or in its packages, on a free port."""
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 
 REQUIRE = "SLIPSTREAM_REQUIRE_REDIS"
-START_S = 30.0
+START_S = 60.0
+PORTS = range(20_000, 30_000)
+"""Below those that the system gives to whoever asks for any port, so that nobody else gets one by chance."""
 
 
 def find(name="redis-server"):
@@ -35,27 +39,41 @@ class Server:
     def __init__(self, folder, *options, port=None):
         self.folder, self.options = Path(folder), options
         self.port = port or free_port()
-        self.start()
+        self.start(may_move=port is None)
 
     @property
     def url(self):
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self):
+    def start(self, may_move=False):
+        """Returns when it can be asked. Another process may have got the port meanwhile: waits until it is free again,
+        or takes another one."""
+        deadline = time.monotonic() + START_S
+        while not self._starts(deadline):
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.1)
+            if may_move:
+                self.port = free_port()
+
+    def _starts(self, deadline):
         program = [find_or_skip(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
         if "--save" not in self.options:
             program += ["--save", "", "--appendonly", "no"]
         with (self.folder / "redis.log").open("ab") as log:
+            begin = log.seek(0, os.SEEK_END)
             self.process = subprocess.Popen([*program, *self.options], stdout=log, stderr=log)
-        deadline = time.monotonic() + START_S
         while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert self.process.poll() is None, (self.folder / "redis.log").read_text()
-                assert time.monotonic() < deadline, "redis-server did not start"
-                time.sleep(0.01)
+            has_ended = self.process.poll() is not None
+            said = (self.folder / "redis.log").read_bytes()[begin:]
+            if b"Ready to accept connections" in said:
+                return True
+            if has_ended:
+                assert b"in use" in said, said.decode(errors="replace")
+                return False
+            if time.monotonic() > deadline:
+                self.end()
+                return False
+            time.sleep(0.01)
 
     def end(self, number=signal.SIGKILL):
         self.process.send_signal(number)
@@ -64,5 +82,7 @@ class Server:
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    while True:
+        port = secrets.choice(PORTS)  # not `random`, which tests seed alike in each worker
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

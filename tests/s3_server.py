@@ -58,7 +58,7 @@ class Server:
     def _post(self, what, data=b""):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(f"{self.url}/moto-api/{what}", data, {"Content-Type": "text/plain"})
-        opener.open(request, timeout=10).close()
+        opener.open(request, timeout=START_S).close()
 
     def end(self):
         self._process.kill()

@@ -122,7 +122,7 @@ def test_a_slow_disk_holds_up_nobody_and_the_queue_is_bounded(tmp_path, monkeypa
 
     def slow(path, data, *, durable=True):
         begun.set()
-        assert may_go_on.wait(WAIT_S)
+        assert may_go_on.wait(10 * WAIT_S)
         write(path, data, durable=durable)
 
     monkeypatch.setattr(batches, "write_whole", slow)
@@ -136,18 +136,19 @@ def test_a_slow_disk_holds_up_nobody_and_the_queue_is_bounded(tmp_path, monkeypa
     assert sorted(kept.keeper._waiting) == [4, 27, 28, 29]
     began = time.monotonic()
     kept.keeper.close(0.1)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < WAIT_S
     assert len(kept.warnings) == 1
     assert "is not kept for slipstream replay (the disk took nothing for 0.1 s)" in kept.warnings[0]
     may_go_on.set()
 
 
 def test_an_error_is_told_once_and_a_later_batch_is_kept(tmp_path, monkeypatch):
-    write, is_full = batches.write_whole, True
+    write, is_full, refused = batches.write_whole, True, []
 
     def full(path, data, *, durable=True):
         if is_full:
             path.with_name(f"{path.name}.partial").touch()
+            refused.append(path.name)
             raise cannot_write(path, "No space left on device")
         write(path, data, durable=durable)
 
@@ -158,7 +159,8 @@ def test_an_error_is_told_once_and_a_later_batch_is_kept(tmp_path, monkeypatch):
         while kept.keeper._waiting:
             time.sleep(0.01)
     deadline = time.monotonic() + WAIT_S
-    while len(list((tmp_path / "batches").iterdir())) and time.monotonic() < deadline:
+    while len(refused) < 3 or [*(tmp_path / "batches").iterdir()]:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     is_full = False
     kept.keep(3)
@@ -204,8 +206,9 @@ def test_a_run_without_batches_closes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_waits_for_the_encoding_only(tmp_path):
-    """256 completions of 512 tokens; the bound is far above what was measured (6 ms), for a machine that is busy."""
+def test_training_waits_for_the_encoding_only(tmp_path, monkeypatch):
+    """256 completions of 512 tokens; the bound is far above what was measured (6 ms), for a machine that is busy. It is
+    of the processor's time, and the disk takes nothing before all are kept."""
     chance = random.Random(0)
 
     def sequence():
@@ -214,11 +217,19 @@ def test_training_waits_for_the_encoding_only(tmp_path):
         return records.Sequence(ids, [False] * 128 + [True] * 512, values, [records.VersionSpan(128, "0.0")])
 
     rollouts = [records.Rollout(f"{i}", "t", "g", [sequence()], 1.0, "done") for i in range(256)]
+    may_write, write = threading.Event(), batches.write_whole
+
+    def slow(path, data, *, durable=True):
+        assert may_write.wait(10 * WAIT_S)
+        write(path, data, durable=durable)
+
+    monkeypatch.setattr(batches, "write_whole", slow)
     kept, taken = Kept(tmp_path, 2), []
     for step in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()
         kept.keeper.keep(records.Batch(step, records.Version(0, step), rollouts))
-        taken.append(time.perf_counter() - began)
+        taken.append(time.thread_time() - began)
+    may_write.set()
     kept.keeper.close()
     assert min(taken) < 0.1
     assert kept_steps(tmp_path) == [0, 3, 4]

@@ -77,6 +77,12 @@ def test_a_run_keeps_several_and_means_its_newest(tmp_path):
     assert len(list((tmp_path / "evaluations").iterdir())) == 3
     assert stat.S_IMODE((tmp_path / "evaluations").stat().st_mode) == 0o700
     assert read_evaluation(find_evaluation(tmp_path)).tasks[0].accuracy == 1.0
+    for number in (9, 10):  # all of one second, and of one tick of the file system's clock
+        keep_evaluation(tmp_path / "evaluations" / f"20260101-000000-{number}.json", evaluation([number == 10]))
+    keep_evaluation(tmp_path / "evaluations" / "20260101-000000.json", evaluation([0]))
+    for path in (tmp_path / "evaluations").glob("20260101-*"):
+        os.utime(path, (2e9, 2e9))
+    assert find_evaluation(tmp_path).name == "20260101-000000-10.json"
     with pytest.raises(ConfigError, match="does not exist: name a file"):
         find_evaluation(tmp_path / "none")
     with pytest.raises(ConfigError, match="holds no run: name a file"):

@@ -5,19 +5,21 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from slipstream import runlog
-from slipstream.runlog import RunLog, heartbeat, stacks
+from slipstream.runlog import RunLog, heartbeat, stacks, writer
 from slipstream.runlog.heartbeat import FILE, SILENT_S, Beating, Heartbeat, read_heartbeat, read_processes
 
 
-def until(condition, timeout_s=20.0):
+def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -37,12 +39,38 @@ def test_it_beats_while_the_run_lives_and_tells_progress_apart(tmp_path):
             assert busy.phases == ["train", "backward"]
             assert busy.progress_at > first.progress_at
         until(lambda: read_heartbeat(log.folder).phases == [])
-    assert not (log.folder / FILE).exists()
+    until(lambda: not (log.folder / FILE).exists())
     assert read_heartbeat(log.folder) is None
 
 
+def test_a_thread_that_is_late_at_the_end_leaves_nothing(tmp_path, monkeypatch):
+    write, begun, may_go_on = heartbeat.write_whole, threading.Event(), threading.Event()
+
+    def slow(path, data, *, durable=True):
+        begun.set()
+        assert may_go_on.wait(60)
+        write(path, data, durable=durable)
+
+    monkeypatch.setattr(heartbeat, "write_whole", slow)
+    monkeypatch.setattr(heartbeat, "_END_S", 0.01)
+    before = set(threading.enumerate())
+    with RunLog.create(tmp_path / "run") as log, Beating(log, 0.05):
+        assert begun.wait(60)
+    begun.clear()
+    heartbeat.begin(tmp_path / "beats", "engine")
+    assert begun.wait(60)
+    heartbeat.end()
+    may_go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert not (log.folder / FILE).exists()
+    assert list((tmp_path / "beats").iterdir()) == []
+
+
 def test_how_long_a_repeated_phase_may_take(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.runlog.writer.LEAST_LIMIT_S", 1.0)
+    now = 100.0
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(writer, "LEAST_LIMIT_S", 1.0)
     with RunLog.create(tmp_path / "run") as log:
         for number in range(5):
             with log.phase("batch"):
@@ -52,9 +80,9 @@ def test_how_long_a_repeated_phase_may_take(tmp_path, monkeypatch):
             with log.phase("train"), log.phase("forward"):
                 assert log.limit_s == (1.0 if number > 2 else 0.0)
                 log.repeats("train")
-                time.sleep(0.1 if number == 4 else 0.0)
+                now += 0.1 if number == 4 else 0.0
         with log.phase("train"):
-            assert 2.0 <= log.limit_s < 10.0
+            assert log.limit_s == pytest.approx(2.0)
         assert log.num_phases == 16
 
 
@@ -66,7 +94,7 @@ from slipstream.runlog.heartbeat import Beating
 with RunLog.create(Path(sys.argv[1])) as log, Beating(log, 0.05), log.phase("batch"):
     log.metrics(7, {})
     print("begun", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -78,15 +106,16 @@ def test_a_process_that_is_stopped_is_named_in_the_list_of_runs(tmp_path, monkey
     try:
         process.stdout.readline()
         until(lambda: (beat := read_heartbeat(folder)) and beat.step == 7)
-        assert runlog.summarize(folder).message == ""
+        until(lambda: runlog.summarize(folder).message == "")
         silent = heartbeat.ProcessHeartbeat(
             time.time() - 90, process.pid, "elsewhere", "rank-1", "loading its shard", 0.0
         )
         file = heartbeat.folder_of(folder) / f"{silent.name}.json"
         file.parent.mkdir(parents=True)
         file.write_bytes(msgspec.json.encode(silent))
-        told = f"no heartbeat for 9\\d s of rank-1, process {process.pid} on elsewhere \\(loading its shard\\)"
-        assert re.fullmatch(told, runlog.summarize(folder).message)
+        seconds = r"(9|1\d)\d"
+        told = f"no heartbeat for {seconds} s of rank-1, process {process.pid} on elsewhere \\(loading its shard\\)"
+        until(lambda: re.fullmatch(told, runlog.summarize(folder).message))
         file.unlink()
         process.send_signal(signal.SIGSTOP)
         said = until(lambda: runlog.summarize(folder).message)
@@ -116,6 +145,8 @@ import os, sys, time
 from slipstream.runlog import heartbeat, stacks
 
 heartbeat.doing("nothing that is told before it beats")
+heartbeat.INTERVAL_S = 600.0
+heartbeat._END_S = 60.0
 stacks.register()
 print("begun", flush=True)
 for line in sys.stdin:
@@ -164,7 +195,6 @@ def test_further_processes_beat_and_say_what_they_are_at(child, tmp_path, monkey
     assert (first.name, first.doing, first.state(first.time)) == (name, "", "")
     child.say("doing loading weights")
     (busy,) = until(lambda: [beat for beat in read_processes(run) if beat.doing])  # at once, not at the next beat
-    assert busy.time - first.time < heartbeat.INTERVAL_S
     assert busy.state(busy.progress_at + 312.2) == "loading weights, no progress for 312 s"
     child.say("interval 0.05")
     child.say("doing serving requests")
@@ -187,7 +217,7 @@ def test_further_processes_beat_and_say_what_they_are_at(child, tmp_path, monkey
     assert f"{name} is stopped (state T); {name}: serving requests, no progress for " in said
     child.process.send_signal(signal.SIGCONT)
     child.process.stdin.close()
-    child.process.wait(20)
+    child.process.wait(60)
     assert not list((run / "logs" / "heartbeats").iterdir())
 
 
@@ -210,7 +240,7 @@ def test_forks_and_killed_processes_leave_no_heartbeat(child, tmp_path):
         assert ours.pid == os.getpid()
     finally:
         heartbeat.end()
-    assert read_processes(run) == []
+    until(lambda: read_processes(run) == [])
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):

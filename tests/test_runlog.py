@@ -1,5 +1,6 @@
 """The run folder, written by one process and read by others."""
 
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import tomllib
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,18 +23,20 @@ from hypothesis import strategies as st
 from slipstream import runlog
 from slipstream.errors import ConfigError, DataError, EngineError, Interrupted, SlipstreamError
 from slipstream.records import Rollout, Sequence
-from slipstream.runlog import RunLog
+from slipstream.runlog import RunLog, files
 from slipstream.runlog.files import whole_lines
 from slipstream.runlog.redaction import is_secret, redact, redact_toml
 
 WRITER = """
-import sys
+import sys, time
 from slipstream.runlog import RunLog
 log = RunLog.create(sys.argv[1], resume=len(sys.argv) > 2)
 print("open", flush=True)
 for step in range(1, 1_000_000):
     log.metrics(step, {"reward/mean": step / 2})
     log.event("tick", text="x" * 2000)
+    if step > 20_000:  # who looks at it may stand still meanwhile
+        time.sleep(0.1)
 """
 
 
@@ -45,7 +49,7 @@ def start_writer(folder, *more):
 
 def kill(process):
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     process.stdout.close()
 
 
@@ -127,7 +131,7 @@ def test_readers_of_a_run_that_writes_fast_see_no_damage(tmp_path):
     process = start_writer(tmp_path / "run")
     try:
         assert {runlog.summarize(tmp_path / "run").status for _ in range(8)} == {"running"}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not num_lines(tmp_path / "run") and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
@@ -140,7 +144,8 @@ def test_readers_of_a_run_that_writes_fast_see_no_damage(tmp_path):
     assert len([*found, *rows]) == num_rows
 
 
-def test_readers_do_not_disturb_a_starting_writer(tmp_path):
+def test_readers_do_not_disturb_a_starting_writer(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LOCK_TRIES", 3000)  # a reader may be held up while it has the lock
     stop = threading.Event()
     folder = tmp_path / "run"
     RunLog.create(folder).close()
@@ -161,18 +166,26 @@ def test_readers_do_not_disturb_a_starting_writer(tmp_path):
             reader.join()
 
 
+def test_a_writer_that_was_stopped_between_its_tries_for_the_lock_tries_again(tmp_path, monkeypatch):
+    tries, seconds, lock = [], itertools.count(0, 100), files.try_lock
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=tries.append, monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(files, "try_lock", lambda *asked: len(tries) > 2 and lock(*asked))
+    RunLog.create(tmp_path / "run").close()
+    assert len(tries) == 3
+
+
 def test_the_lock_dies_with_the_writer_though_a_forked_child_lives(tmp_path):
     code = (
         "import os, sys, time\n"
         "from slipstream.runlog import RunLog\n"
         f"log = RunLog.create({str(tmp_path / 'run')!r})\n"
         "if os.fork() == 0:\n"
-        "    print(os.getpid(), flush=True); time.sleep(30); os._exit(0)\n"
+        "    print(os.getpid(), flush=True); time.sleep(600); os._exit(0)\n"
         "time.sleep(0.2); os._exit(9)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     try:
         os.kill(child, 0)
         assert not runlog.is_running(tmp_path / "run")
@@ -688,8 +701,6 @@ def test_resuming_does_not_read_what_it_does_not_need(tmp_path):
 
 @given(st.lists(st.binary(max_size=20).map(lambda part: part.replace(b"\n", b"")), max_size=5), st.binary(max_size=9))
 def test_the_end_of_whole_lines_is_found_from_the_end(tmp_path_factory, lines, rest):
-    from slipstream.runlog import files
-
     path = tmp_path_factory.mktemp("lines") / "file"
     whole = b"".join(line + b"\n" for line in lines)
     path.write_bytes(whole + rest.replace(b"\n", b""))

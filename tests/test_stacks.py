@@ -29,10 +29,10 @@ from slipstream.runlog import stacks
 
 def the_main_thread_is_here():
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 def another_is_here():
-    time.sleep(60)
+    time.sleep(600)
 
 if sys.argv[1] == "blocked":
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
@@ -40,6 +40,20 @@ threading.Thread(target=another_is_here, daemon=True).start()
 stacks.register(Path(sys.argv[2]))
 the_main_thread_is_here()
 """
+
+
+def until(happened):
+    deadline = time.monotonic() + 60
+    while not (found := happened()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Who answers is waited for, however busy the machine is."""
+    monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
 
 
 @pytest.fixture
@@ -68,8 +82,8 @@ def test_all_threads_are_written_again_and_again_for_the_user_only(start, folder
     assert path.read_text() == ""
     for count in (1, 2):
         assert stacks.ask(folder) == [stacks.Answer(path.stem)]
-        assert path.read_text().count("the_main_thread_is_here") == count
-        assert path.read_text().count("another_is_here") == count
+        for name in ("the_main_thread_is_here", "another_is_here"):  # it may stand still between two threads
+            until(lambda name=name, count=count: path.read_text().count(name) == count)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert process.poll() is None
@@ -80,11 +94,11 @@ def test_a_file_that_is_long_is_begun_again(start, folder, monkeypatch):
     path = folder / f"rank-1-{process.pid}.txt"
     for number in (1, 2):
         assert stacks.ask(folder) == [stacks.Answer(path.stem)]
-        assert path.read_text().count("Current thread") == number
+        until(lambda number=number: path.read_text().count("Current thread") == number)
     monkeypatch.setattr(stacks, "MAX_BYTES", 1)
     for _ in range(3):
         assert stacks.ask(folder) == [stacks.Answer(path.stem)]
-        assert path.read_text().count("Current thread") == 1
+        until(lambda: path.read_text().count("Current thread") == 1)
 
 
 def test_a_process_that_did_not_register_is_not_asked(folder):
@@ -117,20 +131,23 @@ def test_one_that_is_stopped_and_one_that_does_not_answer_are_named_with_their_s
     os.kill(stopped.pid, signal.SIGSTOP)
     while "State:\tT" not in Path(f"/proc/{stopped.pid}/status").read_text():
         time.sleep(0.01)
-    began = time.monotonic()
-    answers = stacks.ask(folder)
-    assert time.monotonic() - began < 3.0
-    assert {answer.name.partition("-")[0]: answer.missing for answer in answers} == {
-        "a": "",
-        "b": "is stopped (state T)",
-        "c": "does not answer (state S)",
-    }
+
+    def answers_in_time():
+        began = time.monotonic()
+        answers = stacks.ask(folder)
+        seconds = time.monotonic() - began
+        missing = {answer.name.partition("-")[0]: answer.missing for answer in answers}
+        found = missing == {"a": "", "b": "is stopped (state T)", "c": "does not answer (state S)"}
+        return answers if found and seconds < 3.0 else None
+
+    answers = until(answers_in_time)  # on a busy machine one that is well may be late
     assert stacks.sentence(folder, answers) == (
         f"a-{well.pid} wrote the stacks of all threads into {folder}; b-{stopped.pid} is stopped (state T); "
         f"c-{deaf.pid} does not answer (state S)"
     )
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.poll() is None
+    monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
     assert stacks.ask(folder, only_group=well.pid) == [stacks.Answer(f"a-{well.pid}")]
 
 
@@ -188,7 +205,7 @@ def test_a_wait_that_runs_out_names_the_folder(tmp_path, kind):
     folder = stacks.folder_of(tmp_path)
     ((kind, fields),) = log.events
     state = fields.pop("states")[name]
-    assert re.fullmatch(r"step 7 in generate, no progress for 9\d s", state)
+    assert re.fullmatch(r"step 7 in generate, no progress for (9|1\d)\d s", state)
     assert (kind, fields) == ("stacks", {"folder": str(folder), "asked": [name], "missing": {}})
     assert str(raised.value).endswith(f"into {folder}; {name}: {state})")
     assert "test_a_wait_that_runs_out_names_the_folder" in (folder / f"{name}.txt").read_text()

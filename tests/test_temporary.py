@@ -37,7 +37,7 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(folder):
     with temporary("test") as own:
         assert {path.name for path in folder.iterdir()} == {own.name, foreign.name, name.rpartition("/")[2]}
     owner.kill()
-    owner.wait(timeout=10)
+    owner.wait(timeout=60)
     owner.stdout.close()
     assert owner.stdin is not None
     owner.stdin.close()

@@ -19,6 +19,7 @@ from slipstream.envs.base import Score
 from slipstream.envs.from_python import load_python_environment, pack_environment, pack_rows
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, SlipstreamError
+from tests.envs.environments import shorten
 
 
 def tasks(split, num_tasks, seed, suffix=""):
@@ -218,7 +219,7 @@ def test_a_module_beside_the_program_goes_along_by_value(tmp_path, monkeypatch):
 
     data = pack("grade", my_rewards.grade, my_rewards.grade).data
     program = "import sys, cloudpickle; print(cloudpickle.loads(sys.stdin.buffer.read())(None, 'yes'))"
-    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, timeout=300, check=True)
     assert done.stdout.strip() == b"1.0"
 
 
@@ -236,10 +237,12 @@ async def test_closures_are_graded_in_workers_that_can_be_killed():
     tree = {"model": {"path": "m"}, "algorithm": {"kind": "grpo"}, "training": {"steps": 1}}
     config = load_settings({**tree, "environment": {"name": packed.name}}).config.environment
     (task,) = load_python_environment(packed.name, 0, {}).tasks("train", 1)
-    async with ScorerPool(config, num_workers=1, timeout_s=0.5) as scorer:
+    async with ScorerPool(config, num_workers=1, timeout_s=60.0) as scorer:
         assert (await scorer.score(task, "x")).reward == 0.5
+        shorten(scorer, 0.5)
         with pytest.raises(EnvironmentFault, match=r"0\.5 s"):
             await scorer.score(task, "hang")
+        shorten(scorer, 60.0)
         assert (await scorer.score(task, "y")).reward == 0.0
 
 
@@ -252,7 +255,7 @@ def test_errors_keep_their_class():
 
 def test_the_package_itself_imports_nothing_heavy():
     program = "import sys, slipstream; slipstream.train; print({'torch', 'vllm'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "set()"
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = slipstream.trian

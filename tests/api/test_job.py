@@ -38,7 +38,7 @@ def job(monkeypatch):
     return make
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_an_outcome_of_any_size_arrives(job):
     """More than a pipe holds: the child would wait for ever."""
     assert len(job("end(summary={'text': 'a' * 1_000_000})").follow().summary["text"]) == 1_000_000
@@ -57,7 +57,7 @@ def test_what_ends_it_unasked_is_an_error_with_its_last_words(job):
 
 @pytest.mark.parametrize(("ending", "error"), [("os._exit(130)", "Interrupted"), ("os.abort()", "SlipstreamError")])
 def test_only_a_wished_end_is_taken_for_one(job, ending, error):
-    made = job(f"signal.signal(signal.SIGINT, lambda *_: {ending})\nprint('ready', flush=True)\ntime.sleep(60)")
+    made = job(f"signal.signal(signal.SIGINT, lambda *_: {ending})\nprint('ready', flush=True)\ntime.sleep(600)")
     stopped = []
 
     def stop():
@@ -78,7 +78,7 @@ for text in (b'{{"step": 1, "x": 1', b'}}\\n', b'{{"step": 2}}\\n{{"st'):
     rows.write(text); time.sleep(0.3)
 end()
 """
-    run = Run(tmp_path, job(lines), lambda step, row: seen.append((step, row.get("x"))))
+    run = Run(tmp_path, lambda: job(lines), lambda step, row: seen.append((step, row.get("x"))))
     run.follow()
     assert seen == [(1, 1), (2, None)]
     assert run.wait() is run

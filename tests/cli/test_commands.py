@@ -103,7 +103,7 @@ def test_completion_is_installed_for_a_shell(slipstream, tmp_path, monkeypatch, 
         program = (
             "source ./script; COMP_WORDS=(slipstream model new --tok) COMP_CWORD=3; _slipstream; echo ${COMPREPLY[@]}"
         )
-        result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=300, cwd=tmp_path)
         assert result.stdout.strip() == "--tokenizer"
         assert "script" in (tmp_path / ".bashrc").read_text()
 
@@ -113,7 +113,7 @@ def test_the_real_command_answers_without_heavy_imports():
     report = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; {report}; {program}"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert result.stderr.strip() == "False"
     assert all(f"{command.split()[0]}" in result.stdout for command in COMMANDS)
@@ -273,7 +273,8 @@ def test_env_test_says_how_long_a_batch_of_slow_rewards_takes(slipstream, run_fi
     (alone,), (by_two,) = (json.loads(slipstream(*command, *many, str(n))[1])["notes"] for n in (1, 2))
     assert "environment.reward_workers = 1: a batch of 8000 takes" in alone
     assert "environment.reward_workers = 2" in by_two
-    assert json.loads(slipstream(*command)[1])["notes"] == []
+    few = ("--training.prompts-per-batch", "2")  # however long the machine takes for it
+    assert json.loads(slipstream(*command, *few)[1])["notes"] == []
 
 
 def test_env_test_shows_no_number_for_what_was_not_graded(slipstream, run_file, tmp_path):
@@ -414,7 +415,9 @@ def test_output_that_is_lost_is_no_success_and_none_at_all_is_no_failure(redirec
     program = "from slipstream.inference.child_process import leave; print('said'); leave(0)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {redirected}"
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    ended = subprocess.run(["sh", "-c", command], env=buffered, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        ["sh", "-c", command], env=buffered, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == code, ended.stderr
     assert ("error: the output cannot be written" in ended.stderr) == bool(code)
     assert "Traceback" not in ended.stderr
@@ -516,7 +519,7 @@ def test_help_names_commands_that_there_are(slipstream):
 
 def test_the_package_is_the_command_as_well():
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()

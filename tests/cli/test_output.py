@@ -40,7 +40,7 @@ def closed_pipe():
 
 def ended(arguments, stdout, cwd):
     done = subprocess.run(
-        [*COMMAND, *arguments], stdout=stdout, stderr=subprocess.PIPE, cwd=cwd, text=True, timeout=60, check=False
+        [*COMMAND, *arguments], stdout=stdout, stderr=subprocess.PIPE, cwd=cwd, text=True, timeout=300, check=False
     )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr

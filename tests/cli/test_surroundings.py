@@ -70,7 +70,7 @@ def test_arguments_are_utf8_in_any_locale(tmp_path):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, "--environment.system-prompt", "é".encode()],
-        cwd=tmp_path, env={**os.environ, **ascii_only}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, env={**os.environ, **ascii_only}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == r"'\xe9'", done.stderr
 

@@ -70,9 +70,9 @@ def test_a_name_of_any_length_is_refused_shortly(run_file):
 def test_a_list_over_many_lines_takes_no_longer_than_its_length(run_file):
     lines = "\n".join(f'  "stop {number}",' for number in range(20_000))
     path = run_file(f"{MINIMAL}\n[sampling]\nstop = [\n{lines}\n]\ntop_k = 5\n[run]\nseed = 3\n")
-    begin = time.monotonic()
+    begin = time.process_time()  # whatever else the machine does
     loaded = load_config(path)
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
     assert loaded.origins["sampling.top_k"] == "run.toml:20016"
     assert loaded.origins["run.seed"] == "run.toml:20018"
 

@@ -22,7 +22,7 @@ lifeline.remove_at_end(sys.argv[1])
 lifeline.remove_at_end(sys.argv[1] + "-never-there")
 lifeline.follow_stdin()
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -36,7 +36,7 @@ def test_a_child_whose_supervisor_is_gone(tmp_path):
         assert child.stdin is not None
         assert child.stdout.readline() == b"up\n"
         child.stdin.close()
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(60) == -signal.SIGKILL
     assert not file.exists()
 
 
@@ -44,15 +44,17 @@ SIGNALLED = """
 import os, signal, time
 from slipstream.inference.plugin import lifeline
 lifeline.leave_signals_to_trainer()
+up, told = os.pipe()
 if (fork := os.fork()) == 0:
-    time.sleep(60)
+    os.write(told, b".")
+    time.sleep(600)
     os._exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     os.kill(os.getpid(), number)
-time.sleep(0.5)
+os.read(up, 1)  # while it is forked, a signal to it would be lost
 os.kill(fork, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -61,14 +63,14 @@ def test_a_child_lives_on_when_all_processes_are_signalled_and_ends_in_order():
     with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, start_new_session=True) as child:
         assert child.stdout is not None
         assert int(child.stdout.readline()) == -signal.SIGTERM, "what it forks ends as usual"
-        child_process.end(child, 20.0)
+        child_process.end(child, 60.0)
         assert child.returncode == -child_process.END
 
 
 PARENT = """
 import subprocess, sys
 child = "import time; from slipstream.inference.plugin import lifeline; lifeline.follow_parent(); "
-child += "print('up', flush=True); time.sleep(60)"
+child += "print('up', flush=True); time.sleep(600)"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 assert process.stdout.readline() == b"up\\n"
 print(process.pid)
@@ -79,7 +81,7 @@ def test_a_child_that_follows_its_parent():
     # Its standard output is a pipe of its own, so that `run` does not wait for it.
     result = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=True, timeout=60)
     with contextlib.suppress(psutil.NoSuchProcess):
-        child, until = psutil.Process(int(result.stdout)), time.monotonic() + 20
+        child, until = psutil.Process(int(result.stdout)), time.monotonic() + 60
         while child.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < until, "it outlives its parent"
             time.sleep(0.05)
@@ -102,7 +104,7 @@ def make(noted):
     for path in (store, f"/dev/shm/vllm_dist_{noted}-tp:0"):
         open(path, "w").close()
     print(memory.name, "sem." + lock._semlock.name[1:], noted, f"vllm_dist_{noted}-tp:0", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 multiprocessing.get_context("fork").Process(target=make, args=(sys.argv[1] + "-child",)).start()
 if len(sys.argv) > 2:
@@ -136,7 +138,7 @@ def test_what_killed_processes_have_in_shared_memory_goes_with_their_folder(tmp_
             child.stdin.close()
         else:
             os.killpg(child.pid, signal.SIGKILL)
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(60) == -signal.SIGKILL
         assert all(path.exists() for path in made) is (how != "its owner is killed")
         if how == "its owner kills it":
             remove_temporary(folder)
@@ -148,7 +150,7 @@ def test_what_killed_processes_have_in_shared_memory_goes_with_their_folder(tmp_
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait(20)
+        child.wait(60)
         for stream in (child.stdin, child.stdout):
             stream.close()
         remove_temporary(folder)

@@ -172,7 +172,7 @@ def test_an_engine_that_died_comes_back_with_base_and_adapter_verified(lora):
     lora.update(50)
     before = one_by_one(lora.live, "before")
     os.kill(lora.live.engine.process.process.pid, signal.SIGKILL)
-    lora.live.engine.process.process.wait(10)
+    lora.live.engine.process.process.wait(60)
     after = one_by_one(lora.live, "after")
     assert lora.live.events[-1][0] == "engine_restart"
     assert [c.token_ids for c in after] == [c.token_ids for c in before]

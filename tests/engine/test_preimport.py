@@ -59,7 +59,7 @@ def test_one_that_may_have_imported_something_else_is_not_taken(reason, tiny_mod
     environment = dict(ahead._environment)
     if reason == "dead":
         imported.kill()
-        imported.wait(30)
+        imported.wait(60)
     elif reason == "threads":
         environment["OMP_NUM_THREADS"] = "7"
     else:
@@ -81,7 +81,7 @@ def test_it_becomes_one_engine_and_is_then_that_engines(tmp_path, ahead):
     assert taken is not None
     assert ahead.take(tmp_path / "others", ahead._environment, tmp_path / "logs" / "teacher.log") is None
     ahead.__exit__()
-    assert taken.wait(60) == 1, "it is not killed, and ends by what it was told"
+    assert taken.wait(200) == 1, "it is not killed, and ends by what it was told"
     assert "no settings" in log.read_text()
     assert not (tmp_path / "logs" / "teacher.log").exists()
 
@@ -91,7 +91,7 @@ def test_it_ends_where_nobody_takes_it(tiny_model):
         family = [psutil.Process(ahead._process.pid)]
         folder = ahead._folder
         assert folder.stat().st_mode & 0o077 == 0
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert not psutil.wait_procs(family, timeout=60)[1]
     assert not folder.exists()
 
 
@@ -103,4 +103,4 @@ def test_it_ends_with_a_supervisor_that_is_killed_while_it_imports(tmp_path):
         imports = psutil.Process(int(supervisor.stdout.readline()))
         time.sleep(1.0)
         supervisor.kill()
-    assert not psutil.wait_procs([imports], timeout=30)[1]
+    assert not psutil.wait_procs([imports], timeout=60)[1]

@@ -90,6 +90,12 @@ class Several(LiveEngine):
             asked.result()
         raise AssertionError(f"replica {place} was not seen running")
 
+    def until(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
     def replica(self, place):
         return self.engine.each[place]
 
@@ -164,8 +170,10 @@ def test_which_one_answers_makes_no_difference(several):
 
 def test_one_is_killed_while_it_generates(several):
     asked = several.run_on(0, "killed")
+    engine = several.replica(0)
     os.kill(several.pid(0), signal.SIGKILL)
     completions = asked.result(200)
+    several.until(lambda: engine.num_restarts or not engine.is_up)
     assert sorted(int(c.id.rpartition("-")[2]) for c in completions) == list(range(64))
     several.check(completions)
     assert several.call(several.engine.joined(), 200) == 1
@@ -228,7 +236,7 @@ def test_one_is_killed_in_the_middle_of_a_collective(several):
             "broadcast",
             lambda: killers.append(subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"])),
         )
-    assert time.monotonic() - began < GROUP_TIMEOUT_S + 60
+    assert time.monotonic() - began < GROUP_TIMEOUT_S + 120
     killers[0].wait()
     assert ends_soon(several.engine), "as the run asks before it repeats an update"
     waiting = several.ask("waits for the version that is published again")

@@ -32,7 +32,7 @@ def killed(live: LiveEngine) -> set[str]:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(process, end)()
-    engine.wait(20)
+    engine.wait(60)
     return shared
 
 

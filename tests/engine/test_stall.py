@@ -10,10 +10,17 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
+from slipstream.inference.plugin import token_clock
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.weights import check_report, create_bridge
 
 from .conftest import LiveEngine, perturbed
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """An update waits for its first token also where this process stands still meanwhile."""
+    monkeypatch.setattr(token_clock, "_FIRST_TOKEN_S", 600.0)
 
 
 async def test_a_stall_is_from_the_last_token_before_to_the_first_one_after():

@@ -237,9 +237,9 @@ def test_hostile_text_takes_no_time(readers):
     )
     for name in ("hermes", "qwen3_coder"):
         for text in texts:
-            began = time.perf_counter()
+            began = time.thread_time()
             found = read(readers(name), text)
-            assert time.perf_counter() - began < 10, (name, text[:20])
+            assert time.thread_time() - began < 10, (name, text[:20])
             assert not found.failure
 
 

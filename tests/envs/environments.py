@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Score, SingleTurn, Task
 from slipstream.envs.scoring.process import Answer, frame
@@ -114,9 +116,14 @@ class Behaving(SingleTurn):
         await asyncio.sleep(float(seconds))
         return float(number)
 
-    async def _wait_beside(self, seconds):
+    async def _wait_beside(self, number):
+        """How many are at it at once, once there have been `number`."""
         self.at_once = getattr(self, "at_once", 0) + 1
-        await asyncio.sleep(float(seconds))
+        self.most = max(getattr(self, "most", 0), self.at_once)
+        end = time.monotonic() + 30
+        while self.most < int(number) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         at_once = self.at_once
         self.at_once -= 1
         return float(at_once)
@@ -148,9 +155,14 @@ class Behaving(SingleTurn):
         time.sleep(60)
 
 
-def config(name="Behaving", timeout_s=10.0, **settings):
+def config(name="Behaving", timeout_s=60.0, **settings):
     return EnvironmentConfig(name=f"{Path(__file__)}:{name}", reward_timeout_s=timeout_s, settings=settings)
 
 
 def task(answer="4"):
     return Task("t", (), answer)
+
+
+def shorten(pool, timeout_s):
+    """From now on a reward of the pool has so long. What is to succeed is graded before, and may take its time."""
+    pool._rewards._setup = msgspec.structs.replace(pool._rewards._setup, timeout_s=timeout_s)

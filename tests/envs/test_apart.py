@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-import time
+import threading
 from pathlib import Path
 
 import psutil
@@ -56,7 +56,8 @@ class Talk(Environment):
                 except BaseException:
                     pass
         if how == "block a while":
-            time.sleep(2.2)
+            for _ in range(9):  # as the other thread's looks: both stand still where the machine does
+                time.sleep(0.25)
         if how == "raise":
             raise KeyError("odd")
         if how == "exit":
@@ -92,7 +93,8 @@ class Letters:
 
 def config_in(folder):
     (folder / "talk.py").write_text(SOURCE)
-    return EnvironmentConfig(name=str(folder / "talk.py"), apart=True, reward_workers=1)
+    patient = {"reward_timeout_s": 60.0, "tool_timeout_s": 60.0}
+    return EnvironmentConfig(name=str(folder / "talk.py"), apart=True, reward_workers=1, **patient)
 
 
 @pytest.fixture
@@ -113,8 +115,10 @@ class Played:
         self.pool = await ScorerPool(self.config).__aenter__()
         await self.environment.setup()
         engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, "hm"), END])
-        limits = {"request_timeout_s": 20.0, "run_timeout_s": self.run_timeout_s, "context_length": 300}
+        limits = {"request_timeout_s": 60.0, "run_timeout_s": self.run_timeout_s, "context_length": 300}
         self.runner = RolloutRunner(self.environment, self.pool, Letters(), engine, **limits)
+        limits["run_timeout_s"] = 60.0
+        self.patient = RolloutRunner(self.environment, self.pool, Letters(), engine, **limits)
         return self
 
     async def __aexit__(self, *_):
@@ -122,9 +126,11 @@ class Played:
         await self.pool.__aexit__(None, None, None)
 
     async def rollout(self, how):
+        """What is to end well may take its time."""
         task = Task(how, (Message("user", how),), "ok")
         sampling = SamplingParams(max_tokens=4, stop_token_ids=(END,))
-        return await self.runner.run(task, rollout_id=how, group_id=how, sampling=sampling, seed=1)
+        runner = self.patient if how == "plain" else self.runner
+        return await runner.run(task, rollout_id=how, group_id=how, sampling=sampling, seed=1)
 
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -140,17 +146,27 @@ async def with_2_s(tmp_path_factory):
 
 
 async def lag_of(work):
-    """What `work` returns, and the longest time for which the loop did nothing else."""
-    worst, task = 0.0, asyncio.ensure_future(work)
+    """What `work` returns, and the longest time for which the loop did nothing else while another thread ran."""
+    worst, num_ticks, task, ended = 0, 0, asyncio.ensure_future(work), threading.Event()
+
+    def tick():
+        nonlocal num_ticks
+        while not ended.wait(0.02):
+            num_ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
     while not task.done():
-        before = time.monotonic()
+        before = num_ticks
         await asyncio.sleep(0.02)
-        worst = max(worst, time.monotonic() - before)
-    return task.result(), worst
+        worst = max(worst, num_ticks - before)
+    ended.set()
+    thread.join()
+    return task.result(), 0.02 * worst
 
 
 async def test_an_episode_is_the_same_there(config, tmp_path):
-    async with Played(config, tmp_path, 20.0) as played:
+    async with Played(config, tmp_path, 60.0) as played:
         rollouts = await asyncio.gather(*(played.rollout("plain") for _ in range(20)))
         for rollout in rollouts:
             assert (rollout.outcome, rollout.reward, rollout.num_turns) == ("done", 1.75, 2), rollout.error
@@ -174,7 +190,8 @@ async def test_an_episode_is_the_same_there(config, tmp_path):
     ],
 )
 @one_loop
-async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text):
+async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text, monkeypatch):
+    monkeypatch.setattr("slipstream.envs.hosted.process._OUTPUT_WAIT_S", 60.0)
     assert (await with_2_s.rollout("plain")).outcome == "done"
     failed, lag = await lag_of(with_2_s.rollout(how))
     assert (failed.outcome, failed.stop) == ("environment_error", stop), failed.error
@@ -231,6 +248,25 @@ async def test_an_episode_that_waits_for_ever_costs_no_other(with_2_s):
     waits, *others = await asyncio.gather(with_2_s.rollout("nothing"), *(with_2_s.rollout("plain") for _ in range(5)))
     assert (waits.outcome, waits.stop) == ("environment_error", "timeout")
     assert {rollout.outcome for rollout in others} == {"done"}
+
+
+async def test_an_episode_that_is_given_up_before_it_has_begun_costs_no_other(config, tmp_path):
+    """The process stands still meanwhile, and finds both requests at once."""
+    async with Played(config, tmp_path, 60.0) as played:
+        assert (await played.rollout("plain")).outcome == "done"
+        host = played.environment.keeper.host
+        (process,) = psutil.Process(host._process.pid).children()
+        process.suspend()
+        given_up = asyncio.create_task(played.rollout("plain"))
+        while len(host._frames) == 1:
+            await asyncio.sleep(0.01)
+        given_up.cancel()
+        await asyncio.sleep(0.1)
+        process.resume()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        after = await played.rollout("plain")
+        assert (after.outcome, after.metrics["pid"]) == ("done", process.pid), "it was not killed"
 
 
 async def test_what_cannot_be_apart_is_said(config, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.from_python import pack_environment
+from slipstream.envs.hosted import apart as apart_module
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.registry import load_environment, played
@@ -129,7 +130,13 @@ def config_of(tmp_path, apart, how="", **settings):
     diary = tmp_path / f"diary_{apart}"
     given = {"diary": str(diary), "how": how, **settings}
     return EnvironmentConfig(
-        name=str(tmp_path / "talk.py"), apart=apart, reward_workers=1, run_timeout_s=1.5, settings=given
+        name=str(tmp_path / "talk.py"),
+        apart=apart,
+        reward_workers=1,
+        run_timeout_s=1.5,
+        reward_timeout_s=60.0,
+        tool_timeout_s=60.0,
+        settings=given,
     )
 
 
@@ -150,7 +157,7 @@ async def at_work(config, warn, environment=None):
             pool,
             Letters(),
             engine,
-            request_timeout_s=20.0,
+            request_timeout_s=60.0,
             run_timeout_s=config.run_timeout_s,
             context_length=300,
             retries=Retries(2, 60.0),
@@ -162,11 +169,13 @@ async def at_work(config, warn, environment=None):
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(apart_module, "_ANSWER_S", 60.0)
 
 
 async def play(runner, how):
     task = Task("t", (Message("user", "q"),), "ok", {"how": how})
     sampling = SamplingParams(max_tokens=40, stop_token_ids=(END,))
+    runner._run_timeout_s = 1.5 if how == "wait" else 60.0
     return await runner.run(task, rollout_id=how, group_id=how, sampling=sampling, seed=7)
 
 
@@ -236,7 +245,7 @@ async def test_setup_and_close_are_called_and_bounded_and_what_they_raise_is_sai
 
 @pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
 async def test_an_episode_that_is_cancelled_is_closed_and_closing_is_bounded(tmp_path, monkeypatch, apart):
-    monkeypatch.setattr(rollouts_module, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(rollouts_module, "_CLOSE_S", 60.0)
     warnings, config = [], config_of(tmp_path, apart)
     diary = tmp_path / f"diary_{apart}"
     async with at_work(config, warnings.append) as (runner, *_):
@@ -245,9 +254,11 @@ async def test_an_episode_that_is_cancelled_is_closed_and_closing_is_bounded(tmp
             await asyncio.sleep(0.02)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(playing, 10.0)
+            await asyncio.wait_for(playing, 60.0)
         assert diary.read_text().count("closed t {'of': 't'}") == 1
+        monkeypatch.setattr(rollouts_module, "_CLOSE_S", 0.5)
         never_closed = await play(runner, "never closed")
+        monkeypatch.setattr(rollouts_module, "_CLOSE_S", 60.0)
         assert never_closed.outcome == "done", never_closed.error
         assert (await play(runner, "plain")).outcome == "done"
     assert warnings == ["close_episode() of environment Talk failed: did not return within 0.5 s"]

@@ -2,6 +2,7 @@
 in time, and nothing of theirs lives on."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -15,7 +16,7 @@ import numpy
 import pytest
 import tests.envs.hostile as hostile
 import uvloop
-from tests.envs.environments import task
+from tests.envs.environments import shorten, task
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import RewardFailed, RewardTimeout
@@ -70,7 +71,8 @@ def mark(monkeypatch, request):
     monkeypatch.setenv(hostile.MARK, value)
     yield value
     for pid in marked(value):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def marked(mark):
@@ -88,14 +90,14 @@ def marked(mark):
     return found
 
 
-async def none_left(mark, within_s=15.0):
+async def none_left(mark, within_s=60.0):
     end = time.monotonic() + within_s
     while marked(mark) and time.monotonic() < end:
         await asyncio.sleep(0.05)
-    return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(mark)] == []
+    return not marked(mark)
 
 
-def config(timeout_s=10.0, **options):
+def config(timeout_s=60.0, **options):
     return EnvironmentConfig(
         name=hostile.__file__, reward_timeout_s=timeout_s, variables=(hostile.MARK,), reward_workers=1, **options
     )
@@ -129,7 +131,7 @@ async def test_values_and_what_is_left_behind(mark):
         assert "100001 numbers" in str(found["returns many_keys"])
         assert "reward_memory_gib" in str(found["memory x"])
         ended = time.monotonic()
-    assert time.monotonic() - ended < 15
+    assert time.monotonic() - ended < 22, "a guard that ended nothing would be killed after 23 s"
     assert await none_left(mark)
 
 
@@ -145,9 +147,11 @@ async def test_what_ends_the_worker(mark):
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_what_hangs_ends_with_all_that_was_left(mark, run):
     async def main():
-        async with ScorerPool(config(timeout_s=1.0)) as pool:
+        async with ScorerPool(config()) as pool:
+            await grade(pool, LEAVING)
+            shorten(pool, 1.0)
             started = time.monotonic()
-            await grade(pool, LEAVING | HANGING)
+            await grade(pool, HANGING)
             assert pool.num_restarts == len(HANGING)
             assert time.monotonic() - started < 15 * len(HANGING)
             assert len(marked(mark)) <= 2, "the last worker and its guard"
@@ -167,7 +171,7 @@ async def test_coroutines(mark):
 async def test_a_worker_for_each_call_bears_everything(mark):
     modes = VALUES | LEAVING | ENDING | {"patches x": 0.5, "alarm x": 0.5, "coroutine 7": 7.0}
     modes |= dict.fromkeys(("forges x", "junk x", "closes x"), 0.5)  # none of them has a pipe of the protocol's
-    async with ScorerPool(config(timeout_s=5.0, fresh_worker=True)) as pool:
+    async with ScorerPool(config(fresh_worker=True)) as pool:
         await grade(pool, modes)
         assert len(marked(mark)) <= 2, "the worker and its guard"
         assert pool.num_restarts <= 5

@@ -1,7 +1,10 @@
 """Tools of a real server of the Model Context Protocol, listed in this process and called in workers."""
 
+import asyncio
+import contextlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -51,8 +54,11 @@ async def test_any_environment_can_be_given_a_servers_tools(tmp_path, monkeypatc
         assert failure in ("error", "died")
         assert await call("price", article="pear") == ("", "3"), "the server is started again"
         assert (await pool.score(task, task.answer)).reward == 1.0
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert [child for child in left if "mcp_server" in " ".join(child.cmdline())] == []
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            left += [child] if child.pid not in before and "mcp_server" in " ".join(child.cmdline()) else []
+    assert left == []
 
 
 @pytest.mark.parametrize(
@@ -86,3 +92,47 @@ def test_functions_of_a_file_and_the_most_turns(tmp_path):
         load_environment(config(tmp_path, f"{file}:doubel"))
     with pytest.raises(ConfigError, match=r"environment\.max_turns = 7 has no effect: rows has one turn and no tools"):
         load_environment(config(tmp_path, max_turns=7))
+
+
+class ClosedResourceError(Exception):
+    """As the SDK's streams raise it."""
+
+
+async def test_a_call_that_hears_late_of_a_servers_end_does_not_end_the_next_one(monkeypatch):
+    """Which may be about to start, so that nobody would be told any more that it has."""
+    calls, may_start, num_started = [], asyncio.Event(), 0
+
+    class Session:
+        def call_tool(self, name, arguments):
+            calls.append(asyncio.get_running_loop().create_future())
+            return calls[-1]
+
+    async def run(self, ready):
+        nonlocal num_started
+        num_started += 1
+        if num_started > 1:
+            await may_start.wait()
+        ready.set_result(Session())
+        await asyncio.Event().wait()
+
+    async def until(reached):
+        while not reached():
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(mcp_servers._Server, "_run", run)
+    call = mcp_servers._Server([], {}).tool({"function": {"name": "say"}})
+    early, late = asyncio.create_task(call()), asyncio.create_task(call())
+    await until(lambda: len(calls) == 2)
+    calls[0].set_exception(ClosedResourceError())
+    with pytest.raises(ClosedResourceError):
+        await early
+    after = asyncio.create_task(call())
+    await until(lambda: num_started == 2)
+    calls[1].set_exception(ClosedResourceError())
+    with pytest.raises(ClosedResourceError):
+        await late
+    may_start.set()
+    async with asyncio.timeout(60):
+        await until(lambda: len(calls) == 3)
+    calls[2].set_result(SimpleNamespace(model_dump=lambda **_: {"content": [{"type": "text", "text": "said"}]}))
+    assert (await after).content == "said"

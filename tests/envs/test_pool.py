@@ -15,6 +15,7 @@ from tests.envs.environments import config, task
 from slipstream.config.planned import PlannedEnvironment
 from slipstream.envs.base import MAX_METRICS, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
+from slipstream.envs.scoring import workers
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.envs.scoring.process import Worker
 from slipstream.errors import ConfigError, EnvironmentFault
@@ -30,7 +31,7 @@ def alive(pid):
     return state != "Z"
 
 
-async def gone(pid, within_s=20.0):
+async def gone(pid, within_s=60.0):
     end = time.monotonic() + within_s
     while alive(pid) and time.monotonic() < end:
         await asyncio.sleep(0.02)
@@ -91,7 +92,13 @@ async def test_the_traceback_comes_along(scorer):
     assert "slipstream/envs/base.py" not in failure.value.details, "only the environment's own calls"
 
 
-async def test_a_hanging_reward_is_killed_and_the_others_are_graded():
+@pytest.fixture
+def patient(monkeypatch):
+    """Guards and workers have time to say how a worker ended or where it hung; it passes only where they do not."""
+    monkeypatch.setattr("slipstream.envs.scoring.process._OUTPUT_WAIT_S", 60.0)
+
+
+async def test_a_hanging_reward_is_killed_and_the_others_are_graded(patient):
     async with ScorerPool(config(timeout_s=1.0)) as pool:
         first = (await pool.score(task(), "pid x")).reward
         started = time.monotonic()
@@ -99,7 +106,7 @@ async def test_a_hanging_reward_is_killed_and_the_others_are_graded():
             *(pool.score(task("4"), text) for text in ["4", "4", "hang x", "4", "5", "hang x", "4"]),
             return_exceptions=True,
         )
-        assert time.monotonic() - started < 50, "it would hang for 60 s"
+        assert time.monotonic() - started < 110, "they would hang for 120 s"
         kinds = [type(result) if isinstance(result, Exception) else result.reward for result in results]
         assert kinds == [1.0, 1.0, RewardTimeout, 1.0, 0.0, RewardTimeout, 1.0]
         assert "killed after 1 s" in str(results[2])
@@ -129,7 +136,7 @@ async def test_a_busy_event_loop_is_not_taken_for_a_slow_reward():
 @pytest.mark.parametrize("how", ["returns", "raises", "writes", "unseen"])
 async def test_a_child_that_comes_back_from_a_reward_answers_nothing(how):
     """Neither for its own completion nor, with the pipes that it has from its parent, for those that follow."""
-    async with ScorerPool(config(timeout_s=5.0)) as pool:
+    async with ScorerPool(config()) as pool:
         await asyncio.gather(*(pool.score(task(), "number 1") for _ in range(60)))  # many are under way at once now
         for _ in range(3):
             asked = [f"fork {how}", *(f"number {number}" for number in range(1, 60))]
@@ -139,7 +146,7 @@ async def test_a_child_that_comes_back_from_a_reward_answers_nothing(how):
 
 
 async def test_an_answer_that_the_worker_did_not_give_is_believed_by_nobody():
-    async with ScorerPool(config(timeout_s=5.0)) as pool:
+    async with ScorerPool(config()) as pool:
         await asyncio.gather(*(pool.score(task(), "number 1") for _ in range(60)))
         asked = ["number 0", "forge x", *(f"number {number}" for number in range(2, 60))]
         found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
@@ -149,7 +156,7 @@ async def test_an_answer_that_the_worker_did_not_give_is_believed_by_nobody():
         assert pool.num_restarts == 1
 
 
-async def test_a_reward_that_ends_its_process_fails_alone():
+async def test_a_reward_that_ends_its_process_fails_alone(patient):
     async with ScorerPool(config()) as pool:
         for completion, said in [("exit 0", "exit code 0"), ("exit 7", "exit code 7"), ("kill x", "SIGSEGV")]:
             results = await asyncio.gather(
@@ -168,9 +175,12 @@ async def test_printing_and_reading_do_not_disturb_the_protocol():
 
 async def test_what_the_reward_started_dies_with_it(tmp_path):
     async with ScorerPool(config(timeout_s=1.0)) as pool:
-        with pytest.raises(RewardTimeout):
-            await pool.score(task(), f"child {tmp_path / 'pid'}")
-        assert await gone(int((tmp_path / "pid").read_text()))
+        pid = tmp_path / "pid"
+        pid.touch()
+        while not pid.read_text():  # it may not come so far in a second
+            with pytest.raises(RewardTimeout):
+                await pool.score(task(), f"child {pid}")
+        assert await gone(int(pid.read_text()))
 
 
 async def test_memory_is_bounded():
@@ -211,13 +221,20 @@ async def test_leaving_ends_the_workers_and_the_waiting_calls():
         hanging = [asyncio.create_task(pool.score(task(), "hang x")) for _ in range(100)]
         await asyncio.sleep(0.1)
     assert not alive(pid)
-    results = await asyncio.wait_for(asyncio.gather(*hanging, return_exceptions=True), 20.0)
+    results = await asyncio.wait_for(asyncio.gather(*hanging, return_exceptions=True), 60.0)
     assert all(isinstance(result, EnvironmentFault) for result in results)
     with pytest.raises(EnvironmentFault, match="were stopped"):
         await pool.score(task(), "4")
 
 
-async def test_an_environment_that_cannot_be_made_is_a_fault_at_the_start(tmp_path):
+async def test_a_pool_that_is_left_at_once_leaves_no_worker():
+    async with ScorerPool(config()) as pool:
+        worker = pool._rewards._slots[0].worker
+    assert not worker.alive
+    assert not alive(worker._process.pid)
+
+
+async def test_an_environment_that_cannot_be_made_is_a_fault_at_the_start(tmp_path, patient):
     with pytest.raises(EnvironmentFault, match="has no class 'Missing'"):
         await ScorerPool(config("Missing")).__aenter__()
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
@@ -276,6 +293,7 @@ async def test_many_quick_rewards_travel_together(monkeypatch):
     sizes = []
     send = Worker.send
     monkeypatch.setattr(Worker, "send", lambda self, data: sizes.append(len(data)) or send(self, data))
+    monkeypatch.setattr(workers, "_BATCH_S", 60.0)  # none is slow, however busy the machine is
     async with ScorerPool(config()) as pool:
         sizes.clear()
         await asyncio.gather(*(pool.score(task("4"), "4") for _ in range(4000)))
@@ -314,14 +332,14 @@ def test_a_reward_has_no_second_way_to_the_answers():
 @pytest.mark.parametrize("error", [ConnectionResetError("pipe"), ValueError("unforeseen")])
 async def test_whatever_breaks_the_grading_nobody_waits_for_ever(monkeypatch, error):
     monkeypatch.setattr("slipstream.envs.scoring.process._OUTPUT_WAIT_S", 0.2)  # which passes in full
-    async with ScorerPool(config(timeout_s=5.0)) as pool:
+    async with ScorerPool(config()) as pool:
 
         async def broken(self):
             raise error
 
         monkeypatch.setattr(Worker, "_read", broken)
         calls = asyncio.gather(*(pool.score(task("4"), "4") for _ in range(3)), return_exceptions=True)
-        found = await asyncio.wait_for(calls, 30.0)
+        found = await asyncio.wait_for(calls, 60.0)
     assert all(isinstance(each, EnvironmentFault) for each in found)
     assert isinstance(error, ConnectionError) or "unforeseen" in str(found[0])
 
@@ -340,19 +358,19 @@ async def test_a_worker_has_no_keys_but_those_that_are_named(monkeypatch):
 
 
 async def test_coroutines_are_graded_side_by_side():
-    async with ScorerPool(config(timeout_s=10.0), num_workers=1) as pool:
+    async with ScorerPool(config(), num_workers=1) as pool:
         await pool.score(task(), "wait 0 1")
         started = time.monotonic()
         asked = [(0.5 + 0.01 * (number % 7), number) for number in range(60)]
         found = await asyncio.gather(*(pool.score(task(), f"wait {seconds} {number}") for seconds, number in asked))
-        assert time.monotonic() - started < 15, "30 s one after the other"
+        assert time.monotonic() - started < 30, "31 s one after the other"
         assert [score.reward for score in found] == [float(number) for number in range(60)]
 
 
 async def test_more_coroutines_than_may_run_at_once_wait_their_turn():
-    few = config(timeout_s=10.0).model_copy(update={"reward_concurrency": 3})
+    few = config().model_copy(update={"reward_concurrency": 3})
     async with ScorerPool(few, num_workers=1) as pool:
-        found = await asyncio.gather(*(pool.score(task(), "wait_beside 0.1") for _ in range(12)))
+        found = await asyncio.gather(*(pool.score(task(), "wait_beside 3") for _ in range(12)))
         assert max(score.reward for score in found) == 3.0
 
 
@@ -370,7 +388,7 @@ async def test_a_coroutine_that_hangs_is_alone_to_blame():
 @pytest.mark.parametrize(("how", "kind"), [("sleep 60", RewardTimeout), ("exit 3", RewardFailed)])
 @pytest.mark.quick("exit*")
 async def test_a_coroutine_that_takes_its_worker_along_is_alone_to_blame(how, kind):
-    async with ScorerPool(config(timeout_s=1.5), num_workers=1) as pool:
+    async with ScorerPool(config(timeout_s=1.5 if kind is RewardTimeout else 60.0), num_workers=1) as pool:
         asked = [f"wait 0.25 {number}" for number in range(4)]
         asked[2:2] = [f"in_coroutine {how}"]
         found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
@@ -379,13 +397,13 @@ async def test_a_coroutine_that_takes_its_worker_along_is_alone_to_blame(how, ki
 
 
 async def test_a_plain_reward_among_coroutines_may_have_a_loop_of_its_own():
-    async with ScorerPool(config(timeout_s=5.0), num_workers=1) as pool:
+    async with ScorerPool(config(), num_workers=1) as pool:
         asked = [text for number in range(5) for text in (f"wait 0.2 {number}", f"own_loop {number}")]
         found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
         assert [score.reward for score in found] == [float(number) for number in range(5) for _ in (0, 1)]
 
 
-async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call():
+async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call(patient):
     fresh = config(timeout_s=1.0).model_copy(update={"fresh_worker": True})
     async with ScorerPool(fresh) as pool:
         asked = [
@@ -425,7 +443,8 @@ async def test_metrics_beyond_what_a_run_can_keep_are_counted():
     assert len(warnings) == 1
 
 
-async def test_further_workers_start_only_where_rewards_wait(tmp_path):
+async def test_further_workers_start_only_where_rewards_wait(monkeypatch):
+    monkeypatch.setattr(workers, "_PATIENCE_S", 20.0)  # for none of them, however busy the machine is
     async with ScorerPool(config(timeout_s=60.0), num_workers=3) as pool:
         found = await asyncio.gather(*(pool.score(task(), "pid x") for _ in range(200)))
         assert len({score.reward for score in found}) == 1
@@ -436,8 +455,8 @@ def test_a_program_that_holds_the_pipes_delays_nobody(run):
     async def main():
         async with ScorerPool(config(timeout_s=1.0)) as pool:
             with pytest.raises(RewardTimeout):
-                await pool.score(task(), "program 60")
+                await pool.score(task(), "program 120")
 
     started = time.monotonic()
     run(main())
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100

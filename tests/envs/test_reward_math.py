@@ -7,6 +7,7 @@ import time
 
 import pytest
 from math_verify import parse, verify
+from tests.envs.environments import shorten
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import RewardTimeout
@@ -113,7 +114,7 @@ def test_a_right_answer_that_takes_for_ever_is_named(math, monkeypatch, hangs):
     start = time.monotonic()
     with pytest.raises(DataError, match=r"row 7: the answer .* takes more than 2 s to parse and compare"):
         math.check([Checked("row 6", task(r"\frac{1}{3}")), Checked("row 7", task(hangs))])
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
 
 
 HANGS = r"$\binom{10^{9}}{500000000}$"
@@ -125,12 +126,14 @@ async def test_an_answer_on_which_sympy_hangs_is_killed(tmp_path):
     settings = {"path": str(tmp_path / "rows.jsonl"), "reward": "math"}
     config = EnvironmentConfig(name="rows", settings=settings)
     found = load_environment(config).tasks("train", 1)[0]
-    async with ScorerPool(config, timeout_s=4.0) as scorer:
+    async with ScorerPool(config, timeout_s=60.0) as scorer:
         assert (await scorer.score(found, f"\\boxed{{{found.answer}}}")).reward == 1.0
+        shorten(scorer, 4.0)
         start = time.monotonic()
         with pytest.raises(RewardTimeout):
             await scorer.score(found, HANGS)
-        assert time.monotonic() - start < 12
+        assert time.monotonic() - start < 25
+        shorten(scorer, 60.0)
         assert (await scorer.score(found, f"${found.answer}$")).reward == 1.0
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from tests.envs.environments import shorten
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.answers import last_number
@@ -113,11 +114,12 @@ async def test_a_reward_function_of_verl_runs_unchanged_and_is_killed_when_it_ha
     config = EnvironmentConfig(name="rows", settings={**settings, "gold_column": "extra_info.answer"})
     environment = load_environment(config)
     task = environment.tasks("train", 1)[0]
-    async with ScorerPool(config, timeout_s=2.0) as scorer:
+    async with ScorerPool(config, timeout_s=60.0) as scorer:
         score = await scorer.score(task, environment.gold(task))
         assert score.reward == 1.0
         assert score.metrics == {"acc": 1.0, "index": float(task.info["extra_info"]["index"])}
         assert (await scorer.score(task, "<think>#### -7</think>")).reward == 0.0
+        shorten(scorer, 2.0)
         with pytest.raises(Exception, match="was killed after 2 s"):
             await scorer.score(task, "hang")
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(bool(why_not(NAMESPACES)), reason=f"no namespace
 both = pytest.mark.parametrize("limits", [NAMESPACES, LIMITS], ids=["namespaces", "limits"])
 
 
-def run(program, limits=NAMESPACES, text=b"", seconds=8.0, cpu_s=5.0):
+def run(program, limits=NAMESPACES, text=b"", seconds=60.0, cpu_s=5.0):
     with Sandbox({"main.py": textwrap.dedent(program)}, ["main.py"], limits, cpu_s) as sandbox:
         return sandbox.run(text, time.monotonic() + seconds)
 
@@ -45,7 +46,7 @@ def processes(mark):
     return found
 
 
-def gone(mark, within_s=5.0):
+def gone(mark, within_s=60.0):
     end = time.monotonic() + within_s
     while (left := processes(mark)) and time.monotonic() < end:
         time.sleep(0.02)
@@ -68,18 +69,17 @@ def test_it_sees_nothing_of_the_environment(limits, monkeypatch):
 
 
 @both
-def test_its_folder_is_removed(limits):
-    before = {*os.listdir(os.environ.get("TMPDIR", "/tmp"))}
+def test_its_folder_is_removed(limits, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     output("open('x', 'w').write('y'); import os; print(os.getcwd())", limits)
-    left = {*os.listdir(os.environ.get("TMPDIR", "/tmp"))} - before
-    assert [name for name in left if name.startswith("slipstream-sandbox-")] == []
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("family", ["inet", "unix", "abstract"])
 def test_no_network(family, tmp_path):
     kind = socket.AF_INET if family == "inet" else socket.AF_UNIX
     with socket.socket(kind) as server:
-        name = "\0slipstream-test" if family == "abstract" else str(tmp_path / "s")
+        name = f"\0slipstream-test-{os.getpid()}" if family == "abstract" else str(tmp_path / "s")
         server.bind(("127.0.0.1", 0) if family == "inet" else name)
         server.listen()
         address = server.getsockname()
@@ -153,7 +153,7 @@ def test_no_way_back_through_parents_links_mounts_or_descriptors():
 
 
 def test_no_process_of_the_machine_can_be_seen_or_signalled():
-    with subprocess.Popen(["sleep", "30"]) as other:
+    with subprocess.Popen(["sleep", "600"]) as other:
         program = f"""
             import os
             found = [os.getpid() < 10]
@@ -185,14 +185,14 @@ def test_a_daemon_does_not_outlive_it(limits):
             os.setsid()
             if os.fork() == 0:
                 os.closerange(0, 3)
-                os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", {mark!r}])
+                os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", {mark!r}])
             os._exit(0)
         time.sleep(0.3)
         print("started")
     """
     start = time.monotonic()
     assert output(program, limits) == "started"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 50
     assert gone(mark)
 
 
@@ -203,37 +203,41 @@ def test_a_daemon_does_not_outlive_a_deadline_either(limits):
         import os, sys, time
         if os.fork() == 0:
             os.setsid()
-            os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", {mark!r}])
+            os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", {mark!r}])
         print("here", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
-    found = run(program, limits, seconds=1.5)
+    for seconds in (1.5, 15.0, 60.0):  # on a busy machine it may not come so far at first
+        found = run(program, limits, seconds=seconds)
+        if found.output:
+            break
     assert (found.status, found.reason, found.output) == (None, "deadline", b"here\n")
     assert gone(mark)
 
 
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
-    mark = f"slipstream-orphan-{os.getpid()}"
-    before = {*os.listdir("/tmp")}
+    mark, folder = f"slipstream-orphan-{os.getpid()}", tmp_path / "temporary"
+    folder.mkdir()
     program = f"""
         import time
         from slipstream.envs.rewards.sandbox import *
-        text = "import os, sys\\ncommand = [sys.executable, '-S', '-c', 'import time; time.sleep(60)', {mark!r}]\\n"
+        text = "import os, sys\\ncommand = [sys.executable, '-S', '-c', 'import time; time.sleep(600)', {mark!r}]\\n"
         text += "os.execv(sys.executable, command)"
         with Sandbox({{"main.py": text}}, ["main.py"], Limits(), 5.0) as sandbox:
             print("up", flush=True)
-            sandbox.run(b"", time.monotonic() + 60)
+            sandbox.run(b"", time.monotonic() + 600)
     """
-    caller = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=tmp_path)
+    command, environment = [sys.executable, "-c", textwrap.dedent(program)], {**os.environ, "TMPDIR": str(folder)}
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment)
     caller.stdout.readline()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not processes(mark) and time.monotonic() < end:
         time.sleep(0.02)
     assert processes(mark)
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     assert gone(mark)
-    assert not [name for name in {*os.listdir("/tmp")} - before if name.startswith("slipstream-sandbox-")]
+    assert not list(folder.iterdir())
 
 
 def test_a_fork_bomb_is_bounded_and_ends():
@@ -257,7 +261,7 @@ def test_a_fork_bomb_is_bounded_and_ends():
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass", limits, seconds=1.0
     )
     assert found.reason == "deadline"
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 28, "its processes would end after 30 s"
     # Sandboxes side by side do not take one another's processes.
     results = []
     threads = [threading.Thread(target=lambda: results.append(int(output(program, limits)))) for _ in range(3)]
@@ -269,9 +273,7 @@ def test_a_fork_bomb_is_bounded_and_ends():
 @both
 def test_memory_cpu_and_files_are_bounded(limits):
     assert b"MemoryError" in run("x = bytearray(2 << 30)", limits).errors
-    start = time.monotonic()
-    assert run("while True: pass", limits, cpu_s=0.5, seconds=20).status in (128 + 9, 128 + 24)
-    assert time.monotonic() - start < 8
+    assert run("while True: pass", limits, cpu_s=0.5).status in (128 + 9, 128 + 24), "and not its deadline"
     program = "f = open('x', 'wb')\nfor _ in range(200): f.write(bytes(1 << 20))"
     assert run(program, limits).status != 0
 
@@ -297,14 +299,17 @@ def test_endless_output_is_cut(limits):
     found = run("while True: print('y' * 1000)", limits)
     assert found.reason == "output"
     assert len(found.output) <= limits.output_mib * 2**20 + 65536
-    found = run("import sys\nwhile True: sys.stderr.write('y' * 1000)", limits, seconds=1.0)
+    for seconds in (1.0, 10.0, 60.0):
+        found = run("import sys\nwhile True: sys.stderr.write('y' * 1000)", limits, seconds=seconds, cpu_s=100.0)
+        if len(found.errors) == 4096:
+            break
     assert (found.reason, len(found.errors)) == ("deadline", 4096)
 
 
 @both
 def test_input_that_nobody_reads_blocks_nothing(limits):
     assert output("print('no')", limits, text=b"x" * (1 << 20)) == "no"
-    assert run("import time; time.sleep(60)", limits, text=b"x" * (1 << 20), seconds=1.0).reason == "deadline"
+    assert run("import time; time.sleep(600)", limits, text=b"x" * (1 << 20), seconds=1.0).reason == "deadline"
 
 
 def test_a_sandbox_that_cannot_be_made_says_why(monkeypatch):
@@ -347,7 +352,7 @@ except OSError:
 print(os.getuid(), writable, told)
 '''
 with Sandbox({"main.py": program}, ["main.py"], limits, 5.0) as sandbox:
-    print(sandbox.run(b"", time.monotonic() + 10).output.decode())
+    print(sandbox.run(b"", time.monotonic() + 60).output.decode())
 """
 
 

@@ -411,14 +411,14 @@ def test_a_server_that_answers_byte_by_byte(from_server, monkeypatch):
         handler.send_response(200)
         handler.send_header("Content-Length", "10240")
         handler.end_headers()
-        for _ in range(200):
+        for _ in range(1200):
             handler.wfile.write(b"x")
             time.sleep(0.05)
 
     for operation in ("LIST", "GET"):
         began = time.monotonic()
         from_server(r"has not answered within 1 s: check the network", **{operation: trickles})
-        assert time.monotonic() - began < 8.0
+        assert time.monotonic() - began < 50.0, "the answer would take 60 s"
 
 
 @pytest.mark.full
@@ -458,11 +458,12 @@ def test_a_role_that_is_not_given(working, tmp_path, monkeypatch, caplog):
 @pytest.mark.full
 def test_nothing_listens(working, monkeypatch):
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
-    with failing(lambda *_: None) as url:
-        pass
-    give_credentials(monkeypatch, url)
-    problem = rf"^{ADDRESS} at {url} does not answer, or breaks off \(EndpointConnectionError\)"
-    said(ConfigError, problem, push, working, ADDRESS)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and nobody else can
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        give_credentials(monkeypatch, url)
+        problem = rf"^{ADDRESS} at {url} does not answer, or breaks off \(EndpointConnectionError\)"
+        said(ConfigError, problem, push, working, ADDRESS)
 
 
 def test_a_download_that_breaks_off_is_tried_again(from_server):
@@ -498,4 +499,4 @@ def test_sizes_are_bounded(from_server, monkeypatch):
 
     began = time.monotonic()
     from_server(r"is not as long as its [\d,]+ listed bytes", DataError, GET=endless)
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 100.0

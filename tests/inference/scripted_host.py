@@ -138,6 +138,6 @@ def ask(id_="a", **fields):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)

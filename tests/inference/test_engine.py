@@ -42,7 +42,7 @@ class Sleepers(Subprocesses):
         self.numbers, self.started = list(numbers), []
 
     def launch(self, module, arguments, environment, log):
-        command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
         self.started.append(child_process.launch(command, environment, log))
         os.kill(self.started[-1].pid, self.numbers.pop(0))
         return self.started[-1]
@@ -54,7 +54,7 @@ async def test_one_that_is_stopped_or_killed_before_it_is_ready_is_started_again
     engine = SupervisedEngine(
         EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8),
         tmp_path / "log",
-        start_timeout_s=30,
+        start_timeout_s=120,
         silence_s=0.5,
         max_restarts=1,
         on_event=lambda kind, **fields: events.append((kind, fields)),
@@ -62,7 +62,7 @@ async def test_one_that_is_stopped_or_killed_before_it_is_ready_is_started_again
     )
     engine.launch()
     with pytest.raises(EngineError, match=r"the engine did not start: engine process ended with code -9"):
-        await asyncio.wait_for(engine.wait_ready(), 20)
+        await asyncio.wait_for(engine.wait_ready(), 120)
     ((kind, fields),) = events
     assert (kind, fields["number"], len(launcher.started)) == ("engine_restart", 1, 2)
     assert fields["reason"].startswith(
@@ -77,7 +77,7 @@ async def test_one_that_is_killed_by_the_end_of_the_run_is_not_started_again(tmp
     engine = SupervisedEngine(
         EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8),
         tmp_path / "log",
-        start_timeout_s=30,
+        start_timeout_s=120,
         max_restarts=1,
         on_event=lambda kind, **fields: pytest.fail(kind),
         launcher=launcher,
@@ -87,6 +87,6 @@ async def test_one_that_is_killed_by_the_end_of_the_run_is_not_started_again(tmp
     await asyncio.sleep(0.2)
     engine.kill()
     with pytest.raises(EngineError, match="did not start"):
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 60)
     assert len(launcher.started) == 1
     await engine.process.client.close()

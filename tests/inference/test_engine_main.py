@@ -81,7 +81,7 @@ def process(monkeypatch):
 async def serve(process, monkeypatch, **settings):
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(loop, "add_signal_handler", process.handlers.__setitem__, raising=False)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await main.serve(msgspec.structs.replace(SETTINGS, **settings))
 
 

@@ -71,6 +71,7 @@ class Stepping(Engine):
         self.running, self.length, self.threads, self.steps = {}, {}, set(), 0
         self.gate, self.error = threading.Event(), None
         self.gate.set()
+        self.is_held = lambda: bool(self.gate._cond._waiters)  # a step waits at the gate, which is closed
         core = SimpleNamespace(scheduler=SimpleNamespace(requests={}))
         self.engine_core = SimpleNamespace(engine_core=core)
 
@@ -86,7 +87,8 @@ class Stepping(Engine):
 
     def step(self):
         self.threads.add(threading.current_thread().name)
-        assert self.gate.wait(10)
+        if self.running:  # calls are followed by a step without requests
+            assert self.gate.wait(60)
         self.steps += 1
         if self.error:
             raise self.error
@@ -125,9 +127,8 @@ class Awaited(Engine):
         self.errored, self.counts, self.streams = False, [{}, {}], {}
         queue = SimpleNamespace(left=0)
         queue.empty = lambda: queue.left == 0 or not self._take()
-        self.engine_core = SimpleNamespace(outputs_queue=queue, core_engines=[0, 1])
+        self.engine_core = SimpleNamespace(outputs_queue=queue, core_engines=[0, 1], _call_utility_async=self._flush)
         self.engine_core.pause_scheduler_async = self._noted("pause_scheduler_async")
-        self.engine_core._call_utility_async = self._flush
         self.on_flush = lambda: None
 
     def _take(self):
@@ -192,11 +193,12 @@ def host():
     yield made
     made._engine.gate.set()
     made.shutdown()
+    made._thread.join(60)
     assert not made._thread.is_alive()
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -237,10 +239,11 @@ async def test_a_paused_host_makes_no_step_and_counts_the_tokens_of_each_version
     flushed = [SimpleNamespace(new_token_ids=[1])]
     monkeypatch.setattr(delivery, "flush", lambda core: ticks.append(host.clock.ignores_tokens) or flushed)
     await host.set_version("0.1")
-    running = asyncio.create_task(host.generate("p", 40, "a"))
+    running = asyncio.create_task(host.generate("p", 10**9, "a"))
     await until(lambda: host._engine.steps > 2)
     await host.pause()
     steps, made = host._engine.steps, len(host._engine.running["a"])
+    host._engine.length["a"] = made + 20
     before = host.clock.num_steps
     later = asyncio.create_task(host.generate("q", 2, "b"))
     await asyncio.sleep(0.01)
@@ -256,10 +259,10 @@ async def test_a_paused_host_makes_no_step_and_counts_the_tokens_of_each_version
 
 async def test_a_pause_with_tokens_that_did_not_arrive_fails(host, monkeypatch):
     monkeypatch.setattr(delivery, "flush", lambda core: [])
-    running = asyncio.create_task(host.generate("p", 10_000, "a"))
+    running = asyncio.create_task(host.generate("p", 10**9, "a"))
     await until(lambda: host._engine.steps > 2)
     host._engine.gate.clear()
-    await asyncio.sleep(0.01)
+    await until(host._engine.is_held)
     host._engine.output_processor.request_states["a-internal"].tokens -= 1
     pausing = asyncio.create_task(host.pause())
     await asyncio.sleep(0)
@@ -278,13 +281,12 @@ async def test_what_vllm_refuses_or_a_cancelled_call_concerns_nobody_else(host):
     host._engine.answers["add_request"] = ValueError("too long")
     with pytest.raises(ValueError, match="too long"):
         await host.generate("p", 1, "a")
-    host._engine.answers.clear()
-    host._engine.answers["collective_rpc"] = KeyError("method")
+    host._engine.answers = {"collective_rpc": KeyError("method")}
     with pytest.raises(KeyError):
         await host.rpc("method")
     host._engine.gate.clear()
     running = asyncio.create_task(host.generate("p", 5, "b"))
-    await until(lambda: host._waiting)
+    await until(host._engine.is_held)
     for _ in range(2):
         calling = asyncio.create_task(host.rpc("other"))
         await asyncio.sleep(0.005)
@@ -432,10 +434,9 @@ async def test_an_answer_that_nobody_waits_for_any_more_ends_nothing_else(host):
     engine = host._engine
     engine.gate.clear()
     running = asyncio.create_task(host.generate("p", 1, "a"))
-    await until(lambda: host._waiting)
+    await until(engine.is_held)  # within the step that ends it
     before = engine.step
     engine.step = lambda: [output("unknown", [1]), *before()]
-    await asyncio.sleep(0.005)  # within the step that ends it
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -237,10 +237,11 @@ async def test_without_files_engines_that_all_die_in_an_update_wait_for_its_repe
     for engine in several.engines:
         engine.kill()
     if asked is not None:
-        await asyncio.sleep(0.05)  # it looks again, and has them started
+        async with asyncio.timeout(60):
+            while not all(engine.is_alive for engine in several.engines):  # it looks again, and has them started
+                await asyncio.sleep(0.001)
         assert not asked.done()
         for engine in several.engines:
-            assert engine.is_alive
             engine.apply_error = EngineError("no file holds its weights")  # those of the process that died
     several.let_go()
     with pytest.raises(EngineError, match="no file holds its weights"):

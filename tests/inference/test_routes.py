@@ -89,7 +89,7 @@ def frames(body):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

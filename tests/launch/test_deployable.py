@@ -243,4 +243,4 @@ def test_a_name_that_is_nowhere_is_told_at_once(place, monkeypatch, capsys, name
         assert ended.value.code == 2
         assert named in said
         assert "the hub cannot be asked for it" in said or "does not exist" in said
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 28

@@ -84,10 +84,10 @@ class Server:
 
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
         thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
         yield self
         loop.call_soon_threadsafe(self.stop.set)
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_no_password_of_an_address_is_shown_or_kept(server, run_file, slipstream
     assert server.keys == {"Basic bWU6b3Blbi1zZXNhbWU="}
 
 
-def request(timeout_s=5.0):
+def request(timeout_s=60.0):
     prompt = MessageTokens().render([Message("user", "1 + ü")])
     return GenerateRequest("r", prompt, SamplingParams(8, top_p=0.5), timeout_s=timeout_s)
 
@@ -271,8 +271,11 @@ async def test_requests_that_are_given_up_are_counted(server):
         assert "status 400: not now, ***" in refused.error
         server.fail = [307]
         assert "status 307" in (await chat.generate(request())).error
-        server.fail = [503] * 20
-        late = await chat.generate(request(0.8))
+        for timeout_s in (0.8, 10.0):  # on a busy machine there may be no answer in less than a second
+            server.fail = [503] * 20
+            late = await chat.generate(request(timeout_s))
+            if "status 503" in late.error:
+                break
         assert (late.finish_reason, late.cause) == ("abort", "late")
         assert "status 503" in late.error
         assert (chat.num_tokens, chat.num_counted) == (3, 1)

@@ -48,7 +48,7 @@ def hooks_of(thread, engine, kind, *, sleeps=True):
     config = SimpleNamespace(algorithm=SimpleNamespace(kind=kind), matching=None)
     run = SimpleNamespace(config=config, log=log, progress=SimpleNamespace())
     caller = LocalCaller(thread, executor_of(engine))
-    return RunHooks(run, caller, SleepWake(caller, log, sleeps=sleeps, timeout_s=5.0))
+    return RunHooks(run, caller, SleepWake(caller, log, sleeps=sleeps, timeout_s=60.0))
 
 
 def step(hooks):

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,12 +71,15 @@ def test_what_ends_the_run_at_once(at_once, numbers):
 
 
 def test_a_sigterm_that_a_scheduler_and_the_supervisor_send_is_one(at_once, monkeypatch):
-    monkeypatch.setattr(signals, "_SAME_S", 0.5)
+    now = [100.0]
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with StopRequest(lambda: at_once.append(1), num_passed_on=lambda: 0) as stop:
-        send(TERM, TERM)
+        send(TERM)
+        now[0] += 0.9
+        send(TERM)
         assert stop()
         assert at_once == []
-        time.sleep(0.6)
+        now[0] += 1.1
         with pytest.raises(Ended):
             send(TERM)
     with StopRequest(lambda: at_once.append(2), num_passed_on=lambda: 0), pytest.raises(Ended):
@@ -112,10 +116,10 @@ def test_the_deadline_that_follows(number):
     with StopRequest(lambda: killed.append(1), grace=grace):
         began = time.monotonic()
         send(number)
-        assert grace.over.wait(10)
+        assert grace.over.wait(60)
     ((ended, at),) = grace.ended
     assert ended == number
-    assert 0.2 <= at - began < 5
+    assert at - began >= 0.2
     assert killed == [1]
     assert signal.getsignal(number) is before
 
@@ -143,13 +147,16 @@ def test_there_is_no_deadline_for_those_who_leave_or_press_ctrl_c():
     with StopRequest(grace=grace):
         send(INT)
         time.sleep(0.5)
+    grace.seconds = 600.0  # only who waits no longer ends before
     with StopRequest(grace=grace) as stop:
         send(TERM)
         assert stop()
-    time.sleep(0.5)
-    assert grace.ended == []
     assert signal.set_wakeup_fd(wakeup) == wakeup
-    assert not any(thread.name == "grace" for thread in threading.enumerate())
+    until = time.monotonic() + 60
+    while any(thread.name == "grace" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert grace.ended == []
 
 
 def test_a_signal_to_a_fork_is_not_its_parents():

@@ -41,7 +41,7 @@ def test_stages_before_and_after_there_is_a_folder_and_those_of_the_first_rows(t
         stages.begin_steps(3)
         with stages.stage(WAIT):
             time.sleep(0.02)
-        log.metrics(3, {"time/update_s": 0.5, "time/evaluate_s": 2.0})
+        log.metrics(3, {"time/update_s": 500.0, "time/evaluate_s": 2.0})
         assert told(log.folder, "startup") == []
         log.metrics(4, {"reward/mean": 0.5, "time/batch_s": 3.0, "time/train_s": 4.0, "time/update_s": 0.1})
         log.metrics(5, {"time/batch_s": 9.0, "time/train_s": 9.0})
@@ -51,7 +51,7 @@ def test_stages_before_and_after_there_is_a_folder_and_those_of_the_first_rows(t
         "first training step",
     ]
     # The wait for the engine is not told twice.
-    assert found["first update"] == pytest.approx(0.5 - found[WAIT], abs=1e-3)
+    assert found["first update"] == pytest.approx(500.0 - found[WAIT], abs=1e-3)
     assert (found["first evaluation"], found["first rollouts"], found["first training step"]) == (2.0, 3.0, 4.0)
     (end,) = told(tmp_path / "run", "startup")
     assert stages.summary()["seconds"] == end["seconds"] > 0

@@ -39,6 +39,8 @@ with RunLog.create(folder, resume=resume and folder.exists()) as log, Beating(lo
 {body}
 """
 
+QUICKLY = "supervisor._ORPHANS_S, end = 0.5, supervisor.end_descendants; supervisor.end_descendants = lambda _: end(60)"
+"""Orphans have little time to end by themselves, and all they need to die."""
 REGISTER = 'from slipstream.runlog import stacks; stacks.register(stacks.folder_of(folder) / "run")'
 
 
@@ -93,8 +95,11 @@ class Supervised:
     def kinds(self, kind):
         return [event for event in read_events(self.folder) if event["kind"] == kind]
 
+    def until_stopped(self, pid):
+        self.until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
     def wait(self):
-        _, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=120)
         return self.process.returncode, err
 
 
@@ -110,10 +115,10 @@ def supervised(tmp_path, monkeypatch):
     yield start
     for each in started:
         each.process.kill()
-        each.process.wait(20)
+        each.process.wait(60)
         for pid, _ in each.attempts:
             with_pid = Path(f"/proc/{pid}")
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while with_pid.exists() and time.monotonic() < until:
                 time.sleep(0.02)
             assert not with_pid.exists(), "a trainer ends with its supervisor"
@@ -129,11 +134,10 @@ def test_the_trainers_end_is_the_runs(supervised):
 
 
 def test_a_trainer_that_is_killed_is_started_again_and_the_last_attempt_counts(supervised):
-    quickly = "supervisor._ORPHANS_S = 0.5"
     left = 'subprocess.Popen(["sleep", "1000"], start_new_session=True) if number == 0 else None\n'
     run = supervised(
         left + "os.kill(os.getpid(), signal.SIGSEGV if number else signal.SIGKILL) if number < 2 else 0",
-        options=quickly,
+        options=QUICKLY,
     )
     run.process.send_signal(signal.SIGCONT)
     code, err = run.wait()
@@ -155,7 +159,7 @@ def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_p
             print(child.pid, os.path.exists("/proc/" + str(number)), file=file)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    run = supervised(body, max_restarts=1, options="supervisor._ORPHANS_S = 0.5")
+    run = supervised(body, max_restarts=1, options=QUICKLY)
     code, err = run.wait()
     assert code == 128 + signal.SIGKILL
     assert "run.max_restarts = 1 allows no further restart" in err
@@ -230,16 +234,18 @@ STOPS = """
         while not stop():
             time.sleep(0.01)
         (folder / "stopping").touch()
-        time.sleep({pause_s})
+        while not {ended}:
+            time.sleep(0.01)
     sys.exit(30)
 """
 
 
 def test_a_sigterm_to_all_processes_is_one_however_late_the_supervisor_passes_it_on(supervised):
-    run = supervised(STOPS.format(pause_s=3.0))
+    run = supervised(STOPS.format(ended="stop._num_terms == 2"))
     run.until((run.folder / "ready").exists)
     ((trainer, _),) = run.attempts
     run.process.send_signal(signal.SIGSTOP)
+    run.until_stopped(run.process.pid)
     os.kill(trainer, signal.SIGTERM)
     run.process.send_signal(signal.SIGTERM)
     run.until((run.folder / "stopping").exists)
@@ -249,7 +255,7 @@ def test_a_sigterm_to_all_processes_is_one_however_late_the_supervisor_passes_it
 
 
 def test_a_second_sigterm_to_the_supervisor_ends_the_trainer_at_once(supervised):
-    run = supervised(STOPS.format(pause_s=60.0))
+    run = supervised(STOPS.format(ended="False"))
     run.until((run.folder / "ready").exists)
     run.process.send_signal(signal.SIGTERM)
     run.until((run.folder / "stopping").exists)
@@ -258,7 +264,8 @@ def test_a_second_sigterm_to_the_supervisor_ends_the_trainer_at_once(supervised)
     assert run.wait()[0] == 128 + signal.SIGTERM
 
 
-def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised):
+def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised, tmp_path):
+    said, looked = tmp_path / "said", tmp_path / "looked"
     body = f"""
         (folder / "ready").touch()
         while not (folder / "asked").exists():
@@ -267,9 +274,11 @@ def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised
         (folder / "registered").touch()
         time.sleep(1000)
     """
-    run = supervised(body)
-    run.until((run.folder / "ready").exists)
+    tells = f"sys.stderr = open({str(said)!r}, 'a', buffering=1)"
+    run = supervised(body, options=f"{tells}; supervisor._reap_orphans = lambda pid: Path({str(looked)!r}).touch()")
+    run.until(lambda: (run.folder / "ready").exists() and looked.exists())
     run.process.send_signal(signal.SIGUSR2)  # the trainer cannot answer yet
+    run.until(lambda: "in _watch" in said.read_text())
     time.sleep(0.5)
     (run.folder / "asked").touch()
     run.until((run.folder / "registered").exists)
@@ -277,9 +286,8 @@ def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised
     file = run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt"
     run.until(lambda: "trainer.py" in file.read_text())
     run.process.send_signal(signal.SIGTERM)
-    code, err = run.wait()
-    assert (code, len(run.attempts)) == (130, 1)
-    assert err.count("in _watch") == 2
+    assert (run.wait()[0], len(run.attempts)) == (130, 1)
+    assert said.read_text().count("in _watch") == 2
 
 
 def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
@@ -300,9 +308,12 @@ def test_a_trainer_without_a_sign_of_life(supervised):
                 time.sleep(0.01)
             heartbeat.write_whole = lambda *values, **options: None
             REGISTER
+            (folder / "silent").touch()
             time.sleep(1000)
     """.replace("REGISTER", REGISTER)
-    run = supervised(body, options="supervisor.SILENT_POLLS = 20")
+    looks = "beat = supervisor.read_heartbeat; supervisor.SILENT_POLLS = 20; supervisor.stacks._ANSWER_S = 60; "
+    looks += "supervisor.read_heartbeat = lambda folder: beat(folder) if (folder / 'silent').exists() else None"
+    run = supervised(body, before="(folder / 'silent').unlink(missing_ok=True)", options=looks)
     code, err = run.wait()
     assert code == 0, err
     assert "gives no sign of life (state S)" in err
@@ -315,7 +326,7 @@ def test_a_trainer_without_a_sign_of_life(supervised):
 def test_a_trainer_that_does_not_get_on(supervised):
     body = """
         from slipstream.runlog import writer
-        writer.LEAST_LIMIT_S = 1.2
+        writer.LEAST_LIMIT_S, writer.LIMIT_FACTOR = 60.0 if number else 1.2, 0.0
         REGISTER
         for _ in range(4):
             with log.phase("batch"):
@@ -325,12 +336,12 @@ def test_a_trainer_that_does_not_get_on(supervised):
         with log.phase("train"):
             time.sleep(0.4)
         if number == 0:
+            with log.phase("batch"):
+                time.sleep(2.0)
             with log.phase("train"):
                 time.sleep(1000)
-        with log.phase("batch"):
-            time.sleep(2.0)
     """.replace("REGISTER", REGISTER)
-    run = supervised(body)
+    run = supervised(body, options="supervisor.stacks._ANSWER_S = 60")
     code, err = run.wait()
     assert (code, len(run.attempts)) == (0, 2), err
     (told,) = run.kinds("restart")
@@ -346,9 +357,9 @@ def test_nobody_is_blamed_while_all_stand(supervised):
     run = supervised(body, options="supervisor.STOPPED_POLLS = 5")
     run.until(run.has_begun())
     run.process.send_signal(signal.SIGTSTP)
+    for pid in (run.process.pid, run.attempts[0][0]):
+        run.until_stopped(pid)
     time.sleep(1.0)
-    states = {psutil.Process(pid).status() for pid in (run.process.pid, run.attempts[0][0])}
-    assert states == {psutil.STATUS_STOPPED}
     run.process.send_signal(signal.SIGCONT)
     time.sleep(0.5)
     (run.folder / "seen").touch()
@@ -364,11 +375,10 @@ def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
     short = "import slipstream.launch.parts.supervised as each; each.SILENT_POLLS, each.POLL_S = 10, 0.2"
     run = supervised(body, before=short)
     run.until(run.has_begun())
+    num_before = len(run.kinds("warning"))  # a machine may have stopped it, too
     run.process.send_signal(signal.SIGSTOP)
-    run_until = time.monotonic() + 30
-    while not run.kinds("warning") and time.monotonic() < run_until:
-        time.sleep(0.05)
-    (warning,) = run.kinds("warning")
+    run.until(lambda: len(run.kinds("warning")) > num_before)
+    (warning,) = run.kinds("warning")[num_before:]
     assert f"the supervisor, process {run.process.pid}, has said nothing for 2 s" in warning["message"]
     (run.folder / "ready").touch()
     run.process.send_signal(signal.SIGCONT)
@@ -394,9 +404,7 @@ def test_a_trainer_ends_with_its_supervisor_and_terminal(supervised, is_stopped)
     trainer = psutil.Process(run.attempts[0][0])
     if is_stopped:
         run.process.send_signal(signal.SIGTSTP)
-        until = time.monotonic() + 20
-        while trainer.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
-            time.sleep(0.02)
+        run.until_stopped(trainer.pid)
     run.process.stderr.close()  # nobody reads what it says
     run.process.kill()
-    trainer.wait(20)
+    trainer.wait(60)

@@ -15,6 +15,7 @@ from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Rollout, Sequence, Version, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
 
+from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_orchestrator import END, SAMPLING, TASKS, Odd, make_batcher, make_runner, say
 
 VERSION = Version(0, 3)

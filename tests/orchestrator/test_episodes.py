@@ -14,6 +14,7 @@ from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import SamplingParams, Version
 
+from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_orchestrator import END, Letters
 
 TASK = Task("t", (Message("user", "q"),), "b")

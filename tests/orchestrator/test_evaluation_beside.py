@@ -1,6 +1,7 @@
 """The trainer's handle of an evaluation that goes on beside training."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -45,6 +46,14 @@ class Beside:
             raise self.failure
         return Evaluation(4, 3, 0, 0.75, 2.0, 0.0)
 
+    def begin(self):
+        """Begin an evaluation of step 4, and wait until it goes on."""
+        self.orchestrator.begin_evaluation(4)
+        deadline = time.monotonic() + 60
+        while not self.asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def let_go(self):
         async def done():
             self.end.set()
@@ -74,7 +83,7 @@ def test_it_is_begun_and_taken_when_it_has_ended(beside):
     one.let_go()
     metrics = one.orchestrator.take_evaluation(waits=True)
     assert metrics["eval/accuracy"] == 0.75
-    assert 0 < metrics["eval/beside_s"] < 5
+    assert 0 < metrics["eval/beside_s"] < 60
     assert one.asked == [commands.Evaluate(4, beside=True)]
     assert (one.held, one.hooks.evaluated) == ([4, None], [(4, 3)])
     assert one.orchestrator.last_evaluation.num_right == 3
@@ -94,11 +103,11 @@ def test_its_failure_is_raised_where_it_is_looked_for(beside):
 
 def test_the_wait_for_it_has_a_deadline_and_ends_with_the_run(beside):
     late = beside(wait_s=0.5)
-    late.orchestrator.begin_evaluation(4)
+    late.begin()
     with pytest.raises(DeadlineError, match="the evaluation of step 4, beside training did not end within"):
         late.orchestrator.take_evaluation(waits=True)
     stopped = beside()
-    stopped.orchestrator.begin_evaluation(4)
+    stopped.begin()
     stopped.stops = True
     with pytest.raises(Interrupted, match="stopped while waiting for the evaluation of step 4"):
         stopped.orchestrator.take_evaluation(waits=True)

@@ -65,12 +65,12 @@ def loop(monkeypatch):
     thread.start()
     yield made, thread
     made.call_soon_threadsafe(made.stop)
-    thread.join(10)
+    thread.join(60)
     made.close()
 
 
 def until(happened):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.005)

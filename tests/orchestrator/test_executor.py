@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference import engine
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Sequence, Ticket, Version
@@ -148,8 +149,9 @@ async def test_the_state_of_the_engine_is_looked_at_in_another_thread(is_up, onl
     assert threading.current_thread() not in threads
 
 
-async def test_a_dying_engine_gets_a_moment_to_end_where_that_is_asked_for():
+async def test_a_dying_engine_gets_a_moment_to_end_where_that_is_asked_for(monkeypatch):
     executor, *_ = made()
+    monkeypatch.setattr(engine, "_DYING_S", 60.0)
     executor._engine = dying = Engine()
     asked = asyncio.create_task(executor.do(commands.AskState(settles=True)))
     await asyncio.sleep(0.05)

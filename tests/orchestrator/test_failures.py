@@ -13,6 +13,7 @@ from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Rollout, Task, ToolCall
 from slipstream.runlog import sample_of
 
+from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_episodes import SAMPLING, Talks
 from .test_orchestrator import END, Letters
 

@@ -7,6 +7,7 @@ import pytest
 from slipstream.envs.base import Episode, RewardFailed, Score
 from slipstream.orchestrator.grading import GroupGrades
 from slipstream.records import Message, Task
+from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 TASK = Task("t", (Message("user", "?"),))
 

@@ -15,7 +15,9 @@ from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Message, SamplingParams, Task, Ticket, Version
 from slipstream.runlog.ledger import Ledger, balance
+from tests import quick_time
 from tests.orchestrator.test_orchestrator import END, make_batcher
+from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 SIZE, STEPS, LONGEST = 4, 12, 400
 OPEN = ("running", "ready", "batched")
@@ -79,7 +81,7 @@ def lengths_of(batches):
 @given(seed=st.integers(0, 1 << 20), staleness=st.sampled_from([1, 2]))
 def test_a_whole_run_trains_on_exactly_what_it_started(tmp_path_factory, seed, staleness):
     engine, folder = LogNormal(), tmp_path_factory.mktemp("run")
-    batches, _ = asyncio.run(run(engine, folder, seed=seed, staleness=staleness, steps=STEPS, taken=STEPS))
+    batches, _ = quick_time.run(run(engine, folder, seed=seed, staleness=staleness, steps=STEPS, taken=STEPS))
     assert lengths_of(batches) == engine.started
     assert sum(engine.started.values()) == STEPS * SIZE * 2
     found = balance(folder)
@@ -90,7 +92,7 @@ def test_a_whole_run_trains_on_exactly_what_it_started(tmp_path_factory, seed, s
 @given(seed=st.integers(0, 1 << 20), staleness=st.sampled_from([1, 2]), taken=st.integers(3, STEPS))
 def test_at_any_time_what_was_started_is_trained_on_or_still_open(tmp_path_factory, seed, staleness, taken):
     engine, folder = LogNormal(), tmp_path_factory.mktemp("run")
-    batches, found = asyncio.run(run(engine, folder, seed=seed, staleness=staleness, steps=99, taken=taken))
+    batches, found = quick_time.run(run(engine, folder, seed=seed, staleness=staleness, steps=99, taken=taken))
     trained = lengths_of(batches)
     assert trained <= engine.started
     still_open = sum((engine.started - trained).values())

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
+import queue
 import threading
 import time
 import traceback
@@ -48,6 +50,7 @@ from slipstream.records import (
 )
 from slipstream.runlog import sample_of
 
+from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .executors import executor_of
 
 END = 0
@@ -149,6 +152,7 @@ async def test_all_of_keeps_the_order_and_raises_the_first_failure_itself():
 async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
     monkeypatch.setattr(tasks_module, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(tasks_module, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(tasks_module, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
     engine = ScriptedEngine(say("b"), max_restarts=5)
     num_attempts = 0
 
@@ -511,13 +515,14 @@ async def test_waiting_for_a_version_ends_with_its_release_or_its_deadline():
 
 
 def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_request():
-    stop = threading.Event()
+    stop, begun = threading.Event(), threading.Event()
     thread = EventLoopThread(stop.is_set)
     cancelled = []
 
     async def forever():
+        begun.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
@@ -525,38 +530,39 @@ def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_reques
     async def fail():
         raise EngineError("gone")
 
-    assert thread.call(asyncio.sleep(0, 3), 5.0, "three") == 3
+    def started():
+        begun.clear()
+        future = thread.submit(forever())
+        assert begun.wait(60)
+        return future
+
+    assert thread.call(asyncio.sleep(0, 3), 60.0, "three") == 3
     with pytest.raises(EngineError, match="gone"):
-        thread.call(fail(), 5.0, "nothing")
+        thread.call(fail(), 60.0, "nothing")
     with pytest.raises(DeadlineError, match="the sun did not end within 0 s"):
-        thread.call(forever(), 0.4, "the sun")
+        thread.wait(started(), 0.4, "the sun")
     stop.set()
     began = time.monotonic()
     with pytest.raises(Interrupted, match="--resume"):
-        thread.call(forever(), 60.0, "the sun")
+        thread.wait(started(), 60.0, "the sun")
     assert time.monotonic() - began < 30
+    failed = thread.submit(fail())
+    assert isinstance(failed.exception(60), EngineError)
     with pytest.raises(Interrupted, match="meanwhile: gone"):
-        thread.call(fail(), 5.0, "what got the same signal")
-    thread.submit(forever())
+        thread.wait(failed, 5.0, "what got the same signal")
+    started()
     thread.stop(asyncio.sleep(0))
     assert len(cancelled) == 3
 
 
 def test_a_deadline_begins_anew_with_activity():
     thread = EventLoopThread(lambda: False)
-    num_ended = 0
-
-    async def work():
-        nonlocal num_ended
-        for _ in range(3):
-            await asyncio.sleep(0.4)
-            num_ended += 1
-        await asyncio.sleep(60)
-
+    looks = itertools.count()
     began = time.monotonic()
-    with pytest.raises(DeadlineError, match="rollouts did not end within 1 s"):
-        thread.call(work(), 1.0, "rollouts", activity=lambda: num_ended)
+    with pytest.raises(DeadlineError, match="rollouts did not end within 1 s"):  # as if work ended before three looks
+        thread.call(asyncio.sleep(600), 1.0, "rollouts", activity=lambda: min(next(looks), 3))
     assert time.monotonic() - began > 1.7
+    assert next(looks) == 1 + 3 + 2
     thread.stop(asyncio.sleep(0))
 
 
@@ -573,30 +579,37 @@ def test_silence_is_counted_from_nothing():
 def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path):
     source = tmp_path / "theirs.py"
     source.write_text(
-        "import time\n"
+        "# it holds up the loop\n"
         "async def run(self, task, policy):\n"
         "    await policy.chat(task.prompt)\n"
-        "    time.sleep(2.5)\n"
+        "    let_go.get()\n"
         "    return await super(type(self), self).run(task, policy)\n"
     )
-    module = {}
+    module = {"let_go": queue.SimpleQueue()}
     exec(compile(source.read_text(), str(source), "exec"), module)
     environment = type("Theirs", (Odd,), {"run": module["run"]})()
-    told = []
-    thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(blame(stack, seconds, environment)))
+    told, is_blocked = [], threading.Event()
+
+    def on_blocked(stack, seconds):
+        if stack[-1].filename == str(source):  # not where a loaded machine is late
+            told.append(blame(stack, seconds, environment))
+            is_blocked.set()
+
+    thread = EventLoopThread(lambda: False, on_blocked)
     versions = Versions(None, apply_timeout_s=1.0)
     orchestrator = Orchestrator(
         LocalCaller(thread, executor_of(versions=versions)), publish=None, waits=None, hooks=TrainerHooks()
     )
-    runner = make_runner(ScriptedEngine(say("b")), environment, run_timeout_s=0.5)
+    runner = make_runner(ScriptedEngine(say("b")), environment, run_timeout_s=1.0)
     how = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}
     rollout = thread.submit(runner.run(TASKS[0], **how))
-    time.sleep(0.3)
-    began = time.monotonic()
-    orchestrator.release(1)
-    assert time.monotonic() - began < 1, "nobody waits for a loop that is held up"
-    assert rollout.result(30).outcome == "done"
-    thread.call(versions._changed.__aenter__(), 5, "what was released")
+    assert is_blocked.wait(60)
+    orchestrator.release(1)  # which does not wait for a loop that is held up
+    time.sleep(1.4)  # for longer than the environment may take, and than a loop that is not blocked is late
+    assert not rollout.done()
+    module["let_go"].put(None)
+    assert rollout.result(60).outcome == "done"
+    thread.call(versions._changed.__aenter__(), 60, "what was released")
     assert versions._released == 1
     ((where, warning),) = told
     assert f"run, line 4 of {source}" in where
@@ -618,12 +631,12 @@ def test_a_loop_that_waits_or_is_ours_is_nobodys_fault():
 
 @pytest.mark.parametrize("receives", ["fails a moment later", "goes on"])
 def test_where_both_sides_of_an_update_fail_the_receiver_says_why(receives, monkeypatch):
-    monkeypatch.setattr(handle_module, "_CAUSE_S", 1.0)
+    monkeypatch.setattr(handle_module, "_CAUSE_S", 1.0 if receives == "goes on" else 60.0)
     thread = EventLoopThread(lambda: False)
 
     class Receiver:
         async def apply(self, ticket):
-            await asyncio.sleep(0.3 if receives != "goes on" else 30)
+            await asyncio.sleep(0.3 if receives != "goes on" else 600)
             raise EngineError("the engine was killed, as it said nothing")
 
     def publish(step, announce):

@@ -21,7 +21,9 @@ from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Message, Rollout, Sequence, Task, Ticket, Version, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
+from tests import quick_time
 from tests.orchestrator.test_orchestrator import END, Odd, make_batcher, say
+from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 SIZE = 3
 
@@ -82,7 +84,7 @@ async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s
 def test_every_group_is_in_one_batch_and_none_is_too_old(seed, staleness, first):
     steps = first + 7
     draws = Draws(first * SIZE)
-    batches = asyncio.run(
+    batches = quick_time.run(
         train(Uneven(say("b"), seed, 0.04), order="ready", staleness=staleness, steps=steps, first=first, draws=draws)
     )
     assert [batch.step for batch in batches] == list(range(first, steps))
@@ -346,7 +348,7 @@ async def test_a_batch_that_waits_for_its_oldest_group_says_so():
             assert (await asyncio.wait_for(made.get(), 10)).draws == [1, 2, 3]
     while engine.num_requests < 6 * 2:
         await asyncio.sleep(0)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.02)  # by the time of `quick_time`: everything else has gone as far as it can
     now[0] += 7.0
     let_go.set()
     second = await asyncio.wait_for(made.get(), 10)

@@ -18,7 +18,7 @@ from .executors import executor_of
 
 
 def until(happened):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -85,7 +85,7 @@ def test_a_caller_that_is_closed_has_no_threads_and_until_then_keeps_no_process_
     assert len(threads) == 2
     assert all(thread.daemon for thread in threads)
     caller.close()
-    assert not any(thread.is_alive() for thread in threads)
+    until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_a_stop_request_does_not_hide_the_state_of_the_engine(caller_of):
@@ -93,16 +93,16 @@ def test_a_stop_request_does_not_hide_the_state_of_the_engine(caller_of):
     caller, found = caller_of(requests, messages, stops=True), []
     asking = threading.Thread(target=lambda: found.append(caller.engine_state(settles=True)))
     asking.start()
-    _, request = requests.take(10)
+    _, request = requests.take(60)
     assert request.command == commands.AskState(settles=True)
     time.sleep(0.1)
     answer = commands.EngineState(is_up=True, is_in_memory_only=True)
-    messages.put(remote.Message([], 7, remote.Reply(request.number, answer)), 10)
-    asking.join(10)
+    messages.put(remote.Message([], 7, remote.Reply(request.number, answer)), 60)
+    asking.join(60)
     assert not asking.is_alive()
     assert found == [answer]
     assert caller.activity() == 7
-    messages.put(remote.Message([], None), 10)
+    messages.put(remote.Message([], None), 60)
     until(lambda: len(messages) == 0)
     caller.close()
     assert caller.activity() == 7, "a sign of life says nothing of it"
@@ -112,8 +112,8 @@ def test_what_was_heard_is_acknowledged(caller_of):
     messages = MemoryTransport(8)
     caller = caller_of(messages=messages)
     for number in range(3):
-        messages.put(remote.Message([], number), 10)
-    until(lambda: caller.activity() == 2)
+        messages.put(remote.Message([], number), 60)
+    until(lambda: caller.activity() == 2 and len(messages) == 0)
     caller.close()
     assert messages.requeue() == 0
 
@@ -128,7 +128,7 @@ def test_how_long_the_other_side_may_say_nothing(away, seconds, takes, caller_of
     caller = caller_of(messages=messages)
     says = (TransportAway, "nothing was heard for 60 s: nothing") if away else (OrchestratorError, "silent for 60 s")
     with pytest.raises(says[0], match=says[1]):
-        caller.submit(commands.AskHeld()).result(20)
+        caller.submit(commands.AskHeld()).result(60)
     assert messages.num_takes == takes
 
 
@@ -142,14 +142,34 @@ def test_whatever_is_heard_ends_a_silence(caller_of, monkeypatch):
 
     messages = Rare(monkeypatch)
     with pytest.raises(OrchestratorError, match="silent"):
-        caller_of(messages=messages).submit(commands.AskHeld()).result(20)
+        caller_of(messages=messages).submit(commands.AskHeld()).result(60)
     assert messages.num_takes == 59 + 1 + 60
 
 
 def test_the_end_of_the_other_side_is_told_before_its_silence(caller_of, monkeypatch):
     caller = caller_of(messages=Quiet(monkeypatch), ended=lambda: OrchestratorError("ended with code 3"))
     with pytest.raises(OrchestratorError, match="code 3"):
-        caller.submit(commands.AskHeld()).result(20)
+        caller.submit(commands.AskHeld()).result(60)
+
+
+def test_what_was_said_right_before_the_end_is_heard(caller_of):
+    """Also where it comes between a poll in which nothing came and the look whether the other side lives."""
+    messages, has_sent, is_told = MemoryTransport(8), threading.Event(), threading.Event()
+
+    def ended():
+        if not has_sent.is_set():
+            return None
+        if not is_told.is_set():
+            is_told.set()
+            messages.put(remote.Message([], 1, remote.Reply(0, commands.Joined(4))), 0)
+        return OrchestratorError("ended with code 0")
+
+    caller = caller_of(messages=messages, ended=ended)
+    asked = caller.submit(commands.AskJoined())
+    has_sent.set()
+    assert asked.result(60) == commands.Joined(4)
+    with pytest.raises(OrchestratorError, match="code 0"):
+        caller.submit(commands.AskHeld()).result(60)
 
 
 def test_signs_of_life_come_until_the_end_or_until_nobody_hears_them(begun, monkeypatch):
@@ -160,13 +180,13 @@ def test_signs_of_life_come_until_the_end_or_until_nobody_hears_them(begun, monk
         (thread,) = begun("beats")
         assert thread.daemon
         for _ in range(6):  # also after the queue was full
-            receipt, message = messages.take(10)
+            receipt, message = messages.take(60)
             assert message == remote.Message([], None)
             messages.ack(receipt)
         until(lambda: len(messages) == 4)
         time.sleep(0.05)
         assert thread.is_alive()
-    assert not thread.is_alive()
+    until(lambda: not thread.is_alive())
     for error in (TransportLost("lost"), TransportClosed("closed")):
 
         class Broken(MemoryTransport):
@@ -225,7 +245,7 @@ class Full(MemoryTransport):
 
 
 async def served(executor, requests, messages, outbox=None):
-    await asyncio.wait_for(serve(executor, requests, messages, outbox or Outbox()), 10)
+    await asyncio.wait_for(serve(executor, requests, messages, outbox or Outbox()), 60)
 
 
 def heard(messages):
@@ -267,7 +287,7 @@ async def test_what_has_ended_is_told_once_and_without_anything_else():
     told = []
     for number in (1, 2, 4):
         ended = number
-        receipt, message = await messages.take_async(10)
+        receipt, message = await messages.take_async(60)
         messages.ack(receipt)
         told.append(message)
     await asyncio.sleep(0.05)
@@ -308,7 +328,7 @@ async def test_only_a_bug_leaves_its_traceback_in_the_log(error, is_printed, cap
     requests.put(remote.Request(0, commands.Start()), 1)
     serving = asyncio.create_task(served(executor_of(start=start), requests, messages))
     while True:
-        _, message = await messages.take_async(10)
+        _, message = await messages.take_async(60)
         if message.reply is not None:
             break
     requests.put(remote.Request(1, commands.Close(3)), 1)

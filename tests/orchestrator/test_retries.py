@@ -11,6 +11,7 @@ from slipstream.orchestrator import retries as module
 from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries, wait_s
 from slipstream.orchestrator.rollouts import RolloutRunner
 from tests.orchestrator.test_orchestrator import SAMPLING, TASKS, Letters, Odd, say
+from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(autouse=True)

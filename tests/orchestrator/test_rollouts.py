@@ -17,6 +17,7 @@ from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, mismatch_of, seed_of, warn_of_losses
 from slipstream.records import Completion, Rollout, ToolCall
 
+from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_orchestrator import SAMPLING, Letters, say
 
 TASK = Task("t", (Message("system", "s"), Message("user", "q")), "b", {"data_source": "sums"})

@@ -13,7 +13,18 @@ from slipstream.orchestrator.teacher import Refused, ServerSource, Teacher
 from slipstream.records import Rollout, Sequence
 
 
-def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, key="secret", user="", headers=None):
+def served(
+    test,
+    *,
+    models=("big",),
+    tokens=(5, 6),
+    troubles=(),
+    hangs=False,
+    key="secret",
+    user="",
+    headers=None,
+    timeout_s=60.0,
+):
     """Run `test(source)` against a server that says -0.1 times each token; `troubles` are answered first."""
     left, connections = list(troubles), set()
 
@@ -50,7 +61,7 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        source = ServerSource(f"http://{user}127.0.0.1:{port}/v1", "", key, timeout_s=2.0)
+        source = ServerSource(f"http://{user}127.0.0.1:{port}/v1", "", key, timeout_s=timeout_s)
         try:
             return await test(source)
         finally:
@@ -64,8 +75,14 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(teacher, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(teacher, "_PATIENCE_S", 0.5)
-    monkeypatch.setattr(teacher, "_FIRST_PATIENCE_S", 0.5)
+    for name in ("_PATIENCE_S", "_FIRST_PATIENCE_S"):
+        monkeypatch.setattr(teacher, name, 60.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    for name in ("_PATIENCE_S", "_FIRST_PATIENCE_S"):
+        monkeypatch.setattr(teacher, name, 0.5)
 
 
 async def connected(source):
@@ -87,11 +104,12 @@ def test_it_is_asked_again_when_it_says(monkeypatch):
     began = time.monotonic()
     served(connected, troubles=[429], headers={"Retry-After": "0.3"})
     assert time.monotonic() - began >= 0.3
+    monkeypatch.setattr(teacher, "_PATIENCE_S", 0.5)
     with pytest.raises(EngineError, match="status 429"):  # longer than there is patience
         served(connected, troubles=[429], headers={"Retry-After": formatdate(time.time() + 60, usegmt=True)})
 
 
-def test_its_password_is_told_nowhere():
+def test_its_password_is_told_nowhere(impatient):
     for troubles, key in (((503,) * 99, ""), ((404,), ""), ((), "and a key")):
         with pytest.raises(EngineError) as ended:
             served(connected, troubles=troubles, key=key, user="me:hunter2@")
@@ -101,13 +119,13 @@ def test_its_password_is_told_nowhere():
     assert "hunter2" not in str(refused.value)
 
 
-def test_its_troubles_end_the_run_in_one_sentence():
+def test_its_troubles_end_the_run_in_one_sentence(impatient):
     with pytest.raises(EngineError, match=r"cannot be asked \(status 503.*look at that server"):
         served(connected, troubles=(503,) * 99)
     with pytest.raises(EngineError, match="status 401"):
         served(connected, troubles=(401,))
     with pytest.raises(DeadlineError, match="did not answer within 2 s"):
-        served(connected, hangs=True)
+        served(connected, hangs=True, timeout_s=2.0)
 
 
 def test_another_model_or_tokenizer_is_refused_before_the_start():

@@ -100,7 +100,7 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def source_of(respond, *, name="big", key="", timeout_s=5.0, slash=""):
+async def source_of(respond, *, name="big", key="", timeout_s=60.0, slash=""):
     server, app = Server(respond), web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

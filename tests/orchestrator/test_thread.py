@@ -79,7 +79,7 @@ def test_a_thread_ends_with_its_last_work_and_all_others_cancelled(begun):
     async def work():
         has_begun.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             told.append("cancelled")
             raise
@@ -91,7 +91,7 @@ def test_a_thread_ends_with_its_last_work_and_all_others_cancelled(begun):
     (its,) = begun("orchestrator")
     assert its.daemon
     thread.submit(work())
-    assert has_begun.wait(10)
+    assert has_begun.wait(60)
     assert thread.stop(last()) is True
     assert told == ["cancelled", "last"]
     assert not its.is_alive()
@@ -101,7 +101,7 @@ def test_a_call_that_a_stop_request_may_not_end_is_carried_out():
     thread = EventLoopThread(lambda: True)
     assert thread.call(asyncio.sleep(0.1, 3), 10, "it", may_stop=False) == 3
     with pytest.raises(Interrupted, match="stopped while waiting for it"):
-        thread.call(asyncio.sleep(60), 1e6, "it")
+        thread.call(asyncio.sleep(600), 1e6, "it")
     assert thread.stop(asyncio.sleep(0))
 
 
@@ -133,12 +133,12 @@ def test_work_that_suppresses_its_cancellation_does_not_keep_the_end_waiting(beg
 
     thread = EventLoopThread(lambda: False)
     thread.submit(stubborn())
-    assert has_begun.wait(10)
+    assert has_begun.wait(60)
     closing = last()
     (its,) = begun("orchestrator")
     assert thread.stop(closing, timeout_s=0.1) is False
     closing.close()
-    its.join(20)
+    its.join(60)
     assert not its.is_alive(), "it runs nothing more"
     let_go.set()
 
@@ -151,5 +151,5 @@ def test_the_watch_ends_with_the_thread(begun):
     (watch,) = begun("loop-watch")
     assert watch.daemon
     thread.stop(asyncio.sleep(0))
-    watch.join(10)
+    watch.join(60)
     assert not watch.is_alive()

@@ -7,6 +7,7 @@ import pytest
 from slipstream.errors import DeadlineError, WeightsError
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, Ticket, Version
+from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 TICKETS = [Ticket(Version(0, step, "d"), "disk", "f", ()) for step in range(4)]
 

@@ -19,7 +19,7 @@ ROW = {"rollout/num": 8.0, "rollout/length": 2.5, "dropped/stale": 3.0, "retry/l
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         assert answer.headers["Content-Type"] == CONTENT_TYPE
         return answer.read().decode()
 
@@ -88,7 +88,7 @@ def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
         assert (later["slipstream_eval_accuracy",], later["slipstream_reward_mean",]) == (0.5, 0.75)
         assert (later["slipstream_step",], later["slipstream_rollouts_trained_total",]) == (3, 16)
         assert 0 <= found["slipstream_progress_age_seconds",] < 60
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while ("slipstream_heartbeat_age_seconds",) not in found and time.monotonic() < deadline:
             found = samples(get(server.url))
         assert 0 <= found["slipstream_heartbeat_age_seconds",] < 60
@@ -174,8 +174,8 @@ def test_without_a_port_there_is_nothing(tmp_path):
 def test_a_client_that_says_nothing_holds_nobody_up(tmp_path):
     with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
         server.serve(log, "run")
-        with socket.create_connection(server._server.server_address, timeout=10):
+        with socket.create_connection(server._server.server_address, timeout=60):
             assert "slipstream_step" in get(server.url)
             began = time.monotonic()
             server.__exit__()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 9, "it would have 10 s"

@@ -40,6 +40,7 @@ GRPO = """
 path = "{model}"
 [environment]
 name = "{environment}"
+reward_timeout_s = 60
 [algorithm]
 kind = "grpo"
 group_size = 4
@@ -161,7 +162,7 @@ def family_of(pid):
     """What a process has started, and what was forked for it; by id."""
     family, parents = {}, {pid}
     while parents:
-        found = forked_by(parents)
+        found = {each for parent in parents for each in forked_by({parent}) if _is_older(parent, each)}
         for parent in parents:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found |= {each.pid for each in psutil.Process(parent).children(recursive=True)}
@@ -170,6 +171,30 @@ def family_of(pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 family[each] = psutil.Process(each)
     return family
+
+
+def _is_older(parent, child):
+    """Whether these began in this order. In a long session ids are used again, and an earlier process of the id may
+    have had something forked, whose id is a stranger's by now."""
+    try:
+        return psutil.Process(parent).create_time() <= psutil.Process(child).create_time()
+    except psutil.NoSuchProcess:
+        return not psutil.pid_exists(parent)
+
+
+class Held:
+    """A run with the task of `letters.py` that gets on slowly from the moment at which it has so many rows of metrics,
+    and at full speed again after `go`: what a test does to it does not come after its end, however late the test is.
+
+    `settings` are those of the environment, with `more` of them."""
+
+    def __init__(self, folder, rows, more="coin = true"):
+        self._go = Path(f"{folder}.go")
+        held = f'metrics = "{folder}/metrics.jsonl", rows = {rows}, go = "{self._go}"'
+        self.settings = ("--environment.settings", f"{{{more}, held = {{{held}}}}}")
+
+    def go(self):
+        self._go.touch()
 
 
 class Command:
@@ -224,7 +249,7 @@ class Command:
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
-    def left_behind(self, timeout_s=20.0):
+    def left_behind(self, timeout_s=60.0):
         """Children that live on after the command's end."""
         _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout_s)
         return alive
@@ -234,7 +259,8 @@ class Command:
             self.process.kill()
             self.process.wait(30)
         for each in self.left_behind(15.0):
-            each.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 @pytest.fixture

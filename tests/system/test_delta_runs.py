@@ -7,9 +7,12 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
+from .conftest import Held
+
 pytestmark = pytest.mark.engine
 
-COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false", "--model.dtype", "bfloat16")
+WITHOUT_EVALUATION = ("--evaluation", "false", "--model.dtype", "bfloat16")
+COIN = ("--environment.settings", "{coin = true}", *WITHOUT_EVALUATION)
 SLOWLY = ("--weights.delta", "true", "--training.learning_rate", 1e-5)
 
 
@@ -41,10 +44,12 @@ def test_grpo(command, run_file, tmp_path, bridge, staleness):
 @pytest.mark.full
 def test_an_engine_that_dies_is_started_again_on_the_whole_version_and_the_deltas(command, run_file, tmp_path):
     folder = tmp_path / "run"
-    options = ("--weights.bridge", "disk", "--training.steps", 25, "--run.folder", folder)
-    run = command("train", run_file, *COIN, *SLOWLY, *options)
+    held = Held(folder, rows=8)
+    options = (*held.settings, "--weights.bridge", "disk", "--training.steps", 25, "--run.folder", folder)
+    run = command("train", run_file, *WITHOUT_EVALUATION, *SLOWLY, *options)
     run.until(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 3)
     run.engines()[0].kill()
+    held.go()
     code, _, err = run.wait()
     assert code == 0, err
     assert [event["kind"] for event in read_events(folder)].count("engine_restart") == 1

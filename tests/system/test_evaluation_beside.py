@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,29 @@ def test_evaluations_come_later_at_their_own_step_and_the_last_is_made_by_all(sc
 
 def test_one_is_recorded_after_the_step_in_which_it_ended_and_not_when_the_next_begins(scripted):
     options = (*TWO, "--training.steps", "9", "--evaluation.every", "9")
-    report = scripted.run(*options, **patient(scripted, steps=9))
+    report = scripted.run(
+        *options, **patient(scripted, steps=9, then=lambda engine: slower_and_slower(scripted, engine))
+    )
     assert (report.status, report.step) == ("finished", 9)
     later = evaluated(scripted)
     assert later.pop(9) is None
     # The engine may answer when the trainer is two versions ahead.
     assert 2.0 <= later.pop(0) < 9.0
     assert not later
+
+
+def slower_and_slower(scripted, engine):
+    """Have the batches from version 3 on take longer and longer, until an evaluation is recorded."""
+    generate = engine.generate
+
+    async def slowly(request):
+        if not request.id.startswith(("eval.", "probe")) and engine.version.step >= 3:
+            until = time.monotonic() + 0.05 * 4 ** (engine.version.step - 3)
+            while time.monotonic() < until and not evaluated(scripted):
+                await asyncio.sleep(0.02)
+        return await generate(request)
+
+    engine.generate = slowly
 
 
 @pytest.mark.full

@@ -10,7 +10,8 @@ import pytest
 
 from slipstream.runlog import heartbeat, read_events, read_exit, stacks
 
-from .test_real_runs import COIN, check_run, num_steps
+from .conftest import Held
+from .test_real_runs import check_run, num_steps
 
 pytestmark = [pytest.mark.engine, pytest.mark.real_start, pytest.mark.full]
 
@@ -26,22 +27,27 @@ def kinds(folder):
     return [event["kind"] for event in read_events(folder)]
 
 
-def freeze(run):
+def freeze(run, held):
     """Stop the engine for good."""
     engine = run.engines()[0]
     os.kill(engine.pid, signal.SIGSTOP)
+    held.go()
     return time.monotonic()
 
 
-def started(command, run_file, folder, *options):
-    run = command("train", run_file, *COIN, *SHORT_DEADLINES, *options, "--run.folder", folder)
+def started(command, run_file, folder, *options, rows):
+    """A run that has made two steps, and is held until `freeze` once it has so many rows."""
+    held = Held(folder, rows)
+    options = (*held.settings, "--evaluation", "false", *SHORT_DEADLINES, *options)
+    run = command("train", run_file, *options, "--run.folder", folder)
     run.until(lambda: num_steps(folder) >= 2)
-    return run
+    return run, held
 
 
-def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(command, run_file, tmp_path):
+def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(command, run_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "_ANSWER_S", MARGIN_S)
     folder = tmp_path / "run"
-    run = started(command, run_file, folder, "--training.steps", "40", "--training.staleness", "1")
+    run, held = started(command, run_file, folder, "--training.steps", "40", "--training.staleness", "1", rows=20)
     os.kill(run.process.pid, signal.SIGSTOP)
     time.sleep(SILENCE_S + 4)
     os.kill(run.process.pid, signal.SIGCONT)
@@ -51,7 +57,7 @@ def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(com
     answers = stacks.ask(stacks.folder_of(folder))
     roles = sorted(answer.name.rpartition("-")[0] for answer in answers)
     assert (roles, {answer.missing for answer in answers}) == (["engine", "reward", "reward-guard", "run"], {""})
-    began = freeze(run)
+    began = freeze(run, held)
     run.until(lambda: "engine_restart" in kinds(folder))
     assert time.monotonic() - began < SILENCE_S + MARGIN_S
     code, _, err = run.wait()
@@ -73,9 +79,9 @@ def test_a_frozen_engine_is_outlived_where_a_dead_one_is(command, run_file, tmp_
     folder = tmp_path / "run"
     options = ("--lora.rank", "4") if bridge == "lora" else ("--weights.bridge", bridge)
     steps = 6 if bridge == "restart" else 30
-    run = started(command, run_file, folder, *options, "--training.steps", str(steps))
+    run, held = started(command, run_file, folder, *options, "--training.steps", str(steps), rows=steps // 3 + 2)
     run.until(lambda: run.engines())
-    freeze(run)
+    freeze(run, held)
     code, _, err = run.wait()
     assert code == 0, err
     assert num_steps(folder) == steps
@@ -90,8 +96,9 @@ def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_w
 ):
     folder = tmp_path / "run"
     once = ("--run.max_restarts", "0")
-    run = started(command, run_file, folder, "--weights.bridge", bridge, "--training.steps", "500", *once)
-    freeze(run)
+    options = ("--weights.bridge", bridge, "--training.steps", "500", *once)
+    run, held = started(command, run_file, folder, *options, rows=100)
+    freeze(run, held)
     code, _, err = run.wait()
     report = read_exit(folder)
     assert (code, report.error) == (5, "EngineError"), err
@@ -102,8 +109,8 @@ def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_w
 
 def test_one_of_several_engines_that_is_frozen_is_replaced(command, run_file, tmp_path):
     folder = tmp_path / "run"
-    run = started(command, run_file, folder, "--inference.replicas", "2", "--training.steps", "40")
-    freeze(run)
+    run, held = started(command, run_file, folder, "--inference.replicas", "2", "--training.steps", "40", rows=10)
+    freeze(run, held)
     code, _, err = run.wait()
     assert code == 0, err
     assert kinds(folder).count("engine_restart") == 1
@@ -112,9 +119,11 @@ def test_one_of_several_engines_that_is_frozen_is_replaced(command, run_file, tm
 
 def test_an_engine_that_is_frozen_while_it_starts_is_named_and_started_again(command, run_file, tmp_path):
     folder = tmp_path / "run"
-    run = command("train", run_file, *COIN, *SHORT_DEADLINES, "--training.steps", "4", "--run.folder", folder)
+    held = Held(folder, rows=1)
+    options = (*held.settings, "--evaluation", "false", *SHORT_DEADLINES, "--training.steps", "4")
+    run = command("train", run_file, *options, "--run.folder", folder)
     run.until(lambda: run.engines())
-    freeze(run)
+    freeze(run, held)
     code, _, err = run.wait()
     assert code == 0, err
     (restart,) = [event for event in read_events(folder) if event["kind"] == "engine_restart"]

@@ -25,7 +25,7 @@ from slipstream.launch.plan import derive
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import _end_of, train
 from slipstream.orchestrator import retries
-from slipstream.runlog import RunLog, read_exit, read_samples
+from slipstream.runlog import RunLog, read_exit, read_samples, stacks
 from slipstream.runlog.ledger import balance
 from slipstream.shared_kernels import products
 from slipstream.trainer import batch_trainer, loop
@@ -475,7 +475,9 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_can_be_resumed(scripted, numbe
     assert [step for step, row in enumerate(scripted.metrics) if "eval/accuracy" in row] == [0, 3]
 
 
-def test_an_engine_that_hangs_is_not_waited_for(scripted):
+def test_an_engine_that_hangs_is_not_waited_for(scripted, monkeypatch):
+    monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
+
     def change(engine):
         engine.on_request = lambda request: setattr(engine, "is_hanging", engine.num_requests > 14)
 
@@ -486,9 +488,9 @@ def test_an_engine_that_hangs_is_not_waited_for(scripted):
     assert {name.rpartition("-")[0] for name in event["asked"]} == {"run", "reward", "reward-guard"}
     assert event["missing"] == {}
     assert f"wrote the stacks of all threads into {event['folder']}" in report.message
-    (stacks,) = Path(event["folder"]).glob("run-*.txt")
-    assert "runlog/heartbeat.py" in stacks.read_text()
-    assert "Current thread" in stacks.read_text()
+    (written,) = Path(event["folder"]).glob("run-*.txt")
+    assert "runlog/heartbeat.py" in written.read_text()
+    assert "Current thread" in written.read_text()
 
 
 EVERY_STEP = ("--evaluation.every", "1", "--training.steps", "6", "--run.keep_checkpoints", "1")

@@ -22,6 +22,7 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 
 from ..redis_server import Server, find
+from .conftest import Held
 from .test_real_runs import COIN, ENDLESS, check_run, num_steps
 
 FILES = ("--run.streams", "files")
@@ -33,7 +34,7 @@ _TIMES = ("time/", "throughput/", "idle/", "update/stall", "memory/")
 def beside(monkeypatch, scripted):
     """The orchestrator in a thread of this process, with a scripted engine; what stands for its process can be
     killed."""
-    began = []
+    began = Began()
 
     def launch(self):
         sleeper = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, start_new_session=True)
@@ -61,20 +62,34 @@ def beside(monkeypatch, scripted):
 
     monkeypatch.setattr(process.OrchestratorProcess, "_launch", launch)
     yield began
+    began.is_over.set()
     for sleeper, thread in began:
         sleeper.kill()
         sleeper.wait(20)
-        thread.join(20)
+        thread.join(60)
+
+
+class Began(list):
+    """What was begun: what stands for an orchestrator's process, and its thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_over = threading.Event()
 
 
 def killing(beside, number):
-    """Kills an orchestrator at step 3."""
+    """Kills an orchestrator at step 3, and it does no more."""
 
     def change(engine):
+        made_by = threading.current_thread()
+
         def on_request(request):
-            if engine.version is not None and engine.version.step == 3:
-                beside[number][0].kill()
-                threading.Event().wait(1.0)
+            if engine.version is None or engine.version.step != 3:
+                return
+            process, thread = beside[number]
+            if thread is made_by:
+                process.kill()
+                beside.is_over.wait(120)
 
         engine.on_request = on_request
 
@@ -285,13 +300,16 @@ def test_another_plan_is_refused(scripted, run_file):
 @pytest.mark.full
 def test_with_real_vllm_its_death_and_the_end(command, run_file, tmp_path):
     folder = tmp_path / "run"
+    held = Held(folder, rows=8)
     often = ("--run.checkpoint_every", "3", "--training.staleness", "1", "--training.steps", "20")
-    run = command("train", run_file, *COIN, *FILES, *often, "--run.folder", folder, "--json")
+    options = (*held.settings, "--evaluation", "false", *FILES, *often)
+    run = command("train", run_file, *options, "--run.folder", folder, "--json")
     run.until(lambda: num_steps(folder) >= 5)
     (orchestrator,) = run.running("slipstream.launch.parts.child")
     engines = run.engines()
     assert engines
     orchestrator.kill()
+    held.go()
     code, out, err = run.wait()
     assert code == 0, err
     assert json.loads(out.splitlines()[-1])["steps"] == 20
@@ -339,10 +357,13 @@ def test_however_the_trainer_ends_nothing_outlives_it(command, run_file, tmp_pat
 @pytest.mark.parametrize("how", [("disk", "1"), ("broadcast", "2")], ids="-".join)
 def test_two_orchestrators_with_real_engines(command, run_file, tmp_path, how):
     folder, (bridge, replicas) = tmp_path / "run", how
+    held = Held(folder, rows=3)
     several = (*TWO, "--inference.replicas", replicas, "--weights.bridge", bridge, "--training.staleness", "1")
-    run = command("train", run_file, *COIN, *FILES, "--training.steps", "6", *several, "--run.folder", folder)
+    options = (*held.settings, "--evaluation", "false", *FILES, "--training.steps", "6", *several)
+    run = command("train", run_file, *options, "--run.folder", folder)
     run.until(lambda: num_steps(folder) >= 1)
     assert len(run.engines()) == 2 * int(replicas)
+    held.go()
     code, _, err = run.wait()
     assert code == 0, err
     check_run(folder, steps=6)
@@ -374,7 +395,7 @@ def test_every_bridge(command, run_file, tmp_path, bridge):
 def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, comes_back):
     """Empty when it is back: what it held is made again, and counted once."""
     monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(remote, "_SILENCE_S", 3.0)
+    usual_s = remote._SILENCE_S
     (tmp_path / "redis").mkdir()
     server = Server(tmp_path / "redis")
     died = []
@@ -386,6 +407,8 @@ def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, 
                 server.end()
                 if comes_back:
                     server.start()
+                else:
+                    monkeypatch.setattr(remote, "_SILENCE_S", 3.0)
 
         engine.on_request = on_request
 
@@ -396,6 +419,7 @@ def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, 
         (told,) = scripted.events("restart")
         assert ("lost" if comes_back else "127.0.0.1") in told["reason"]
         if not comes_back:
+            monkeypatch.setattr(remote, "_SILENCE_S", usual_s)
             server.start()
         report = scripted.run(*OPTIONS, *redis, resume=True)
         assert (report.status, report.step) == ("finished", 5)

@@ -1,10 +1,12 @@
 """What a run was made with is recorded, and a resume with something else is refused or allowed by name."""
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
 import sys
+import time
 
 import pytest
 
@@ -13,7 +15,6 @@ from slipstream.launch.recovery import retry_policy
 from slipstream.runlog.ledger import balance
 
 from .conftest import LETTERS
-from .test_restarts import dies_at
 
 HELPED = "from its_tasks import tasks\n\n\ndef reward(task, completion):\n    return float(completion == task.answer)\n"
 EVERY = ("--run.checkpoint_every", "1", "--evaluation", "false")
@@ -155,7 +156,7 @@ def test_an_automatic_restart_survives_an_edit_and_uses_nothing_of_the_old_code(
     name = ("--environment.name", str(environment), "--training.steps", "5")
     ahead = ("--training.staleness", "1")
     with pytest.raises(StartsAgain):
-        scripted.run(*EVERY, *name, *ahead, change=dies_at(2))
+        scripted.run(*EVERY, *name, *ahead, change=lambda engine: dies_when_some_are_ready(scripted, engine))
     environment.write_text(HELPED + "# while the run goes on\n")
     assert scripted.run(*EVERY, *name, *ahead, resume=True).status == "finished"
     assert warned(scripted, "the run goes on by itself with the environment as it is now")
@@ -164,3 +165,18 @@ def test_an_automatic_restart_survives_an_edit_and_uses_nothing_of_the_old_code(
     assert ended.num_open == 0
     reasons = {entry.reason for entry in ended.entries if entry.state == "dropped"}
     assert reasons == {"other settings"}, "what the old reward graded is not trained on"
+
+
+def dies_when_some_are_ready(scripted, engine):
+    """The engine dies with its weights, at a group of the third batch, when another group waits to be trained on."""
+    generate = engine.generate
+
+    async def dies(request):
+        if request.group_id == "2.3":
+            until = time.monotonic() + 60.0
+            while not balance(scripted.folder).num("ready", "batched") and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+            engine.is_in_memory_only, engine.is_alive = True, False
+        return await generate(request)
+
+    engine.generate = dies

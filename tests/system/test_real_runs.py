@@ -14,7 +14,7 @@ from slipstream.runlog.evaluations import find_evaluation, read_evaluation
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
-from .conftest import LETTERS
+from .conftest import LETTERS, Held
 
 pytestmark = pytest.mark.engine
 
@@ -92,9 +92,12 @@ def test_the_restart_bridge(command, run_file, tmp_path):
 @pytest.mark.parametrize("max_restarts", [1, 0])
 def test_an_engine_that_is_killed(command, run_file, tmp_path, max_restarts):
     folder = tmp_path / "run"
-    run = command("train", run_file, *COIN, *LONG, "--run.folder", folder, "--inference.max_restarts", max_restarts)
+    held = Held(folder, rows=8)
+    options = (*held.settings, "--evaluation", "false", *LONG, "--inference.max_restarts", max_restarts)
+    run = command("train", run_file, *options, "--run.folder", folder)
     run.until(lambda: num_steps(folder) >= 2)
     run.engines()[0].kill()
+    held.go()
     code, _, err = run.wait()
     report = read_exit(folder)
     restarts = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
@@ -137,7 +140,7 @@ def test_a_second_signal_ends_at_once(command, run_file, tmp_path):
     run = command("train", run_file, *COIN, *LONG, "--run.folder", folder)
     run.until(lambda: run.engines() and (folder / "events.jsonl").exists())
     # The same one twice may count as one, and after a pause the first may have ended the run: so two, at once.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         run.process.send_signal(number)
     # Which of two that wait is handled first is not ours to say.
     assert run.wait()[0] in (128 + signal.SIGINT, 128 + signal.SIGTERM)

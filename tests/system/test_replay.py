@@ -125,7 +125,12 @@ def test_after_kill_and_resume(scripted, model, run_file, tmp_path, replayed, mo
         os._exit(1)
     try:
         deadline = time.monotonic() + 120
-        while not (killed.folder / "metrics.jsonl").is_file() or not any(row["step"] == 5 for row in killed.metrics):
+        # A thread of its own writes the batches.
+        while (
+            not (killed.folder / "metrics.jsonl").is_file()
+            or not any(row["step"] == 5 for row in killed.metrics)
+            or len(kept_steps(killed.folder)) < 5
+        ):
             assert time.monotonic() < deadline
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run has ended"
             time.sleep(0.02)

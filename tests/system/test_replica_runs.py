@@ -6,7 +6,9 @@ import signal
 import pytest
 
 from slipstream.runlog import read_events, read_metrics, read_samples
+from slipstream.runlog.heartbeat import read_processes
 
+from .conftest import Held
 from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps
 
 pytestmark = pytest.mark.engine
@@ -91,11 +93,14 @@ def test_one_of_two_evaluates_while_steps_are_made(command, run_file, tmp_path, 
 @pytest.mark.full
 def test_one_that_is_killed_while_it_evaluates_goes_on_with_its_version(command, run_file, tmp_path):
     folder = tmp_path / "run"
-    options = ("--environment.settings", "{coin = true}", "--training.steps", 8, "--training.staleness", 1, *MANY)
+    held = Held(folder, rows=5)  # from step 4 on, whose evaluation is the first
+    options = (*held.settings, "--training.steps", 8, "--training.staleness", 1, *MANY)
     run = command("train", run_file, *TWO, *options, "--evaluation.at_start", "false", "--run.folder", folder)
     run.until(lambda: "replica_aside" in kinds(folder))
     (aside,) = [event["replica"] for event in read_events(folder) if event["kind"] == "replica_aside"]
-    run.engines()[aside].kill()
+    run.until(lambda: engine_number(run, folder, aside))
+    engine_number(run, folder, aside).kill()
+    held.go()
     code, _, err = run.wait(400)
     assert code == 0, err
     assert [event["replica"] for event in read_events(folder) if event["kind"] == "engine_restart"] == [aside]
@@ -131,6 +136,14 @@ def test_one_of_two_is_killed(command, run_file, tmp_path, bridge):
     # An update may be the first to find it dead.
     assert kinds(folder).count("replica_lost") <= 1
     check_versions(folder)
+
+
+def engine_number(run, folder, number):
+    """The process of this engine; None where it has not said yet which one it is."""
+    pids = [
+        beat.name.rpartition("-")[2] for beat in read_processes(folder) if beat.name.startswith(f"engine-{number}-")
+    ]
+    return next((each for each in run.engines() if str(each.pid) in pids), None)
 
 
 def kinds(folder):

@@ -9,6 +9,7 @@ from slipstream.inference.launchers import ORDERS, Orders
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 
+from .conftest import Held
 from .test_real_runs import COIN, check_run
 
 pytestmark = pytest.mark.engine
@@ -17,7 +18,9 @@ ELSEWHERE = ("--run.streams", "files", "--run.elsewhere", '["orchestrator", "eng
 
 def pid_of(folder, name):
     state = Orders(folder / ORDERS, name).read_state()
-    return state.pid if state is not None else 0
+    assert state is not None
+    assert state.pid > 0
+    return state.pid
 
 
 def test_three_commands_are_one_run(run_file, command, tmp_path):
@@ -41,8 +44,10 @@ def test_three_commands_are_one_run(run_file, command, tmp_path):
 def test_the_commands_go_on_whatever_is_killed(run_file, command, tmp_path):
     folder = tmp_path / "run"
     engine, orchestrator = command("engine", folder), command("orchestrator", folder)
+    held = Held(folder, rows=30)
     settings = ("--training.steps", "60", "--run.checkpoint_every", "2", "--inference.max_restarts", "3")
-    run = command("train", run_file, *COIN, *ELSEWHERE, *settings, "--run.folder", folder)
+    options = (*held.settings, "--evaluation", "false", *ELSEWHERE, *settings)
+    run = command("train", run_file, *options, "--run.folder", folder)
 
     def steps():
         return len(read_metrics(folder)) if folder.exists() else 0
@@ -53,6 +58,7 @@ def test_the_commands_go_on_whatever_is_killed(run_file, command, tmp_path):
     run.running("slipstream.cli trainer")[0].kill()
     run.until(lambda: any(event["lineage"] == 1 and event["kind"] == "apply" for event in read_events(folder)))
     orchestrator.process.kill()
+    held.go()
     run.until(lambda: any(event["lineage"] == 2 for event in read_events(folder)))
     again = command("orchestrator", folder)
     code, _, err = run.wait()

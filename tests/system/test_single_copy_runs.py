@@ -12,17 +12,12 @@ from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
 from ..mapped import maps_of
+from .conftest import Held
 
 pytestmark = pytest.mark.engine
 
 BRIDGE = ("--weights.bridge", "single_copy")
-PARITY = """def tasks(split, num_tasks, seed):
-    return [{"prompt": f"{split} {number}"} for number in range(num_tasks)]
-
-
-def reward(task, completion):
-    return float(sum(map(ord, completion)) % 2)
-"""
+PARITY = "parity = true"
 """Rewards that differ, and follow from what was said alone."""
 COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
 
@@ -75,11 +70,14 @@ def test_sft_whose_engine_stands_still_between_two_evaluations(command, run_file
 @pytest.mark.full
 def test_an_adapter_on_a_base_that_both_share(command, run_file, model, tmp_path):
     folder = tmp_path / "run"
+    held = Held(folder, rows=1)
+    task = (*held.settings, "--evaluation", "false")
     run = command(
-        "train", run_file, *BRIDGE, *COIN, "--lora.rank", 4, "--training.learning_rate", 1e-2, "--run.folder", folder
+        "train", run_file, *BRIDGE, *task, "--lora.rank", 4, "--training.learning_rate", 1e-2, "--run.folder", folder
     )
     shared = {}
     run.until(lambda: shared.update(mappings(run)) or len(shared) == 2)
+    held.go()
     code, _, err = run.wait()
     assert code == 0, err
     assert len(set(shared.values())) == 1, "trainer and engine map one memory"
@@ -116,13 +114,16 @@ def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_
 @pytest.mark.full
 @pytest.mark.real_start
 def test_a_run_whose_engine_is_killed_goes_on_by_itself_and_makes_the_same_steps_again(command, run_file, tmp_path):
-    folder, environment = tmp_path / "run", tmp_path / "parity.py"
-    environment.write_text(PARITY)
-    task = ("--environment.name", environment, "--evaluation", "false", "--plain")
+    folder = tmp_path / "run"
+    # Held in step 5 at the latest, and so killed one or two steps after the checkpoint of step 3.
+    held = Held(folder, rows=5, more=PARITY)
+    task = (*held.settings, "--evaluation", "false", "--plain")
     every = ("--run.checkpoint_every", 3, "--training.steps", 8)
     run = command("train", run_file, *BRIDGE, *task, *every, "--run.folder", folder)
-    run.until(lambda: (folder / "metrics.jsonl").exists() and last_step(folder) >= 5)
+    run.until(lambda: (folder / "metrics.jsonl").exists() and last_step(folder) >= 4)
+    run.until((folder / "checkpoints/step-000003").exists)  # it is written beside training
     run.engines()[0].kill()
+    held.go()
     code, out, err = run.wait()
     assert code == 0, err
     report, (restart,) = read_exit(folder), [each for each in read_events(folder) if each["kind"] == "restart"]

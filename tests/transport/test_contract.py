@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from slipstream.errors import DeadlineError
 from slipstream.transport import Transport, TransportClosed
 
-PLENTY_S = 20.0
+PLENTY_S = 60.0
 
 
 def in_thread(function, *arguments):
@@ -64,7 +64,7 @@ def test_a_full_transport_holds_the_producer_until_an_acknowledgement(make):
     transport = make(1)
     transport.put("a", 0)
     put = in_thread(transport.put, "b", PLENTY_S)
-    receipt, record = transport.take(0)
+    receipt, record = transport.take(PLENTY_S)  # the other thread may hold the queue's lock at this moment
     assert record == "a"
     with pytest.raises(DeadlineError):
         transport.take(0.1)
@@ -184,7 +184,7 @@ async def test_a_cancelled_take_takes_nothing(make):
     for _ in range(50):
         taking = asyncio.create_task(transport.take_async(PLENTY_S))
         await asyncio.sleep(0)
-        transport.put("a", 0)
+        transport.put("a", PLENTY_S)  # the thread that tries to take may hold the queue's lock at this moment
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await taking

@@ -7,11 +7,13 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
+from statistics import median
 
 import pytest
 
 from slipstream.errors import DeadlineError
+from slipstream.runlog.files import whole_lines
 from slipstream.transport import TransportClosed
 from slipstream.transport.redis_server import Script
 
@@ -40,7 +42,7 @@ class Log:
         os.write(self.handle, (" ".join(map(str, words)) + "\n").encode())
 
     def read(self):
-        return [line.split() for line in self.path.read_text().splitlines()]
+        return [line.decode().split() for _, line in whole_lines(self.path)]  # others write meanwhile
 
 
 @contextmanager
@@ -239,12 +241,12 @@ def test_one_process_feeds_another_at_a_fair_pace(make_shared, tmp_path):
     transport = open_in(streams, CAPACITY)
     transport.take(PLENTY_S)
     transport.requeue()
-    start = time.monotonic()
+    times = [time.monotonic()]
     for number in range(200):
         receipt, record = transport.take(PLENTY_S)
         assert record == number
         transport.ack(receipt)
-    seconds = time.monotonic() - start
+        times.append(time.monotonic())
     process.kill()
     process.join()
-    assert seconds < 20, "about 10 ms are waited for each record at most"
+    assert median(end - begin for begin, end in pairwise(times)) < 0.1, "about 10 ms are waited for each record at most"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -53,7 +54,7 @@ class Small(Rendezvous):
 @pytest.mark.parametrize("kind", [Rendezvous, Small])
 @pytest.mark.parametrize("own", [(), ("large", "odd", "last", "small", "norm.3")], ids=["buckets", "own memory"])
 def test_what_arrives_is_what_was_sent(tmp_path, kind, own):
-    rendezvous = kind(str(tmp_path / "store"), 1, 20.0)
+    rendezvous = kind(str(tmp_path / "store"), 1, 60.0)
     versions = [tensors_of(seed) for seed in range(3)]
     memory = {name: torch.zeros_like(versions[0][name]) for name in own}
     tickets = [Ticket(Version(0, i), "broadcast", "", describe(list(v.items()))) for i, v in enumerate(versions)]
@@ -77,7 +78,7 @@ def test_what_arrives_is_what_was_sent(tmp_path, kind, own):
         assert direct <= found.keys() ^ sent.keys()
         for name, tensor in sent.items():
             assert torch.equal(found.get(name, memory.get(name)), tensor), name
-    sender.join(20)
+    sender.join(60)
     assert not sender.is_alive()
 
 
@@ -101,8 +102,9 @@ def test_after_a_version_that_could_not_be_sent_there_is_another_group():
     try:
         with pytest.raises(WeightsError, match="could not be sent to 1 engine worker"):
             publisher.publish(weights.items(), 1, 0, announce)
+        publisher._rendezvous = msgspec.structs.replace(publisher._rendezvous, timeout_s=60.0)
         publisher.publish(weights.items(), 2, 0, announce)
-        receivers[0].join(20)
+        receivers[0].join(60)
     finally:
         publisher.close()
     assert rendezvous_of(tickets[0]).store != rendezvous_of(tickets[1]).store
@@ -113,7 +115,7 @@ def test_the_workers_leave_the_group_before_it_ends(monkeypatch):
     left = []
     monkeypatch.setattr(Group, "leave", lambda group: left.append("trainer"))
     weights, receivers = {"a": torch.ones(8)}, []
-    publisher = BroadcastPublisher(num_workers=1, timeout_s=20.0, leave=lambda: left.append("workers"))
+    publisher = BroadcastPublisher(num_workers=1, timeout_s=60.0, leave=lambda: left.append("workers"))
 
     def receive(ticket: Ticket) -> None:
         list(Group(rendezvous_of(ticket), rank=1).receive(ticket))
@@ -126,7 +128,7 @@ def test_the_workers_leave_the_group_before_it_ends(monkeypatch):
         receivers[-1].start()
 
     publisher.publish(weights.items(), 1, 0, announce)
-    receivers[0].join(20)
+    receivers[0].join(60)
     folder = Path(rendezvous_of(tickets[0]).store).parent
     assert folder.is_dir()
     publisher.close()

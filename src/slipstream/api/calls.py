@@ -195,7 +195,8 @@ def _run(
         tree = {**tree, "run": {**tree.get("run", {}), "folder": str(folder)}}
     elif not resume:
         refuse_used(folder)
-    run = Run(folder, Job(Call(command, tree, tuple(objects), resume, _view(progress)), shown=progress), on_step)
+    call = Call(command, tree, tuple(objects), resume, _view(progress))
+    run = Run(folder, lambda: Job(call, shown=progress), on_step)
     if wait:
         run.follow()
         return run.wait()

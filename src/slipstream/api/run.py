@@ -120,19 +120,20 @@ class Job:
 class Run:
     """A run and its folder. `train` and `sft` return one, `load_run` opens one of a folder."""
 
-    def __init__(self, folder: Path, job: Job | None = None, on_step: OnStep | None = None) -> None:
+    def __init__(self, folder: Path, start: Callable[[], Job] | None = None, on_step: OnStep | None = None) -> None:
+        """`start` starts the call's process, when it is known which rows there were before."""
         self.folder = folder
         """Everything that the run left: metrics, events, rollouts, settings, checkpoints."""
         self.summary: dict[str, Any] = {}
         """What `slipstream train --json` prints, once a run of this program has made all its steps."""
-        self._job = job
         self._on_step = on_step
         self._offset = len(_whole_lines(self._metrics_file))
         """Where in `metrics.jsonl` the rows begin that `on_step` was not called with; those of an earlier call are not
         of this one."""
         self._error: Exception | None = None
         self._ended = threading.Event()
-        if job is None:
+        self._job = start() if start is not None else None
+        if self._job is None:
             self._ended.set()
 
     @property

@@ -50,6 +50,8 @@ SENT = {
 """Variables that Slipstream sets for a process; all others are those of the command that starts it."""
 _POLL_S = 0.1
 _ENDING_S = 30.0
+_LOOK_S = 5.0
+"""`is_locked` holds a lock for an instant, or as long as its process is stopped in it."""
 
 
 class Child(Protocol):
@@ -343,7 +345,7 @@ def _carry_out(
 
 @contextlib.contextmanager
 def _serving(orders: Orders) -> Generator[None]:
-    handle = lock(orders.server, 0.0)
+    handle = lock(orders.server, _LOOK_S)
     if handle is None:
         raise ConfigError(f"another process takes the orders for {orders.name} of {orders.order.parent}: end it first")
     try:

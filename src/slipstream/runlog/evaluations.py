@@ -129,12 +129,18 @@ def find_evaluation(named: Path) -> Path:
     if named.is_file():
         return named
     if (named / "events.jsonl").is_file():
-        found = sorted((named / FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        found = sorted((named / FOLDER).glob("*.json"), key=_age)
         if not found:
             raise ConfigError(f"the run in {named} has no kept evaluation: make one with `slipstream eval {named}`")
         return found[-1]
     problem = "holds no run" if named.exists() else "does not exist"
     raise ConfigError(f"{named} {problem}: name a file that `slipstream eval` wrote, or a run with kept evaluations")
+
+
+def _age(path: Path) -> tuple[int, str, int, str]:
+    """Sorts by time, and files of one moment of the file system's clock as `new_place` names them."""
+    second = path.stem[: len("20260101-000000")]
+    return path.stat().st_mtime_ns, second, len(path.stem), path.stem
 
 
 def read_evaluation(path: Path) -> KeptEvaluation:

@@ -21,8 +21,9 @@ import msgspec
 from slipstream.errors import ConfigError, DataError, SlipstreamError
 
 LOCK_FILE = "run.lock"
-# A reader that checks whether a run is alive holds the lock for an instant: a writer retries for this long.
-_LOCK_WAIT_S = 1.0
+# A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
+# Tries are counted, not seconds: while the whole process is stopped there are none.
+_LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02
 _BLOCK_BYTES = 1 << 16
 
 
@@ -33,13 +34,14 @@ class FolderLock:
         """Raises `ConfigError` that names the process holding the folder."""
         path = folder / LOCK_FILE
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + _LOCK_WAIT_S
+        num_tries = 0
         while not try_lock(self._handle, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
+            num_tries += 1
+            if num_tries > _LOCK_TRIES:
                 self.release()
                 holder = path.read_text(errors="replace").strip() or "another process"
                 raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
-            time.sleep(0.02)
+            time.sleep(_LOCK_PAUSE_S)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         # A forked child shares the lock and would hold it after this process has died.

@@ -97,6 +97,8 @@ class Beating:
     def _beat(self) -> None:
         log = self._log
         while not self._ended.is_set():
+            # Before the number of phases: never the limit of a later phase than the one it is for.
+            limit_s = log.limit_s
             beat = Heartbeat(
                 round(time.time(), 3),
                 os.getpid(),
@@ -106,12 +108,17 @@ class Beating:
                 log.phases,
                 round(log.progress_at, 3),
                 log.num_phases,
-                log.limit_s,
+                limit_s,
             )
             # A full disk ends the run elsewhere, with its own words.
             with contextlib.suppress(SlipstreamError, OSError):
                 write_whole(log.folder / FILE, msgspec.json.encode(beat) + b"\n", durable=False)
             self._ended.wait(self._interval_s)
+        self._remove()  # also where it took longer than `_END_S`
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            (self._log.folder / FILE).unlink()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -122,8 +129,7 @@ class Beating:
     ) -> None:
         self._ended.set()
         self._thread.join(_END_S)
-        with contextlib.suppress(OSError):
-            (self._log.folder / FILE).unlink()
+        self._remove()
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
@@ -178,10 +184,10 @@ class _Own:
         self._thread.start()
 
     def doing(self, what: str) -> None:
+        self.progress()  # first: what is written of it in between began no earlier
         if what != self._doing:
             self._doing = what
             self._is_news.set()
-        self.progress()
 
     def progress(self) -> None:
         self._progress_at = time.time()
@@ -190,6 +196,9 @@ class _Own:
         self._has_ended.set()
         self._is_news.set()
         self._thread.join(_END_S)
+        self._remove()
+
+    def _remove(self) -> None:
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -197,7 +206,7 @@ class _Own:
         while True:
             self._is_news.clear()
             if self._has_ended.is_set():
-                return
+                return self._remove()  # also where it took longer than `_END_S`
             beat = ProcessHeartbeat(
                 round(time.time(), 3),
                 self.pid,

@@ -34,6 +34,7 @@ _MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = 4
 _TAIL_BYTES = 8192
 _OUTPUT_WAIT_S = 2.0
+_MORE_OUTPUT_S = 0.1
 _POLL_S = 0.005
 
 LAST = ("done", "raised", "cancelled")
@@ -75,6 +76,7 @@ class Host:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._log = log
         self._tail = b""
+        self._num_bytes = 0
         self._frames: dict[str, asyncio.Queue[Frame | None]] = {"": asyncio.Queue()}
         self._end = ""
         self.is_held_up: Callable[[], bool] = lambda: False
@@ -222,6 +224,7 @@ class Host:
                     self._log.parent.mkdir(parents=True, exist_ok=True)
                     file = stack.enter_context(self._log.open("ab", buffering=0))
             while chunk := await self._process.stderr.read(65536):
+                self._num_bytes += len(chunk)
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
                 if file is not None and written < MAX_LOG_BYTES:
                     written += len(chunk)
@@ -239,8 +242,12 @@ class Host:
         """Kills the process and all its descendants. A process that hangs writes its stacks first."""
         self._end = self._end or f"the environment process {why}"
         if self._process.returncode is None:
+            loop, before = asyncio.get_running_loop(), self._num_bytes
+            due = loop.time() + _OUTPUT_WAIT_S
             self._signal(signal.SIGUSR1)
-            await asyncio.sleep(_POLL_S * 20)
+            while self._num_bytes == before and self._process.returncode is None and loop.time() < due:
+                await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_MORE_OUTPUT_S)  # on a busy machine they come late and in pieces
         await self._finish()
 
     async def _finish(self) -> None:

@@ -229,7 +229,8 @@ class Worker:
         by_itself = await self._has_ended(_OUTPUT_WAIT_S)
         await self.kill()
         code = self._process.returncode or 0
-        if not by_itself:
+        # A guard that stands still for long tells later, but not of a worker that it has to end.
+        if not by_itself and code in (0, -signal.SIGKILL):
             return "a closed pipe"
         if code == guard.TOO_MANY:
             return f"more than {self._max_processes} processes (environment.reward_processes)"

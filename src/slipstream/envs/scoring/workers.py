@@ -141,6 +141,9 @@ class Workers:
         for server in self._servers:
             server.cancel()
         await asyncio.gather(*self._servers, return_exceptions=True)
+        for slot in self._slots:
+            if slot.worker.alive:  # its server was cancelled before it had begun
+                await slot.worker.stop()
         self._fail_waiting(self._fault)
 
     async def ask(

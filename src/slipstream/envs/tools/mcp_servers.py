@@ -65,11 +65,10 @@ class _Server:
     async def schemas(self) -> list[Schema]:
         """Its tools' schemas."""
         async with asyncio.timeout(START_S):
-            session = await self._started()
+            session, running = await self._started()
             listed = await session.list_tools()
-            assert self._session is not None
-            self._session.cancel()
-            await asyncio.gather(self._session, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         return [_schema_of(tool.model_dump(mode="json", by_alias=True)) for tool in listed.tools]
 
     def tool(self, schema: Schema) -> Tool:
@@ -77,12 +76,12 @@ class _Server:
         name = schema["function"]["name"]
 
         async def call(**arguments: Any) -> ToolResult:
-            session = await self._started()
+            session, running = await self._started()
             try:
                 found = (await session.call_tool(name, arguments)).model_dump(mode="json", by_alias=True)
             except Exception as error:
-                if _has_ended(error) and self._session is not None:
-                    self._session.cancel()  # the next call starts the server again
+                if _has_ended(error) and self._session is running:  # another call may have seen it before
+                    running.cancel()  # the next call starts the server again
                     self._session = None
                 raise
             return ToolResult("\n".join(map(_text_of, found["content"])), "error" if found.get("isError") else "")
@@ -90,13 +89,14 @@ class _Server:
         setattr(call, SCHEMA_ATTRIBUTE, schema)
         return call
 
-    async def _started(self) -> Any:
-        """The session, begun if there is none, or if the server has ended."""
+    async def _started(self) -> tuple[Any, asyncio.Task[None]]:
+        """The session, begun if there is none, or if the server has ended, and the task that keeps it open."""
         if self._session is None or self._session.done():
             self._ready = asyncio.get_running_loop().create_future()
             self._session = asyncio.create_task(self._run(self._ready))
         assert self._ready is not None
-        return await asyncio.shield(self._ready)
+        running = self._session
+        return await asyncio.shield(self._ready), running
 
     async def _run(self, ready: asyncio.Future[Any]) -> None:
         """Keeps the session open until cancelled: the SDK wants it opened and closed in one task."""

@@ -42,6 +42,8 @@ _START_S = 300.0
 """How long a rank may take to start and import its modules, at least."""
 _GRACE_S = 5.0
 """How long to look for the rank that died, when its death caused an error here."""
+_DYING_S = 30.0
+"""How long a killed rank may take to end."""
 _POLL_S = 0.1
 
 
@@ -272,7 +274,8 @@ class RankProcesses:
                 rank.process.wait(_GRACE_S)
         self.kill()
         for rank in self._ranks:
-            rank.process.wait(_GRACE_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a driver
+                rank.process.wait(_DYING_S)
         if self._group is not None:
             self._group.leave()
             self._group = None

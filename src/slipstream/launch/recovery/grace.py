@@ -8,6 +8,7 @@ that is being written keeps its unfinished name, which no resume takes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ from slipstream.runlog.heartbeat import FILE as HEARTBEAT
 END_S = 2.0
 """Seconds of `run.grace_s` that are kept for saying so and for killing the children, and each may take; at most a
 quarter of it."""
+
+_SLICE_S = 0.05
+"""Time is counted in such slices: of that for which the whole process stood still one is counted at most."""
 
 LastWords = Callable[[Interrupted], None]
 """Tells the caller of the process what would have been raised; the process ends right afterwards."""
@@ -107,4 +111,7 @@ def _within(seconds: float, work: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=do, name="grace-end", daemon=True)
     thread.start()
-    thread.join(seconds)
+    for _ in range(math.ceil(seconds / _SLICE_S)):
+        thread.join(_SLICE_S)
+        if not thread.is_alive():
+            return

@@ -189,6 +189,7 @@ class RemoteCaller(Caller):
 
     def _listen(self) -> None:
         silence_s = away_s = 0.0
+        is_last = False
         try:
             while not self._closed.is_set():
                 began = time.monotonic()
@@ -196,7 +197,10 @@ class RemoteCaller(Caller):
                     receipt, message = self._messages.take(POLL_S)
                 except DeadlineError as error:
                     if (why := self._ended()) is not None:
-                        raise why from None
+                        if is_last:
+                            raise why from None
+                        is_last = True  # what it said right before its end may have come since
+                        continue
                     # Time for which this process itself was stopped does not count.
                     waited_s = min(time.monotonic() - began, _LONGEST_POLL_S)
                     if isinstance(error.__cause__, Unreachable):

@@ -158,6 +158,13 @@ async def serve(channel: Channel, hosted: Hosted, interrupt_s: float | None = No
     from .watch import Watch  # this file is started as a program, which belongs to no package
 
     episodes: dict[str, tuple[Turns, asyncio.Task[None]]] = {}
+
+    def ended(name: str, task: asyncio.Task[None]) -> None:
+        episodes.pop(name, None)
+        if task.cancelled():  # before it had begun; otherwise `_play` has said so
+            with contextlib.suppress(OSError):
+                channel.send({"op": "cancelled", "id": name})
+
     if interrupt_s is not None:
 
         def tell(where: str, seconds: float, is_new: bool) -> None:
@@ -175,7 +182,7 @@ async def serve(channel: Channel, hosted: Hosted, interrupt_s: float | None = No
             elif op == "run":
                 turns = Turns(channel, name)
                 episodes[name] = (turns, asyncio.create_task(_play(channel, hosted, frame, turns)))
-                episodes[name][1].add_done_callback(lambda _, name=name: episodes.pop(name, None))
+                episodes[name][1].add_done_callback(lambda task, name=name: ended(name, task))
             elif op == "close":
                 await _cancel_all(episodes)
                 is_serving = not await _answered(channel, op, stack.aclose())
