@@ -34,7 +34,7 @@ OBJECTIVES = st.builds(
 
 def make_groups(seed, prompts, size):
     """Groups of completions of a prompt, some empty; with everything that a policy gradient may need."""
-    rng = random.Random(seed)
+    rng, noise = random.Random(seed), torch.Generator().manual_seed(seed)
     sequences = []
     for _ in range(prompts):
         prompt = [rng.randrange(1, 90) for _ in range(rng.randint(1, 20))]
@@ -46,9 +46,10 @@ def make_groups(seed, prompts, size):
             sequences.append(records.Sequence(ids, mask, logprobs, teacher_logprobs=taught))
     counts = [sequence.num_trainable for sequence in sequences]
     batch = StepBatch(sequences, [rng.gauss(0, 1) for _ in sequences])
-    batch.old_logprobs = [torch.full((count,), -4.5) + 0.1 * torch.rand(count) for count in counts]
+    batch.old_logprobs = [torch.full((count,), -4.5) + 0.1 * torch.rand(count, generator=noise) for count in counts]
     batch.reference_logprobs = [values - 0.2 for values in batch.old_logprobs]
-    batch.value_targets = [ValueTargets(torch.rand(count), torch.rand(count)) for count in counts]
+    values = [torch.rand(2, count, generator=noise) for count in counts]
+    batch.value_targets = [ValueTargets(*both) for both in values]
     return batch
 
 
