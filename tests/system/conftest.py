@@ -69,7 +69,8 @@ def run_file(model, tmp_path):
     path = tmp_path / "run.toml"
     text = GRPO.format(model=model, environment=LETTERS)
     path.write_text(text)
-    path.with_name("sft.toml").write_text(text.replace('kind = "grpo"\ngroup_size = 4', 'kind = "sft"'))
+    sft = text.replace('kind = "grpo"\ngroup_size = 4', 'kind = "sft"').replace("reward_timeout_s = 60\n", "")
+    path.with_name("sft.toml").write_text(sft)
     return path
 
 

@@ -150,9 +150,8 @@ def test_a_second_signal_ends_at_once(command, run_file, tmp_path):
 
 def sft_file(run_file):
     """The same as an SFT run without evaluation."""
-    text = run_file.read_text().replace('kind = "grpo"\ngroup_size = 4', 'kind = "sft"')
-    text = text.replace("steps = 3", "steps = 60").replace("learning_rate = 1e-3", "learning_rate = 4e-3")
     path = run_file.with_name("sft.toml")
+    text = path.read_text().replace("steps = 3", "steps = 60").replace("learning_rate = 1e-3", "learning_rate = 4e-3")
     path.write_text("evaluation = false\n" + text[: text.index("[weights]")] + text[text.index("[run]") :])
     assert str(LETTERS) in path.read_text()
     return path
