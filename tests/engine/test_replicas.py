@@ -81,10 +81,13 @@ class Several(LiveEngine):
         return self.thread.submit(all_of_them())
 
     def run_on(self, place, tag):
-        """Long requests, of which the replica at `place` runs some; asked for again where it was seen too late."""
+        """Long requests, some of which have tokens of the replica at `place`; asked for again where that was seen too
+        late."""
         for attempt in range(20):
             asked = self.ask(f"{tag}-{attempt}", number=64, length=200)
             self.until_running(engine=self.replica(place), ended=lambda asked=asked: int(asked.done()))
+            short = GenerateRequest(f"{tag}-{attempt}-short", PROMPTS[0], SamplingParams(max_tokens=2))
+            self.call(self.replica(place).generate(short))  # those that came before it have tokens when it has
             if not asked.done():
                 return asked
             asked.result()
