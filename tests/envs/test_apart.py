@@ -258,8 +258,9 @@ async def test_an_episode_that_is_given_up_before_it_has_begun_costs_no_other(co
         (process,) = psutil.Process(host._process.pid).children()
         process.suspend()
         given_up = asyncio.create_task(played.rollout("plain"))
-        while len(host._frames) == 1:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(host._frames) == 1:
+                await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.sleep(0.1)
         process.resume()

@@ -116,8 +116,9 @@ async def test_a_call_that_hears_late_of_a_servers_end_does_not_end_the_next_one
         await asyncio.Event().wait()
 
     async def until(reached):
-        while not reached():
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not reached():
+                await asyncio.sleep(0)
 
     monkeypatch.setattr(mcp_servers._Server, "_run", run)
     call = mcp_servers._Server([], {}).tool({"function": {"name": "say"}})
@@ -132,7 +133,10 @@ async def test_a_call_that_hears_late_of_a_servers_end_does_not_end_the_next_one
     with pytest.raises(ClosedResourceError):
         await late
     may_start.set()
-    async with asyncio.timeout(60):
-        await until(lambda: len(calls) == 3)
+    await until(lambda: len(calls) == 3)
     calls[2].set_result(SimpleNamespace(model_dump=lambda **_: {"content": [{"type": "text", "text": "said"}]}))
     assert (await after).content == "said"
+    again = asyncio.create_task(call())
+    await until(lambda: len(calls) == 4)
+    again.cancel()
+    assert num_started == 2, "the second session serves on"

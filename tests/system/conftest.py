@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -26,6 +27,7 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
@@ -147,6 +149,12 @@ class Scripted:
     @property
     def metrics(self):
         return read_metrics(self.folder)
+
+    async def until_a_group_waits(self):
+        """Until a group waits to be trained on."""
+        async with asyncio.timeout(60):
+            while not balance(self.folder).num("ready", "batched"):
+                await asyncio.sleep(0.02)
 
     def events(self, kind):
         return [event for event in read_events(self.folder) if event["kind"] == kind]

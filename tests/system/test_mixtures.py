@@ -1,6 +1,5 @@
 """Runs on a mixture of tasks, with a scripted engine."""
 
-import asyncio
 import collections
 import re
 import time
@@ -126,9 +125,7 @@ def test_under_ready_no_task_is_drawn_twice_or_never_in_an_epoch(scripted, mixtu
 
         async def kills(request):
             if request.group_id == "4.1":
-                until = time.monotonic() + 60.0
-                while not balance(scripted.folder).num("ready", "batched") and time.monotonic() < until:
-                    await asyncio.sleep(0.02)
+                await scripted.until_a_group_waits()
                 engine.kill()
             return await generate(request)
 

@@ -1,12 +1,10 @@
 """What a run was made with is recorded, and a resume with something else is refused or allowed by name."""
 
-import asyncio
 import contextlib
 import json
 import os
 import shutil
 import sys
-import time
 
 import pytest
 
@@ -173,9 +171,7 @@ def dies_when_some_are_ready(scripted, engine):
 
     async def dies(request):
         if request.group_id == "2.3":
-            until = time.monotonic() + 60.0
-            while not balance(scripted.folder).num("ready", "batched") and time.monotonic() < until:
-                await asyncio.sleep(0.02)
+            await scripted.until_a_group_waits()
             engine.is_in_memory_only, engine.is_alive = True, False
         return await generate(request)
 
