@@ -76,7 +76,7 @@ class Host:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._log = log
         self._tail = b""
-        self._num_bytes = 0
+        self._output_seen = asyncio.Event()
         self._frames: dict[str, asyncio.Queue[Frame | None]] = {"": asyncio.Queue()}
         self._end = ""
         self.is_held_up: Callable[[], bool] = lambda: False
@@ -224,12 +224,13 @@ class Host:
                     self._log.parent.mkdir(parents=True, exist_ok=True)
                     file = stack.enter_context(self._log.open("ab", buffering=0))
             while chunk := await self._process.stderr.read(65536):
-                self._num_bytes += len(chunk)
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+                self._output_seen.set()
                 if file is not None and written < MAX_LOG_BYTES:
                     written += len(chunk)
                     with contextlib.suppress(OSError):
                         file.write(chunk if written < MAX_LOG_BYTES else chunk + b"\n(further output is left out)\n")
+        self._output_seen.set()
 
     async def stop(self) -> None:
         """Closes its input, which tells it to end; kills it if it does not."""
@@ -241,13 +242,14 @@ class Host:
     async def kill(self, why: str = "was killed") -> None:
         """Kills the process and all its descendants. A process that hangs writes its stacks first."""
         self._end = self._end or f"the environment process {why}"
-        if self._process.returncode is None:
-            loop, before = asyncio.get_running_loop(), self._num_bytes
-            due = loop.time() + _OUTPUT_WAIT_S
+        if self._process.returncode is None and not self._drain.done():
+            self._output_seen.clear()
             self._signal(signal.SIGUSR1)
-            while self._num_bytes == before and self._process.returncode is None and loop.time() < due:
-                await asyncio.sleep(_POLL_S)
-            await asyncio.sleep(_MORE_OUTPUT_S)  # on a busy machine they come late and in pieces
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_OUTPUT_WAIT_S):
+                    # On a busy machine its output comes late and in pieces.
+                    await self._output_seen.wait()
+                    await asyncio.sleep(_MORE_OUTPUT_S)
         await self._finish()
 
     async def _finish(self) -> None:
