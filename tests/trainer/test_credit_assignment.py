@@ -204,10 +204,14 @@ def test_where_a_turns_reward_lies_among_the_sampled_tokens():
     rollout.turn_spans = [records.TurnSpan(0, 1, 2), *(records.TurnSpan(1, s.start, s.end) for s in rollout.turn_spans)]
     rollout.turn_rewards = [0.125, 0.5, 0.25]
     assert list(turn_ends(rollout)) == [(0, 0.125), (2, 0.5), (5, 0.25)]
-    rollout.turn_spans[1] = records.TurnSpan(1, 2, 2)
-    assert list(turn_ends(rollout)) == [(0, 0.125), (5, 0.25)], "a turn without a token has no end"
+    rollout.turn_spans.insert(1, records.TurnSpan(1, 2, 2))
+    rollout.turn_rewards = [0.125, 1.0, 0.5, 0.25]
+    ends = [(0, 0.125), (0, 1.0), (2, 0.5), (5, 0.25)]
+    assert list(turn_ends(rollout)) == ends, "a turn without a token ends with the one before"
+    rollout.turn_spans = [rollout.turn_spans[i] for i in (1, 2, 3, 0)]
+    assert list(turn_ends(rollout)) == [(1, 1.0), (4, 0.5), (5, 0.25)], "in the order of sampling"
     rollout.turn_rewards = []
-    assert list(turn_ends(rollout)) == [(0, 0.0), (5, 0.0)]
+    assert list(turn_ends(rollout)) == [(1, 0.0), (4, 0.0), (5, 0.0)]
 
 
 def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_advantage_of_the_whole():

@@ -31,7 +31,13 @@ from slipstream.config.schema import KLEstimator
 from slipstream.errors import TrainingError
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.packing import ValueTargets
-from slipstream.trainer.turn_credit import check_turns, turn_advantages, turn_ends, write_turn_advantages
+from slipstream.trainer.turn_credit import (
+    check_turns,
+    sampling_order,
+    turn_advantages,
+    turn_ends,
+    write_turn_advantages,
+)
 
 
 @dataclass(frozen=True)
@@ -141,21 +147,24 @@ def _by_critic(
     metrics: dict[str, float],
 ) -> Credit:
     """Compute GAE and write an advantage for each trainable token into the batch. A rollout's sampled tokens, over all
-    its sequences, are one trajectory with the reward at the last token. `rewards`, `chosen`: by index in the batch."""
+    its sequences in the order of sampling, are one trajectory with the reward at the last token. `rewards`, `chosen`:
+    by index in the batch."""
     all_values, gae = critic.values(batch), critic.config
     values_of: dict[int, Tensor] = {}
     advantages_of: dict[int, Tensor] = {}
     for i, reward in rewards.items():
-        values_T = torch.cat([torch.zeros(0), *all_values[i]]).double()
-        rewards_T = torch.zeros_like(values_T)
+        values_of[i] = torch.cat([torch.zeros(0), *all_values[i]]).double()
+        order = torch.tensor(sampling_order(batch.rollouts[i]), dtype=torch.int64)
+        rewards_T = torch.zeros_like(values_of[i])
         if kl_penalties is not None and len(rewards_T):
-            rewards_T -= torch.cat(kl_penalties[i])
-        for place, turn_reward in turn_ends(batch.rollouts[i]) if config.credit == "turn" else ():
-            rewards_T[place] += turn_reward
-            reward -= turn_reward
+            rewards_T -= torch.cat(kl_penalties[i])[order]
+        if config.credit == "turn":
+            reward -= sum(batch.rollouts[i].turn_rewards)
+            for place, turn_reward in turn_ends(batch.rollouts[i]):
+                rewards_T[place] += turn_reward
         rewards_T[-1:] += reward
-        values_of[i] = values_T
-        advantages_of[i] = generalized_advantages(rewards_T, values_T, gae.gamma, gae.gae_lambda)
+        advantages_T = generalized_advantages(rewards_T, values_of[i][order], gae.gamma, gae.gae_lambda)
+        advantages_of[i] = torch.empty_like(advantages_T).index_copy_(0, order, advantages_T)
     trained = [
         i for i in rewards if i in chosen and (config.train_on_truncated or batch.rollouts[i].outcome != "truncated")
     ]

@@ -1,4 +1,8 @@
-"""Credit for single turns of an episode, where the environment rewards turns (`algorithm.credit = "turn"`).
+"""Turns of an episode in the order of sampling, and credit for single turns, where the environment rewards them
+(`algorithm.credit = "turn"`).
+
+A rollout's sequences are stored in the order in which they began. An episode may go on in an earlier one, as an agent
+does after a conversation with a sub-agent, so that turns have an order of their own: `records.Rollout.turn_spans`.
 
 A rollout's `reward` is the sum of all its rewards, those of its turns included. The return of turn t is that sum less
 the rewards of the turns before t. Returns are compared within a group turn by turn, as in step-level group baselines
@@ -68,7 +72,7 @@ def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Ten
     given = iter(advantages_K.tolist())
     for rollout, carries_loss in zip(rollouts, carries_loss_S.tolist(), strict=True):
         tokens = [[0.0] * len(sequence) for sequence in rollout.sequences]
-        for span in rollout.turn_spans:
+        for span in turns_of(rollout):
             advantage = next(given)
             if carries_loss:
                 tokens[span.sequence][span.start : span.end] = [advantage] * (span.end - span.start)
@@ -76,18 +80,43 @@ def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Ten
             sequence.advantages = values
 
 
-def turn_ends(rollout: records.Rollout) -> Iterator[tuple[int, float]]:
-    """Each turn's last token, counted over the sampled tokens of all sequences, and the turn's reward."""
+def turns_of(rollout: records.Rollout) -> list[records.TurnSpan]:
+    """The turns in the order of sampling. A rollout without spans (a record of an earlier version) has one turn for
+    each sequence, in their stored order."""
+    return rollout.turn_spans or [records.TurnSpan(i, 0, len(s)) for i, s in enumerate(rollout.sequences)]
+
+
+def sampling_order(rollout: records.Rollout) -> list[int]:
+    """The sampled tokens in the order of sampling, each by its number among those of all sequences as stored. Raises
+    TrainingError unless the turns hold each sampled token exactly once."""
     starts = [0, *accumulate(sequence.num_trainable for sequence in rollout.sequences)]
-    for span, reward in zip(rollout.turn_spans, _turn_rewards(rollout), strict=True):
-        if span.end > span.start:
-            yield starts[span.sequence] + sum(rollout.sequences[span.sequence].mask[: span.end]) - 1, reward
+    order: list[int] = []
+    for span in turns_of(rollout):
+        mask = rollout.sequences[span.sequence].mask
+        first = starts[span.sequence] + mask[: span.start].count(True)
+        order += range(first, first + mask[span.start : span.end].count(True))
+    if sorted(order) != list(range(starts[-1])):
+        raise TrainingError(
+            f"the turns of rollout {rollout.id} hold {len(order)} sampled tokens and its sequences {starts[-1]}: give "
+            "each sampled token to exactly one of turn_spans, or give no turn_spans"
+        )
+    return order
+
+
+def turn_ends(rollout: records.Rollout) -> Iterator[tuple[int, float]]:
+    """Each turn's reward, with the number of the turn's last token in the order of sampling: of the token before, where
+    the turn has none. A reward before the first token is left out: no token earned it."""
+    num_tokens = 0
+    for span, reward in zip(turns_of(rollout), _turn_rewards(rollout), strict=True):
+        num_tokens += rollout.sequences[span.sequence].mask[span.start : span.end].count(True)
+        if num_tokens:
+            yield num_tokens - 1, reward
 
 
 def _of_turns(rollout: records.Rollout, penalties: Sequence[Tensor]) -> list[float]:
     """The sum of the penalties of each turn's tokens."""
     found: list[float] = []
-    for span in rollout.turn_spans:
+    for span in turns_of(rollout):
         mask = rollout.sequences[span.sequence].mask
         first = sum(mask[: span.start])
         found.append(penalties[span.sequence][first : first + sum(mask[span.start : span.end])].sum().item())
@@ -95,4 +124,4 @@ def _of_turns(rollout: records.Rollout, penalties: Sequence[Tensor]) -> list[flo
 
 
 def _turn_rewards(rollout: records.Rollout) -> list[float]:
-    return rollout.turn_rewards or [0.0] * len(rollout.turn_spans)
+    return rollout.turn_rewards or [0.0] * len(turns_of(rollout))
