@@ -155,15 +155,21 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal[
 
 
 def token_weights(
-    sequence_index_N: Tensor, num_sequences: int, normalize: Literal["token", "sequence", "constant"]
+    sequence_index_N: Tensor,
+    num_sequences: int,
+    normalize: Literal["token", "sequence", "constant"],
+    rollout_tokens_S: Tensor | None = None,
 ) -> Tensor:
     """The weight of each token, float32 `[N]`; the divisor is that of the optimizer step.
 
-    `"token"`: 1, and the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the token's own sequence), and
-    the divisor is the number of sequences. A sequence must not be split over micro-batches. `"constant"`: 1, and the
-    divisor is the number of sequences times a length that is the same for all. `sequence_index_N` counts from 0 to
+    `"token"`: 1, and the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the token's own rollout), and
+    the divisor is the number of rollouts. `"constant"`: 1, and the divisor is the number of rollouts times a length
+    that is the same for all. `rollout_tokens_S`: trainable tokens of each sequence's rollout, float32; without it a
+    sequence is a rollout, and must not be split over micro-batches. `sequence_index_N` counts from 0 to
     `num_sequences - 1`.
     """
     if normalize != "sequence":
         return torch.ones(sequence_index_N.shape, dtype=torch.float32, device=sequence_index_N.device)
-    return (1.0 / sequence_lengths(sequence_index_N, num_sequences))[sequence_index_N]
+    if rollout_tokens_S is None:
+        rollout_tokens_S = sequence_lengths(sequence_index_N, num_sequences)
+    return (1.0 / rollout_tokens_S)[sequence_index_N]

@@ -123,8 +123,9 @@ class RLConfig(Section):
     never clipped); or your own: `path/to/file.py:function` or an entry point of the group `slipstream.losses`, called
     with a `slipstream.algo.surrogate_losses.LossInputs`."""
     normalize: Literal["auto"] | Normalize = "auto"
-    """Average the loss over all tokens of the batch (`token`, DAPO), first within each sequence (`sequence`, GRPO), or
-    divide each sequence's sum by `sampling.max_tokens` (`constant`, Dr. GRPO)."""
+    """Average the loss over all tokens of the batch (`token`, DAPO), first within each rollout (`sequence`, GRPO), or
+    divide each rollout's sum by `sampling.max_tokens` (`constant`, Dr. GRPO). A rollout weighs the same however many
+    token sequences its episode has."""
     clip_low: bounds.Factor | Literal["auto"] = "auto"
     """The ratio is clipped below 1 - clip_low."""
     clip_high: bounds.Factor | Literal["auto"] = "auto"

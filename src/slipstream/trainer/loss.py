@@ -119,12 +119,12 @@ class PolicyObjective(OneForward):
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens, computed ones, sequences with any, and the loss's divisor."""
-        tokens, sequences = float(batch.num_tokens), float(batch.num_sequences)
-        loss = {"token": tokens, "sequence": sequences, "constant": sequences * self.sampling.max_tokens}
+        tokens, rollouts = float(batch.num_tokens), float(batch.num_rollouts)
+        loss = {"token": tokens, "sequence": rollouts, "constant": rollouts * self.sampling.max_tokens}
         return {
             "tokens": tokens,
             "computed": float(batch.num_computed),
-            "sequences": sequences,
+            "sequences": float(batch.num_sequences),
             "loss": loss[self.config.normalize],
         }
 
@@ -160,7 +160,7 @@ class PolicyObjective(OneForward):
             kl_N = kl_estimate(logprobs_N, micro.reference_logprobs_N, config.kl_estimator)
             per_token_N = per_token_N + config.kl_coef * kl_N
             sums["kl_reference"] = kl_N.detach().sum()
-        weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, config.normalize)
+        weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, config.normalize, micro.rollout_tokens_S)
         loss = (per_token_N * weights_N).sum() / divisors["loss"]
         if config.entropy_coef > 0.0:
             loss = loss - config.entropy_coef * entropy_N.sum() / divisors["tokens"]

@@ -68,6 +68,10 @@ class StepBatch:
     """Sequences that count in the loss's divisor but are not computed, because their gradient is exactly 0."""
     tasks: list[str] | None = None
     """Per sequence, the part of a mixture that it belongs to, where tasks' gradients are combined."""
+    rollout_tokens: list[int] | None = None
+    """Per sequence, the trainable tokens of its whole rollout. None: each sequence is a rollout."""
+    num_further: int = 0
+    """Sequences with a trainable token beyond the first of each rollout."""
 
     def by_task(self) -> list[StepBatch]:
         """The sequences of each task that has a trainable token, by the tasks' names; the whole where it names none."""
@@ -83,7 +87,8 @@ class StepBatch:
 
         sequences = [self.sequences[place] for place in places]
         old, reference = of(self.old_logprobs), of(self.reference_logprobs)
-        return StepBatch(sequences, of(self.advantages), old, reference, of(self.value_targets))
+        targets, tokens = of(self.value_targets), of(self.rollout_tokens)
+        return StepBatch(sequences, of(self.advantages), old, reference, targets, rollout_tokens=tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +111,11 @@ class StepBatch:
     def num_sequences(self) -> int:
         """Sequences with at least one trainable token."""
         return sum(any(sequence.mask) for sequence in (*self.sequences, *self.silent))
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts with at least one trainable token."""
+        return self.num_sequences - self.num_further
 
 
 @dataclass
@@ -132,6 +142,8 @@ class MicroBatch:
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
     teacher_logprobs_N: Tensor | None = None
+    rollout_tokens_S: Tensor | None = None
+    """Trainable tokens of each sequence's rollout, float32. None: each sequence is a rollout."""
     images: Sequence[RowImage] = ()
     """In the row's order. A shared prefix has its images once; their pixels are the model's business, since several
     rows of a step may have the same image."""
@@ -353,6 +365,9 @@ def _micro_batch(
         reference_logprobs_N=_joined(batch.reference_logprobs, indices, device),
         old_values_N=_joined(old_values, indices, device),
         returns_N=_joined(returns, indices, device),
+        rollout_tokens_S=None
+        if (tokens := batch.rollout_tokens) is None
+        else to_device(torch.tensor([tokens[index] for index in indices], dtype=torch.float32), device),
         images=images.found,
         rotary_ids_3T=None if (rotary := images.rotary_ids()) is None else to_device(rotary, device),
         boxes=row_boxes(
@@ -415,17 +430,17 @@ def make_step_batches(
     `epochs` times.
 
     `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, truncated ones with
-    `train_on_truncated=False`, and those with `carries_loss` false. `value_targets`: per rollout, one per sequence.
-    With `by_task` the steps name the task of each sequence. With `ignores_silent` most rollouts of advantage 0 only
-    count in the divisors (`StepBatch.silent`). Epochs repeat the same objects, so that log-probabilities filled in once
-    serve all. Fewer groups than updates give fewer steps.
+    `train_on_truncated=False`, those with `carries_loss` false, and those without a trainable token: no step is empty.
+    `value_targets`: per rollout, one per sequence. With `by_task` the steps name the task of each sequence. With
+    `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat the
+    same objects, so that log-probabilities filled in once serve all. Fewer groups than updates give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
     groups: dict[str, list[int]] = {}
     for index, rollout in enumerate(batch.rollouts):
         trained = rollout.outcome in records.TRAINABLE_OUTCOMES and (carries_loss is None or carries_loss[index])
-        if trained and (train_on_truncated or rollout.outcome != "truncated"):
+        if trained and rollout.num_sampled and (train_on_truncated or rollout.outcome != "truncated"):
             groups.setdefault(rollout.group_id, []).append(index)
     members = list(groups.values())
     steps: list[StepBatch] = []
@@ -433,8 +448,10 @@ def make_step_batches(
         step = StepBatch([], None if advantages is None else [], value_targets=None if value_targets is None else [])
         step.tasks = [] if by_task else None
         num_silent = 0
+        rollout_tokens: list[int] = []
         for index in (index for group in part for index in members[group]):
             sequences = batch.rollouts[index].sequences
+            step.num_further += sum(any(sequence.mask) for sequence in sequences) - 1
             if (
                 ignores_silent
                 and advantages is not None
@@ -446,12 +463,14 @@ def make_step_batches(
                     step.silent += sequences
                     continue
             step.sequences += sequences
+            rollout_tokens += [batch.rollouts[index].num_sampled] * len(sequences)
             if step.tasks is not None:
                 step.tasks += [batch.rollouts[index].source.partition("/")[0]] * len(sequences)
             if advantages is not None and step.advantages is not None:
                 step.advantages += [advantages[index]] * len(sequences)
             if value_targets is not None and step.value_targets is not None:
                 step.value_targets += value_targets[index]
+        step.rollout_tokens = rollout_tokens if step.num_further else None
         steps.append(step)
     return steps * epochs
 

@@ -64,6 +64,7 @@ class RankBatch(msgspec.Struct, frozen=True):
     old_logprobs: list[PackedTensor] | None = None
     reference_logprobs: list[PackedTensor] | None = None
     value_targets: list[tuple[PackedTensor, PackedTensor]] | None = None
+    rollout_tokens: list[int] | None = None
 
     def batch(self) -> StepBatch:
         """The sequences as a step batch."""
@@ -75,6 +76,7 @@ class RankBatch(msgspec.Struct, frozen=True):
             None
             if (pairs := self.value_targets) is None
             else [ValueTargets(*map(PackedTensor.tensor, pair)) for pair in pairs],
+            rollout_tokens=self.rollout_tokens,
         )
 
 
@@ -113,6 +115,7 @@ def rank_batch_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[RankBatch, lis
         else [
             (PackedTensor.of(targets[index].old_values), PackedTensor.of(targets[index].returns)) for index in chosen
         ],
+        None if batch.rollout_tokens is None else [batch.rollout_tokens[index] for index in chosen],
     )
     return share, chosen
 
