@@ -27,6 +27,7 @@ Outcome = Literal[
     "engine_error",  # the engine failed or refused the request; never trained on
     "environment_error",  # the environment raised; never trained on
     "prompt_mismatch",  # the engine expanded a prompt with images to other tokens; never trained on
+    "no_tokens",  # ended before the policy's first turn; neither graded nor trained on, and no failure
     "cancelled",
 ]
 Stop = Literal[
@@ -278,9 +279,11 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """Why the episode ended; empty in records of earlier versions."""
     num_turns: int = 1
     turn_spans: list[TurnSpan] = []
-    """Where each turn's sampled tokens lie, in order."""
+    """Where each turn's sampled tokens lie, in the order in which the turns ended; empty in records of earlier
+    versions."""
     turn_rewards: list[float] = []
-    """A reward for each turn, where the environment gives them; `reward` is the sum of all."""
+    """A reward for each turn, in the order of `turn_spans`, where the environment gives them; `reward` is the sum of
+    all."""
     turns: list[Message] = []
     """The messages after the task's prompt in an episode of several turns, for samples and reports."""
     seconds: float = 0.0

@@ -58,19 +58,22 @@ def test_without_a_usable_rollout_there_is_nothing_to_say():
     assert group_statistics([rollout(0, 1.0)], 1.0).pass_at_1_interval == (0.0, 1.0)
 
 
-def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, reward=None):
+def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, reward=None, full=0.0):
     k = pass_at_1 if pass_at_k is None else pass_at_k
-    return GroupStatistics(64, 8, 0, pass_at_1, (0.0, 1.0), k, signal, reward or pass_at_1, 5.0, truncated, distinct)
+    made = GroupStatistics(64, 8, 0, pass_at_1, (0.0, 1.0), k, signal, reward or pass_at_1, 5.0, truncated, distinct)
+    return replace(made, context_full_fraction=full)
 
 
 @pytest.mark.parametrize(
     ("statistics", "verdict", "says"),
     [
         (found(0.3, 0.6, pass_at_k=0.7), "ready for RL", "pass@1 30 %, pass@8 70 %; 60 % of the groups"),
-        (found(0.05, 0.15, pass_at_k=0.15), "ready for RL", "learning is slow"),
+        (found(0.05, 0.15, pass_at_k=0.15), "ready, but slow", "learning is faster after"),
         (found(0.0, 0.0), "more SFT first", "more training.steps of SFT"),
         (found(0.0, 0.9), "more SFT first", "partial credit alone"),
         (found(0.0, 0.05, truncated=0.9), "more SFT first", "cut at sampling.max_tokens"),
+        (found(0.0, 0.05, truncated=0.9, full=0.5), "more SFT first", "inference.max_model_len"),
+        (found(0.0, 0.05, truncated=0.9, full=0.4), "more SFT first", "cut at sampling.max_tokens"),
         (found(0.3, 0.05, distinct=0.13), "more SFT first", "says nearly the same"),
         (found(0.96, 0.3), "task too easy", "hardly anything left"),
         (found(0.85, 0.2), "task too easy", "only 20 % of the groups"),
@@ -79,7 +82,7 @@ def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, rew
         (found(1.0, 0.0), "task too easy", "pass@1 100 %, pass@8 100 %: "),
         (found(0.8, 0.2), "task too easy", "only 20 % of the groups"),
         (found(0.3, 0.25), "ready for RL", "pass@8 30 %; 25 % of the groups"),
-        (found(0.05, 0.1, pass_at_k=0.15), "ready for RL", "learning is slow"),
+        (found(0.05, 0.1, pass_at_k=0.15), "ready, but slow", "only 10 % of the groups"),
         (found(0.0, 0.05, truncated=0.5), "more SFT first", "cut at sampling.max_tokens"),
         (found(0.3, 0.05, distinct=0.35), "more SFT first", "and only 5 % of the groups"),
         (found(0.0, 0.0), "more SFT first", "pass@1 0 %, pass@8 0 %"),

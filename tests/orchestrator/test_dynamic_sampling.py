@@ -1,9 +1,12 @@
 """Dynamic sampling against a scripted engine."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.algo.readiness import group_has_signal
 from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
@@ -44,7 +47,9 @@ async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_
         seed=0,
         max_reward_failures=max_failures,
         needs_logprobs=True,
-        refills=Refills(lambda step, number: offered[number - 1], max_refills, threshold),
+        refills=Refills(
+            lambda step, number: offered[number - 1], max_refills, partial(group_has_signal, reward_threshold=threshold)
+        ),
         hooks=hooks,
     )
     return await batcher.make(3, Version(0, 3), [task(letter) for letter in first]), begun
@@ -64,8 +69,7 @@ def test_under_turn_credit_a_group_has_signal_where_a_turns_returns_differ(episo
         Rollout("r", "t", "g", [], sum_, "done", turn_rewards=turns, turn_spans=[TurnSpan(0, 0, 1)] * 2)
         for sum_, turns in episodes
     ]
-    found = [Refills(lambda step, number: [], 1, by_turns=by).has_signal(group) for by in (False, True)]
-    assert found == [by_sums, by_turns]
+    assert [group_has_signal(group, by_turns=by) for by in (False, True)] == [by_sums, by_turns]
     assert Refills(lambda step, number: [], 1).has_signal(group) == by_sums
 
 
@@ -190,3 +194,19 @@ def test_groups_are_counted_by_task_whether_they_are_trained_on_or_not():
     crowded = task_counts([*many, *many], lambda group: True)
     assert (crowded["task/left_out"], crowded["task/s0/drawn_groups"]) == (3, 2)
     assert task_counts(many[:MAX_TASKS] * 2, lambda group: True)["task/s0/drawn_groups"] == 2
+
+
+def test_all_groups_of_a_mixtures_parts_are_counted_for_its_curriculum():
+    """The first part has as many sources as there are metrics of their own; the second one comes after them."""
+    groups = [rollouts(f"first/s{n}", "done") for n in range(MAX_TASKS + 2)]
+    groups += [rollouts("second", "done"), rollouts("second/a", "reward_error"), rollouts("second/b", "done")]
+    found = task_counts(groups, lambda group: group[0].source != "second/b", ["first", "second"])
+    assert found["task/left_out"] == 5
+
+    def total(part, key):
+        return sum(n for name, n in found.items() if name.startswith(f"task/{part}/") and name.endswith(f"/{key}"))
+
+    assert [total(part, "drawn_groups") for part in ("first", "second")] == [MAX_TASKS + 2, 3]
+    assert [total(part, "signal_groups") for part in ("first", "second")] == [MAX_TASKS + 2, 2]
+    assert total("second", "dropped") == 1
+    assert len({name.rpartition("/")[0] for name in found}) <= MAX_TASKS + 3

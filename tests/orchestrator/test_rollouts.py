@@ -259,7 +259,7 @@ async def test_a_late_environment_says_where_its_process_hung():
 async def test_an_environment_that_another_one_holds_up_is_not_late():
     async def slow(task, policy):
         await asyncio.sleep(0.2)
-        return Episode("done")
+        return Episode((await policy.chat(task.prompt)).text)
 
     rollout = await play(runner_of(environment_of(slow, is_held_up=True), run_timeout_s=0.05)[0])
     assert rollout.outcome == "done"

@@ -5,7 +5,7 @@ import pytest
 from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
 from slipstream.records import Rollout, Sequence
-from slipstream.trainer.signal_watch import STEPS, SignalWatch
+from slipstream.trainer.signal_watch import QUIET, STEPS, SignalWatch
 
 CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_backward"}, "training": {"steps": 9}}
 
@@ -49,11 +49,35 @@ def test_the_first_batch_is_judged_where_groups_are_compared(watch):
         assert watch(kind, **values).judge_first(none) is None
 
 
-def test_no_signal_for_several_steps_is_said_once_and_again_after_a_while(watch):
-    found = said(watch(), [0.9, 0.0, 0.05, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0], [0.5] * 9)
-    assert [len(texts) for texts in found] == [0, 0, 0, 1, 0, 0, 0, 0, 1]
-    assert "5 % of the groups" in found[3][0]
-    assert STEPS == 3
+def test_no_signal_for_several_steps_is_said_once_and_summed_up_after_a_while(watch):
+    """However often the condition ends and begins again."""
+    found = said(watch(), [0.9, 0.0, 0.05, 0.0, *([0.5, 0.0, 0.0, 0.0] * 50)], [0.5] * 204)
+    steps = [step for step, texts in enumerate(found) if texts]
+    assert (STEPS, QUIET) == (3, 50)
+    assert steps[0] == 3
+    assert QUIET <= steps[1] - steps[0] < QUIET + 4
+    assert 2 * QUIET <= steps[2] - steps[1] < 2 * QUIET + 4
+    assert len(steps) == 3
+    assert "in 3 of the last 4 steps" in found[3][0]
+    assert f"of the last {steps[2] - steps[1]} steps" in found[steps[2]][0]
+
+
+def test_a_full_context_is_named_where_it_is_the_cause(watch):
+    row = {"reward/mean": 0.0, "reward/signal_fraction": 0.0, "rollout/stop_context_full_fraction": 0.6}
+    one = watch()
+    (text,) = [text for _ in range(STEPS) for text in one.observe(row)]
+    assert "inference.max_model_len" in text
+
+
+def test_turns_whose_returns_differ_are_a_signal_where_their_sums_agree(watch):
+    """Two turns that earn (1, 0) or (0, 1)."""
+    group = rollouts((1.0, 1.0), (1.0, 1.0))
+    for number, rollout in enumerate(group):
+        rollout.turn_rewards = [1.0, 0.0] if number % 2 else [0.0, 1.0]
+    assert watch(algorithm={"kind": "grpo", "credit": "turn"}).judge_first(group).verdict != "more SFT first"
+    assert (
+        watch(algorithm={"kind": "grpo", "credit": "turn"}, evaluation={"threshold": 2.0}).judge_first(group).is_ready
+    )
 
 
 def test_a_collapse_of_the_entropy_is_said(watch):
@@ -89,7 +113,7 @@ def test_at_its_limits_nothing_is_said(watch):
     assert said(watch(), [0.0] * 4, [0.5] * 4, reward=0.8) == [[]] * 4
     found = said(watch(), [0.0] * 3, [0.5] * 3, reward=0.79)
     assert [len(texts) for texts in found] == [0, 0, 1]
-    assert "at most 0 % of the groups" in found[2][0]
+    assert "in 3 of the last 3 steps" in found[2][0]
     assert "(mean reward 0.79)" in found[2][0]
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout
 
-Verdict = Literal["ready for RL", "more SFT first", "task too easy", "reward broken"]
+Verdict = Literal["ready for RL", "ready, but slow", "more SFT first", "task too easy", "reward broken"]
 
 READY_SIGNAL = 0.25
 """Fraction of groups with reward variance from which a model is ready."""
@@ -31,6 +31,9 @@ _MARGIN = 0.05
 _MAJORITY = 0.1
 """Fraction of the tasks from which an answer is one that guessing pays for."""
 MORE_SFT = "more training.steps of SFT, easier tasks, or answers that show their working"
+CONTEXT_ADVICE = (
+    "make shorter what the environment or its tools answer, raise inference.max_model_len, or lower sampling.max_tokens"
+)
 _MOSTLY_CUT = 0.5
 _FEW_TEXTS = 0.35
 """Fraction of a group's completions that are different texts; below it a group without variance is a collapsed one."""
@@ -61,6 +64,8 @@ class GroupStatistics:
     """The gold answer that most tasks have; empty where no two tasks have the same, or none has one."""
     majority_fraction: float = 0.0
     """The fraction of the tasks that it answers: what a policy reaches that does not read the question."""
+    context_full_fraction: float = 0.0
+    """The part of `truncated_fraction` that a longer `sampling.max_tokens` does not help: the context was full."""
 
     @property
     def is_guessing(self) -> bool:
@@ -78,8 +83,13 @@ class Judgement:
 
     @property
     def is_ready(self) -> bool:
-        """Whether to begin RL."""
+        """Whether to begin RL as it is."""
         return self.verdict == "ready for RL"
+
+
+def num_context_full(rollouts: Sequence[Rollout]) -> int:
+    """How many of `rollouts` were truncated because the context was full."""
+    return sum(each.outcome == "truncated" and each.stop == "context_full" for each in rollouts)
 
 
 def has_signal(rewards: Sequence[float], reward_threshold: float | None = None) -> bool:
@@ -102,11 +112,24 @@ def turns_have_signal(returns: Sequence[Sequence[float]]) -> bool:
     return any(has_signal([own[turn] for own in returns if turn < len(own)]) for turn in range(longest))
 
 
+def group_has_signal(
+    group: Sequence[Rollout], reward_threshold: float | None = None, *, by_turns: bool = False
+) -> bool:
+    """Whether a group's rollouts differ in what training compares, before any penalty: their rewards, see `has_signal`,
+    or `by_turns` (`algorithm.credit = "turn"`) the returns of their turns."""
+    usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
+    if by_turns:
+        return turns_have_signal(
+            [turn_returns(each.reward, each.turn_rewards or [0.0] * len(each.turn_spans)) for each in usable]
+        )
+    return has_signal([rollout.reward for rollout in usable], reward_threshold)
+
+
 def group_statistics(
-    rollouts: Sequence[Rollout], threshold: float, reward_threshold: float | None = None
+    rollouts: Sequence[Rollout], threshold: float, reward_threshold: float | None = None, *, by_turns: bool = False
 ) -> GroupStatistics | None:
     """Sum up `rollouts`, grouped by `group_id`; None if all failed. A completion is right from a reward of `threshold`
-    on. `reward_threshold`: `algorithm.reward_threshold`, by which rewards count as 1 or 0 in training."""
+    on. `reward_threshold`, `by_turns`: see `group_has_signal`."""
     usable = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     if not usable:
         return None
@@ -128,7 +151,7 @@ def group_statistics(
         pass_at_1_interval=(max(0.0, pass_at_1 - half), min(1.0, pass_at_1 + half)),
         pass_at_k=statistics.fmean(part > 0 for part in right),
         signal_fraction=statistics.fmean(
-            has_signal([each.reward for each in group], reward_threshold) for group in groups.values()
+            group_has_signal(group, reward_threshold, by_turns=by_turns) for group in groups.values()
         ),
         mean_reward=statistics.fmean(each.reward for each in usable),
         mean_length=statistics.fmean(each.num_sampled for each in usable),
@@ -138,6 +161,7 @@ def group_statistics(
         ),
         majority_answer=majority if num_majority > 1 else "",
         majority_fraction=num_majority / len(groups) if num_majority > 1 else 0.0,
+        context_full_fraction=num_context_full(usable) / len(usable),
     )
 
 
@@ -180,6 +204,12 @@ def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement
             f"{passes}, and only {with_signal}: use harder tasks, or keep the groups that teach "
             '(algorithm.kind = "dapo")',
         )
+    if found.context_full_fraction > 0.5 * found.truncated_fraction >= 0.5 * _MOSTLY_CUT:
+        return Judgement(
+            "more SFT first",
+            f"{_percent(found.context_full_fraction)} of the episodes end as the context is full ({passes}): "
+            f"{CONTEXT_ADVICE}",
+        )
     if found.truncated_fraction >= _MOSTLY_CUT:
         return Judgement(
             "more SFT first",
@@ -195,9 +225,9 @@ def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement
         )
     if found.signal_fraction >= LOW_SIGNAL:
         return Judgement(
-            "ready for RL",
-            f"{passes}; only {with_signal}, so learning is slow: it is faster after more training.steps of SFT, with a "
-            'larger algorithm.group_size, or with algorithm.kind = "dapo", which keeps the groups that teach',
+            "ready, but slow",
+            f"{passes}; only {with_signal}: learning is faster after more training.steps of SFT, with a larger "
+            'algorithm.group_size, or with algorithm.kind = "dapo", which keeps the groups that teach',
         )
     return Judgement("more SFT first", f"{passes}, and only {with_signal}: {MORE_SFT}")
 

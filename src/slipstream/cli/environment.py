@@ -147,7 +147,7 @@ def env_test(
     that check. Prints mean reward and accuracy for each kind of answer.
 
     With --model, vLLM samples completions of the run file's model as training does, which prints pass@1, pass@k, the
-    groups with signal, and a verdict: ready for RL, more SFT first, task too easy, or reward broken.
+    groups with signal, and a verdict: ready for RL; ready, but slow; more SFT first; task too easy; or reward broken.
     """
     from slipstream.config import load_config
 
@@ -247,13 +247,14 @@ def _try_model(
     num_tasks *= max(1, len(loaded.config.environment.mixture))
     rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
     reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
-    found = group_statistics(rollouts, checked.result.threshold, reward_threshold)
+    by_turns = isinstance(algorithm, RLConfig) and algorithm.credit == "turn"
+    found = group_statistics(rollouts, checked.result.threshold, reward_threshold, by_turns=by_turns)
     if found is None:
         raise EnvironmentFault(f"all of {len(rollouts)} rollouts failed; the first: {rollouts[0].error}")
     by_task: dict[str, tuple[GroupStatistics, Judgement]] = {}
     for source in sorted({rollout.source for rollout in rollouts} - {""}):
         of_task = [rollout for rollout in rollouts if rollout.source == source]
-        if own := group_statistics(of_task, checked.result.threshold, reward_threshold):
+        if own := group_statistics(of_task, checked.result.threshold, reward_threshold, by_turns=by_turns):
             part = source.partition("/")[0] if loaded.config.environment.mixture else ""
             by_task[source] = own, judge(own, checked.mean_reward(is_gold=True, part=part))
     judgement = judge(found, checked.mean_reward(is_gold=True))
@@ -295,8 +296,10 @@ def _print_trial(trial: _Trial, checked: _Checked) -> None:
         ("mean reward", f"{found.mean_reward:.3g}{_between(checked)}"),
         (
             "length",
-            f"{found.mean_length:.1f} tokens; {100 * found.truncated_fraction:.1f} % cut at sampling.max_tokens",
+            f"{found.mean_length:.1f} tokens; {100 * (found.truncated_fraction - found.context_full_fraction):.1f} % "
+            "cut at sampling.max_tokens",
         ),
+        *([("context full", f"{100 * full:.1f} % of the episodes")] if (full := found.context_full_fraction) else []),
         ("different texts", f"{100 * found.distinct_fraction:.1f} % of a group's completions"),
     ]
     if found.majority_fraction > 0.0:

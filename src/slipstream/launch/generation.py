@@ -300,6 +300,8 @@ def _batcher(
         max_reward_failures=config.environment.max_reward_failures,
         needs_logprobs=needs_engine_logprobs(algorithm),
         staleness=config.training.staleness,
+        has_signal=order.has_signal,
+        parts=config.environment.mixture.keys(),
         refills=order.refills(),
         teacher=children.teacher,
         hooks=hooks,

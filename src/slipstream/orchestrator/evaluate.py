@@ -16,7 +16,7 @@ from slipstream.engine_protocols import Generates
 from slipstream.envs.answers import final_answer, last_number
 from slipstream.errors import IntegrityError
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses, warn_of_no_tokens
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task, Version
 
 MAX_SOURCES = 32
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"\s*-?[\d,]*\.?\d+(/\d+)?\s*")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on the held-out tasks. A failed rollout counts as wrong, and in `num_failed`."""
+    """Results on the held-out tasks. A failed rollout, or one without a token, counts as wrong, and in `num_failed`."""
 
     num_tasks: int
     num_right: int
@@ -114,6 +114,7 @@ async def evaluate(
     graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     check_failures(rollouts, "the evaluation", max_failures)
     warn_of_losses(rollouts, "the evaluation", warn)
+    warn_of_no_tokens(rollouts, "the evaluation", warn)
     # Majorities of many samples take seconds, for which the event loop must not stand still.
     further = await asyncio.to_thread(further_metrics, tasks, rollouts, threshold)
     return Evaluation(

@@ -193,7 +193,11 @@ class RolloutRunner:
         episode: Episode | None = None
         try:
             episode = await self._play(task, policy, deadline, rollout)
-            await self._grade(task, episode, place or self._scorer, rollout)
+            if policy.num_turns:
+                await self._grade(task, episode, place or self._scorer, rollout)
+            else:  # whatever its reward, no token earned it
+                rollout.outcome, episode = "no_tokens", None
+                rollout.error = f"the episode ended ({rollout.stop}) before the policy's first turn"
         except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
             if turns.engine_error is not None:
                 raise turns.engine_error from None  # the environment may have replaced it
@@ -424,8 +428,9 @@ def _traceback_of(error: BaseException) -> str:
 
 def check_failures(rollouts: Sequence[Rollout], of: str, max_failures: float) -> None:
     """Raise with the first failure's text when more than the fraction `max_failures` of the rollouts failed:
-    `EngineError` where most of these failures are the engine's, else `EnvironmentFault`."""
-    failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
+    `EngineError` where most of these failures are the engine's, else `EnvironmentFault`. Episodes without a token are
+    no failures: tasks may be too long for the context."""
+    failed = [each for each in rollouts if each.outcome not in TRAINABLE_OUTCOMES and each.outcome != "no_tokens"]
     if len(failed) <= max_failures * len(rollouts):
         return
     by_engine = [rollout for rollout in failed if rollout.outcome == "engine_error"]
@@ -443,6 +448,17 @@ def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], N
     lost = [rollout for rollout in rollouts if rollout.outcome == "engine_error"]
     if lost:
         warn(f"{len(lost)} of {len(rollouts)} rollouts of {of} were lost in the engine; the first: {lost[0].error}")
+
+
+def warn_of_no_tokens(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> bool:
+    """Warn where episodes ended before the policy sampled a token; returns whether there are any."""
+    empty = [rollout for rollout in rollouts if rollout.outcome == "no_tokens"]
+    if empty:
+        warn(
+            f"{len(empty)} of {len(rollouts)} rollouts of {of} have no token of the policy, and count in no mean or "
+            f"baseline (dropped/no_tokens); the first: {empty[0].error}"
+        )
+    return bool(empty)
 
 
 def seed_of(*parts: int | str) -> int:

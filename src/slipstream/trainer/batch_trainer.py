@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from slipstream import records
+from slipstream.algo.readiness import CONTEXT_ADVICE, num_context_full
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
@@ -29,6 +30,12 @@ from slipstream.trainer.packing import StepBatch, make_step_batches
 class NoSignal(Enum):
     """Why a batch trains nothing: the reason, and advice for the user."""
 
+    NO_TOKENS = (
+        "no episode has a token of the policy",
+        "have the environment ask the policy before it ends an episode, and make the first observation shorter than "
+        "the context (inference.max_model_len)",
+    )
+
     NO_VARIANCE = (
         "no group had any reward variance",
         "make the task easier or harder, or start from a better model",
@@ -36,6 +43,10 @@ class NoSignal(Enum):
     ALL_TRUNCATED = (
         "no completion ended before the limit, and truncated ones are not trained on,",
         "raise sampling.max_tokens, or set algorithm.train_on_truncated = true",
+    )
+    CONTEXT_FULL = (
+        "most episodes ended as the context was full, and what is left teaches nothing",
+        CONTEXT_ADVICE,
     )
     NOTHING_KEPT = (
         "no rollout could be trained on",
@@ -97,14 +108,17 @@ class BatchTrainer:
 
     def _train_rl(self, batch: records.Batch, algorithm: PlannedRL) -> BatchResult:
         metrics = rollout_metrics(batch)
+        if (batch.rollouts or metrics.get("dropped/no_tokens")) and not any(r.num_sampled for r in batch.rollouts):
+            return BatchResult(metrics, no_signal=NoSignal.NO_TOKENS)
+        is_full = num_context_full(batch.rollouts) > 0.5 * len(batch.rollouts)
         penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
         credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
         metrics |= kl_metrics | credit.metrics
         if not credit.has_signal and self.critic is None:
-            return BatchResult(metrics, credit, NoSignal.NO_VARIANCE)
+            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE)
         planned = self.step_batches(batch, credit)
         if not planned:
-            return BatchResult(metrics, credit, NoSignal.ALL_TRUNCATED)
+            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.ALL_TRUNCATED)
         if self.critic is not None:
             metrics |= self.critic.train(planned)
             if batch.step < self.critic.config.warmup_steps:
@@ -112,7 +126,7 @@ class BatchTrainer:
         steps = [(index, step) for index, step in enumerate(planned) if step.has_signal]
         metrics["train/skipped_updates"] = float(len(planned) - len(steps))
         if not steps:
-            return BatchResult(metrics, credit, NoSignal.NO_VARIANCE)
+            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE)
         fill_logprobs([step for _, step in steps], algorithm, self.learner, self.reference, self.sampling)
         update_metrics, num_skipped = self.optimizer_steps(steps, batch.step)
         metrics["train/skipped_updates"] += num_skipped

@@ -36,6 +36,7 @@ from slipstream.trainer.turn_credit import (
     sampling_order,
     turn_advantages,
     turn_ends,
+    turn_signal_fraction,
     write_turn_advantages,
 )
 
@@ -90,7 +91,11 @@ def assign_credit(
     group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])
     gives_turns = check_turns(rollouts, config.credit)
     rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
-    metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
+    metrics["reward/signal_fraction"] = (
+        turn_signal_fraction(rollouts, rewards_S, group_ids_S)
+        if gives_turns
+        else signal_fraction(rewards_S, group_ids_S)
+    )
     if critic is not None:
         best_S = _carries_loss(rewards_S, group_ids_S, config)
         rewards = dict(zip(usable, rewards_S.tolist(), strict=True))

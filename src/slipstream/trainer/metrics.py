@@ -31,7 +31,9 @@ def any_cut(metrics: Mapping[str, float]) -> bool:
 def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     """Metrics of a batch before training: rewards, lengths in tokens, outcomes."""
     rollouts = [rollout for rollout in batch.rollouts if rollout.outcome in records.TRAINABLE_OUTCOMES]
-    metrics = {f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
+    dropped = Counter(batch.dropped)
+    dropped["no_tokens"] += sum(not rollout.num_sampled for rollout in rollouts)
+    metrics = {f"dropped/{reason}": float(count) for reason, count in dropped.items() if count}
     if not rollouts:
         return metrics
     rewards = [rollout.reward for rollout in rollouts]

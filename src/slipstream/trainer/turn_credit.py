@@ -11,6 +11,7 @@ the rewards of the turns before t. Returns are compared within a group turn by t
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.advantages import Baseline, group_advantages
-from slipstream.algo.readiness import turn_returns
+from slipstream.algo.readiness import turn_returns, turns_have_signal
 from slipstream.errors import TrainingError
 
 
@@ -64,6 +65,14 @@ def turn_advantages(
         returns += own
         groups += [numbers.setdefault((group, turn), len(numbers)) for turn in range(len(own))]
     return group_advantages(torch.tensor(returns, dtype=torch.float64), torch.tensor(groups), scale, baseline)
+
+
+def turn_signal_fraction(rollouts: Sequence[records.Rollout], rewards_S: Tensor, group_ids_S: Tensor) -> float:
+    """Fraction of the groups in which the returns of any turn differ."""
+    returns: dict[int, list[list[float]]] = {}
+    for rollout, reward, group in zip(rollouts, rewards_S.tolist(), group_ids_S.tolist(), strict=True):
+        returns.setdefault(group, []).append(turn_returns(reward, _turn_rewards(rollout)))
+    return statistics.fmean(map(turns_have_signal, returns.values()))
 
 
 def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Tensor, carries_loss_S: Tensor) -> None:

@@ -66,6 +66,8 @@ def figure_columns(row: Mapping[str, float]) -> list[Column]:
 def why_untrained(row: Mapping[str, float]) -> str:
     """Why a step has neither loss nor gradient; empty if it has them."""
     if row.get("train/skipped"):
+        if "reward/mean" not in row and row.get("dropped/no_tokens"):
+            return "skipped: no episode has a token of the policy"
         if row.get("rollout/truncated_fraction") == 1.0:
             return "skipped: every completion was cut off at its limit"
         if row.get("reward/signal_fraction"):

@@ -125,7 +125,7 @@ class Verifiers(Environment):
             raise EnvironmentRaised(f"{self.name} cancelled its own episode: cancel only tasks that it has started")
         last = conversation.last
         if last is None:
-            raise EnvironmentRaised(f"{self.name} ended the episode ({frame['stop']}) before the policy's first turn")
+            return Episode("", "done", 0, stop=frame["stop"])
         is_cut = last.finish_reason == "length"
         stop = cast("Stop", "length" if is_cut and frame["stop"] == "answer" else frame["stop"])
         return Episode(

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.algo.readiness import has_signal
+from slipstream.algo.readiness import group_has_signal
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, losses, task_counts
 from slipstream.orchestrator.batches.idle_time import IdleTime
@@ -24,7 +24,13 @@ from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
+from slipstream.orchestrator.rollouts import (
+    RolloutRunner,
+    check_failures,
+    seed_of,
+    warn_of_losses,
+    warn_of_no_tokens,
+)
 from slipstream.orchestrator.teacher import Scores
 from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
@@ -49,6 +55,10 @@ class Batcher:
     """Whether a rollout without the engine's log-probabilities is an error."""
     staleness: int = 0
     """How many versions older than the newest possible one a token may be."""
+    has_signal: Callable[[Sequence[Rollout]], bool] = group_has_signal
+    """Whether a group's rollouts differ in what training compares."""
+    parts: Collection[str] = ()
+    """Of a mixture."""
     refills: Refills | None = None
     teacher: Scores | None = None
     """Scores each rollout as soon as it has ended."""
@@ -57,6 +67,8 @@ class Batcher:
     share: Share = field(default_factory=Share)
     """Which groups of each batch are made here."""
     idle: IdleTime = field(default_factory=IdleTime)
+    _has_warned: bool = False
+    """Whether episodes without a token were told of, which come again with their tasks."""
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 
@@ -132,6 +144,7 @@ class Batcher:
         The groups must have passed `check`. `made`: what was generated meanwhile."""
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
+        self._has_warned = self._has_warned or warn_of_no_tokens(rollouts, f"step {step}", self.hooks.warn)
         dropped, lost = losses(groups, reasons)
         num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
@@ -145,7 +158,7 @@ class Batcher:
             metrics={
                 **made.rates(),
                 **staleness_metrics(step, kept),
-                **task_counts(groups, self._has_signal),
+                **task_counts(groups, self.has_signal, self.parts),
                 "tokens/generated": float(num_generated),
                 **self.idle.cut(step),
                 **lost,
@@ -171,11 +184,6 @@ class Batcher:
                     )
         survivors = self.ledger.survivors if self.ledger is not None else {}
         refuse_stale(rollouts, step, version.lineage, self.staleness, survivors)
-
-    def _has_signal(self, group: Sequence[Rollout]) -> bool:
-        if self.refills is not None:
-            return self.refills.has_signal(group)
-        return has_signal([rollout.reward for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES])
 
     async def _round(
         self, step: int, version: Version, first: int, tasks: Sequence[Task], size: int

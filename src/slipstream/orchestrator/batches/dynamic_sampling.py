@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.algo.readiness import has_signal, turn_returns, turns_have_signal
+from slipstream.algo.readiness import group_has_signal
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Task
 
 MAX_TASKS = 64
-"""Most tasks with metrics of their own in a batch; further ones are counted."""
+"""Most tasks with metrics of their own in a batch; further ones are counted, those of a mixture's part together."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,14 @@ class Refills:
     tasks: Callable[[int, int], Sequence[Task]]
     """(step, number of the refill, from 1) -> at most as many tasks as a batch has."""
     max_refills: int
-    threshold: float | None = None
-    """`algorithm.reward_threshold`: rewards count as 1 from here on, else as 0."""
-    by_turns: bool = False
-    """`algorithm.credit = "turn"`: episodes are compared turn by turn."""
-
-    def has_signal(self, group: Sequence[Rollout]) -> bool:
-        """Whether the rewards of a group differ, before any length penalty."""
-        usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
-        if self.by_turns:
-            return turns_have_signal([_returns(rollout) for rollout in usable])
-        rewards = [rollout.reward for rollout in usable]
-        return has_signal(rewards, self.threshold)
+    has_signal: Callable[[Sequence[Rollout]], bool] = group_has_signal
+    """Whether a group's rollouts differ in what training compares."""
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
         """How many tasks to sample so that a batch of `size` is expected to get as many groups with signal as it lacks;
         0 when it has enough."""
         found = sum(map(self.has_signal, groups))
         return min(size, math.ceil((size - found) * len(groups) / found)) if 0 < found < size else size * (found == 0)
-
-
-def _returns(rollout: Rollout) -> list[float]:
-    return turn_returns(rollout.reward, rollout.turn_rewards or [0.0] * len(rollout.turn_spans))
 
 
 @dataclass(frozen=True)
@@ -112,10 +98,13 @@ def losses(groups: Sequence[Sequence[Rollout]], reasons: Mapping[str, str]) -> t
 
 
 def task_counts(
-    groups: Sequence[Sequence[Rollout]], has_signal: Callable[[Sequence[Rollout]], bool]
+    groups: Sequence[Sequence[Rollout]],
+    has_signal: Callable[[Sequence[Rollout]], bool],
+    parts: Collection[str] = (),
 ) -> dict[str, float]:
     """Of all groups that were generated for a batch, by the tasks' source: their number, that of groups with signal,
-    and of rollouts that failed. Nothing where tasks have no source."""
+    and of rollouts that failed. Nothing where tasks have no source. `parts`: of a mixture, whose curriculum needs all
+    groups of each."""
     found: dict[str, float] = {}
     tasks: set[str] = set()
     left_out: set[str] = set()
@@ -125,8 +114,11 @@ def task_counts(
             continue
         if name not in tasks and len(tasks) == MAX_TASKS:
             left_out.add(name)
-            continue
-        tasks.add(name)
+            if (part := name.partition("/")[0]) not in parts:
+                continue
+            name = f"{part}/further"
+        else:
+            tasks.add(name)
         failed = sum(rollout.outcome not in TRAINABLE_OUTCOMES for rollout in group)
         for key, value in (("drawn_groups", 1), ("signal_groups", has_signal(group)), ("dropped", failed)):
             found[f"task/{name}/{key}"] = found.get(f"task/{name}/{key}", 0.0) + value
