@@ -18,7 +18,7 @@ from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch.tools.export import export
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.learner import Learner, Reference, score
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.lora import LoraLinear, rate_in_adapter
 from slipstream.trainer.model.policy import PolicyModel
@@ -184,6 +184,23 @@ def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, gro
     assert all(torch.equal(a, b) for a, b in zip(separate, same_memory, strict=True))
     # The policy itself still has its adapter.
     assert not torch.equal(learner.forward(group, sampling).logprobs[0], separate[0])
+
+
+def test_the_reference_of_a_continued_adapter_is_the_policy_that_it_began_with(make_lora, make_batch, group):
+    learner = make_lora()
+    first = learner.forward(group).logprobs
+    reference = Reference(learner.model.as_it_is(), 512)
+    weights = {name: tensor.clone() for name, tensor in learner.adapter_weights()}
+    assert all(map(torch.equal, reference.forward(group).logprobs, first))
+    advance(learner, make_batch(seed=1))
+    assert all(map(torch.equal, reference.forward(group).logprobs, first))
+    assert not torch.equal(learner.forward(group).logprobs[0], first[0])
+    changed = {name: tensor.clone() for name, tensor in learner.adapter_weights()}
+    assert not all(torch.equal(weights[name], tensor) for name, tensor in changed.items())
+    with pytest.raises(RuntimeError), learner.model.adapter.exchanged(reference.model._adapter_values):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in learner.adapter_weights())
+        raise RuntimeError
+    assert all(torch.equal(changed[name], tensor) for name, tensor in learner.adapter_weights())
 
 
 def test_checkpoints_are_adapters_that_peft_loads_and_resume_bit_for_bit(make_lora, make_batch, tmp_path, group):

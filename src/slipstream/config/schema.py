@@ -141,7 +141,8 @@ class RLConfig(Section):
     rewards; `turn`, the rewards from this turn on, compared with those of the group's other episodes from the same turn
     on. Unset, turn rewards are refused."""
     kl_coef: bounds.NonNegativeFactor = 0.0
-    """Weight of the KL divergence from the initial model; 0 keeps no reference model."""
+    """Weight of the KL divergence from the initial policy, with the adapter of `lora.path` if there is one; 0 keeps no
+    reference model."""
     kl_in: Literal["auto", "loss", "reward"] = "auto"
     """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO); under `gae`
     each token's own from that token's."""
@@ -212,8 +213,8 @@ class TeacherConfig(Section):
 
 
 class LoraConfig(Section):
-    """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model stays as it is. With
-    `algorithm.kl_coef` the divergence is from that model, which needs no second copy. Learning rates are usually ten
+    """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model stays as it is. The
+    reference of `algorithm.kl_coef` then needs no second copy of it. Learning rates are usually ten
     times those of full fine-tuning."""
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16

@@ -55,7 +55,8 @@ class Trained:
 
     learner: Learner
     reference: Scorer | None
-    """The reference model of the KL term; under LoRA the base model, in the same memory."""
+    """The reference model of the KL term; under LoRA the base model with the adapter of `lora.path`, in the same
+    memory."""
     critic: Critic | None
 
 
@@ -166,7 +167,7 @@ def build(
     reference = None
     if needs_reference(config):
         with stage("load the reference"):
-            reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()
+            reference = load_model(config) if policy.model.adapter is None else _initial(config, policy.model)
         reference.replay = None  # it is another policy, with experts of its own choice
     critic = None
     if uses_critic(config):
@@ -250,7 +251,7 @@ def build_parts(
     objective = build_objective(config, sampling, _coordinate_ids(config, policy.folder))
     parts = {POLICY: RankModel(group, policy, optimizer, objective, memory, keeps_whole)}
     if needs_reference(config):
-        frozen = shard(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
+        frozen = shard(load_model(config, group=group)) if policy.adapter is None else _initial(config, policy)
         parts[REFERENCE] = RankModel(group, frozen)
     if uses_critic(config):
         model = ValueModel(with_adapter(config, load_model(config, group=group)))
@@ -260,6 +261,12 @@ def build_parts(
         objective = ValueObjective(config.critic.value_clip)
         parts[CRITIC] = RankModel(group, model, optimizer, objective, keeps_whole=keeps_whole)
     return parts
+
+
+def _initial(config: PlannedConfig, policy: PolicyModel) -> PolicyModel:
+    """The policy as it starts, before a resume: the base with the adapter of `lora.path`, if there is one."""
+    continues = config.lora is not None and config.lora.path is not None
+    return policy.as_it_is() if continues else policy.without_adapter()
 
 
 def _coordinate_ids(config: PlannedConfig, folder: Path) -> tuple[int, ...]:

@@ -116,6 +116,7 @@ class Adapter:
         """See `unreached_parameters`."""
         self.of_tower: frozenset[str] = frozenset()
         """Names of the layers that belong to a vision tower."""
+        self._is_exchanged = False
 
     @classmethod
     def attach(cls, network: nn.Module, config: AdapterConfig) -> Adapter:
@@ -181,6 +182,28 @@ class Adapter:
         finally:
             for layer, enabled in zip(self.layers.values(), before, strict=True):
                 layer.enabled = enabled
+
+    @contextmanager
+    def exchanged(self, tensors: dict[str, Tensor]) -> Generator[None]:
+        """Context in which the live tensors have the values of `tensors`, by name, which keep theirs meanwhile. It does
+        nothing within itself."""
+        if self._is_exchanged:
+            yield
+            return
+        self._exchange(tensors)
+        self._is_exchanged = True
+        try:
+            yield
+        finally:
+            self._is_exchanged = False
+            self._exchange(tensors)
+
+    @torch.no_grad()
+    def _exchange(self, tensors: dict[str, Tensor]) -> None:
+        for name, live in self.named_weights():
+            kept = live.detach().clone()
+            live.copy_(tensors[name])
+            tensors[name].copy_(kept)
 
     @torch.no_grad()
     def model_state(self, state: dict[str, Tensor], *, merged: bool) -> dict[str, Tensor]:

@@ -71,6 +71,8 @@ class PolicyModel:
         self.replay: ExpertReplay | None = None
         """What sends tokens to the engine's experts, if it is asked for."""
         self._uses_adapter = True
+        self._adapter_values: dict[str, Tensor] | None = None
+        """See `as_it_is`."""
         self._fp32_head: nn.Linear | None = None
         self._root: nn.Module | None = None
         self._stored: list[tuple[str, Tensor]] = []
@@ -180,6 +182,17 @@ class PolicyModel:
             base.images = self.images.frozen()
         return base
 
+    def as_it_is(self) -> PolicyModel:
+        """The policy with the adapter's values of now, which stay: the same memory, but for a copy of the adapter. To
+        compute, it exchanges them with the live ones for a moment."""
+        assert self.adapter is not None
+        frozen = copy.copy(self)
+        frozen.replay = None
+        frozen._adapter_values = {name: tensor.detach().clone() for name, tensor in self.adapter.named_weights()}
+        if self.images is not None:
+            frozen.images = self.images.frozen()
+        return frozen
+
     def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         """Compute logits `[N, V]` at `row.predict_index_N` in the model's dtype; lazy ones after `use_fp32_head`."""
         with self._switched():
@@ -226,7 +239,11 @@ class PolicyModel:
         return self._of_head(network.get_output_embeddings()(hidden_TD[index_N]))
 
     def _switched(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.adapter is None else self.adapter.switched(self._uses_adapter)
+        if self.adapter is None:
+            return nullcontext()
+        if self._adapter_values is not None:
+            return self.adapter.exchanged(self._adapter_values)
+        return self.adapter.switched(self._uses_adapter)
 
     def use_fp32_head(self) -> None:
         """Compute logits in float32, lazily and in chunks (`HeadLogits`). Raises ConfigError if the network's logits

@@ -78,6 +78,8 @@ def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: 
     num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
     trained = num_adapter_parameters or facts.model.num_decoding
     apart = 4 * trained * (num_task_gradients(config) - 1)
+    if with_reference and config.lora is not None and config.lora.path is not None:
+        apart += trained * BYTES_OF[dtype]  # the initial adapter
     return apart + training_state_bytes(
         facts.model,
         dtype,
