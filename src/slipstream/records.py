@@ -35,7 +35,7 @@ Stop = Literal[
     "turn_limit",  # the environment's largest number of turns
     "tool_limit",  # the largest number of tool calls
     "length",  # a turn met its token limit
-    "context_full",  # the conversation left no room for another turn
+    "context_full",  # the conversation left no room for another turn, or for the rest of one
     "timeout",  # the environment took too long between two turns
     "error",  # the environment, its reward or the engine failed
     "cancelled",

@@ -8,6 +8,7 @@ import torch
 from tests.trainer.loops import SAMPLING, Learner, batch_of, planned, sequence
 
 from slipstream.errors import MismatchError, ZeroGradientError
+from slipstream.records import Sequence
 from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
 from slipstream.trainer.packing import ValueTargets
 
@@ -212,3 +213,43 @@ def test_a_kl_term_in_the_reward_is_measured_and_no_signal():
     assert result.metrics["train/kl_reference"] == pytest.approx(0.5)
     assert result.no_signal is NoSignal.NO_VARIANCE
     assert not math.isnan(result.metrics["reward/mean"])
+
+
+@pytest.mark.parametrize("critic", [None, Critic()])
+def test_rollouts_without_a_token_make_no_update(critic):
+    """Of records that were kept before such episodes were left out of batches: a group of them is an update alone."""
+    batch = batch_of(0, *GROUPS)
+    for rollout in batch.rollouts[:2]:
+        rollout.sequences = []
+    batch.rollouts[2].sequences = [Sequence([1, 2], [False, False])]
+    trainer = make_trainer(planned(training={"updates_per_batch": 4}), critic=critic)
+    result = trainer.train(batch)
+    assert result.no_signal is None
+    assert [sum(s.num_trainable > 0 for s in step.sequences) for step, _ in trainer.learner.steps] == [1, 2, 2]
+    assert result.metrics["dropped/no_tokens"] == 3.0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_batch_without_a_token_says_so(kept):
+    batch = batch_of(0, *GROUPS)
+    for rollout in batch.rollouts:
+        rollout.sequences = []
+    if not kept:
+        batch.rollouts, batch.dropped = [], {"no_tokens": 8}
+    trainer = make_trainer(planned())
+    result = trainer.train(batch)
+    assert (result.no_signal, trainer.learner.calls) == (NoSignal.NO_TOKENS, [])
+    assert result.metrics["dropped/no_tokens"] == 8.0
+
+
+def test_a_full_context_is_the_reason_where_it_cut_most_episodes():
+    same = batch_of(0, (1.0, 1.0), outcome="truncated")
+    for rollout in same.rollouts:
+        rollout.stop = "context_full"
+    assert make_trainer(planned()).train(same).no_signal is NoSignal.CONTEXT_FULL
+    cut = batch_of(0, outcome="truncated")
+    left_out = planned(algorithm={"train_on_truncated": False})
+    for stop, reason in (("length", NoSignal.ALL_TRUNCATED), ("context_full", NoSignal.CONTEXT_FULL)):
+        for rollout in cut.rollouts:
+            rollout.stop = stop
+        assert make_trainer(left_out).train(cut).no_signal is reason

@@ -1,5 +1,6 @@
 """LoRA against PEFT's own code: the same adapter, the same numbers; and what must not move does not."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -197,7 +198,7 @@ def test_the_reference_of_a_continued_adapter_is_the_policy_that_it_began_with(m
     assert not torch.equal(learner.forward(group).logprobs[0], first[0])
     changed = {name: tensor.clone() for name, tensor in learner.adapter_weights()}
     assert not all(torch.equal(weights[name], tensor) for name, tensor in changed.items())
-    with pytest.raises(RuntimeError), learner.model.adapter.exchanged(reference.model._adapter_values):
+    with contextlib.suppress(RuntimeError), learner.model.adapter.exchanged(reference.model._adapter_values):
         assert all(torch.equal(weights[name], tensor) for name, tensor in learner.adapter_weights())
         raise RuntimeError
     assert all(torch.equal(changed[name], tensor) for name, tensor in learner.adapter_weights())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -45,6 +46,7 @@ from slipstream.records import (
     Completion,
     GenerateRequest,
     Media,
+    Message,
     Outcome,
     Rollout,
     SamplingParams,
@@ -133,7 +135,7 @@ class RolloutRunner:
         self.engine = engine
         self.request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
-        self._context_length = context_length
+        self.context_length = context_length
         self._warn = warn
         self._on_ended = on_ended
         self._num_not_closed = 0
@@ -180,7 +182,7 @@ class RolloutRunner:
         policy = RecordingPolicy(
             turns.generate,
             self.tokenizer,
-            context_length=self._context_length,
+            context_length=self.context_length,
             call_tool=turns.call_tool,
             prompts=prompts,
         )
@@ -192,7 +194,7 @@ class RolloutRunner:
             place = GroupGrades(self._scorer, 1).places[0]
         episode: Episode | None = None
         try:
-            episode = await self._play(task, policy, deadline, rollout)
+            episode = await self._play(task, policy, turns, rollout)
             if policy.num_turns:
                 await self._grade(task, episode, place or self._scorer, rollout)
             else:  # whatever its reward, no token earned it
@@ -219,14 +221,12 @@ class RolloutRunner:
         """False while another episode holds up the environment: no episode is late by that time."""
         return not self._environment.is_held_up
 
-    async def _play(
-        self, task: Task, policy: RecordingPolicy, deadline: EnvironmentDeadline, rollout: Rollout
-    ) -> Episode:
+    async def _play(self, task: Task, policy: RecordingPolicy, turns: _Turns, rollout: Rollout) -> Episode:
         """Run the episode; what came of it is written into `rollout`."""
         try:
             if self._environment.bounds_itself:
                 await self._environment.setup()  # a new process, where the last one ended
-            async with deadline:
+            async with turns.deadline:
                 policy.state = await self._environment.setup_episode(task)
                 episode = plain_numbers(await self._environment.run(task, policy))
         except ContextFull:
@@ -234,12 +234,14 @@ class RolloutRunner:
         finally:
             await self._close_episode(task, policy.state)
             policy.close()
-            following = policy.conversation[len(task.prompt) :]
+            following = _following(task, policy)
             if policy.num_turns > 1:
                 rollout.turns = following
         stop: Stop = episode.stop
         if stop == "answer" and policy.truncated:
             stop = "length"
+        if stop == "length" and turns.filled_context:
+            stop = "context_full"
         rollout.outcome = "truncated" if policy.truncated else episode.outcome
         rollout.completion, rollout.stop = episode.completion, stop
         rollout.num_turns, rollout.turn_spans = episode.num_turns, policy.spans
@@ -255,7 +257,7 @@ class RolloutRunner:
 
     def _keep_unfinished(self, task: Task, policy: RecordingPolicy, rollout: Rollout) -> None:
         """What there is of an episode that failed, for people to read."""
-        rollout.turns = policy.conversation[len(task.prompt) :]
+        rollout.turns = _following(task, policy)
         rollout.completion = rollout.completion or policy.last_text
         rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
         rollout.metrics |= self._tool_metrics(task, policy)
@@ -338,6 +340,8 @@ class _Turns:
     engine_error: Exception | None = None
     """The first one after which no rollout can be made."""
     num_asked: int = 0
+    filled_context: bool = False
+    """Whether a turn was cut before its token limit, as the context was full."""
 
     async def generate(
         self,
@@ -361,7 +365,15 @@ class _Turns:
             raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
         if media and completion.prompt_ids != prompt_ids:
             raise PromptMismatch(mismatch_of(completion, prompt_ids))
+        most, size = self._most(max_tokens), len(completion.token_ids)
+        if completion.finish_reason == "length" and size < most:
+            self.filled_context |= len(prompt_ids) + size >= (self.runner.context_length or math.inf)
         return completion
+
+    def _most(self, max_tokens: int | None) -> int:
+        """The token limit of a turn for which `max_tokens` was asked."""
+        most = self.sampling.max_tokens
+        return most if max_tokens is None else max(1, min(max_tokens, most))
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """A call of a tool, for `RecordingPolicy`."""
@@ -391,8 +403,7 @@ class _Turns:
     ) -> GenerateRequest:
         sampling = self.sampling
         if max_tokens is not None:
-            most = max(1, min(max_tokens, sampling.max_tokens))
-            sampling = msgspec.structs.replace(sampling, max_tokens=most)
+            sampling = msgspec.structs.replace(sampling, max_tokens=self._most(max_tokens))
         images: tuple[bytes, ...] = ()
         if media:
             prompt_ids, images = self.runner.tokenizer.request(prompt_ids, media)
@@ -420,6 +431,14 @@ def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:
         f"{len(prompt_ids)}, the first difference at token {place}: give both the same image processor, and no "
         "mm_processor_kwargs in inference.options"
     )
+
+
+def _following(task: Task, policy: RecordingPolicy) -> list[Message]:
+    """The messages after the task's prompt in the last conversation; all of one that does not begin with it, such as a
+    sub-agent's."""
+    size, conversation = len(task.prompt), policy.conversation
+    begins = [(each.role, each.content) for each in conversation[:size]]
+    return conversation[size:] if begins == [(each.role, each.content) for each in task.prompt] else conversation
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -149,7 +149,11 @@ class Batcher:
         num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         if self.ledger is not None:
-            self.ledger.batch(step, [group[0].group_id for group in chosen])
+            used = {rollout.group_id for rollout in kept}
+            for group in chosen:
+                if group[0].group_id not in used:  # nothing of it is trained on
+                    self.drop(group[0].group_id, group[0].outcome)
+            self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id in used])
         return Batch(
             step=step,
             version=version,
