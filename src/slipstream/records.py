@@ -279,17 +279,14 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """Why the episode ended; empty in records of earlier versions."""
     num_turns: int = 1
     turn_spans: list[TurnSpan] = []
-    """Where each turn's sampled tokens lie, in the order in which the turns ended; empty in records of earlier
-    versions."""
+    """The sampled tokens of each turn, in the order in which turns ended; empty in records of earlier versions."""
     turn_rewards: list[float] = []
-    """A reward for each turn, in the order of `turn_spans`, where the environment gives them; `reward` is the sum of
-    all."""
+    """A reward for each turn, where the environment gives them; `reward` is the sum of all."""
     turns: list[Message] = []
     """The messages after the task's prompt in an episode of several turns, for samples and reports."""
     seconds: float = 0.0
     num_thinking: int = 0
-    """Sampled tokens up to the last `</think>`, of the turn with the most; all tokens of a turn that never closes
-    it."""
+    """Sampled tokens up to the last `</think>`, of the turn with the most; all of a turn that never closes it."""
 
     @property
     def num_sampled(self) -> int:

@@ -83,7 +83,7 @@ class Judgement:
 
     @property
     def is_ready(self) -> bool:
-        """Whether to begin RL as it is."""
+        """Whether to begin RL without a change."""
         return self.verdict == "ready for RL"
 
 

@@ -213,7 +213,7 @@ class TeacherConfig(Section):
 
 
 class LoraConfig(Section):
-    """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model stays as it is. The
+    """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model is frozen. The
     reference of `algorithm.kl_coef` then needs no second copy of it. Learning rates are usually ten
     times those of full fine-tuning."""
 

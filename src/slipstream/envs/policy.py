@@ -115,7 +115,7 @@ class RecordingPolicy:
         self.sequences: list[TokenSequence] = []
         """The tokens so far, see `records.Sequence`."""
         self.spans: list[TurnSpan] = []
-        """Where each turn's sampled tokens lie, in the order in which the turns ended."""
+        """The sampled tokens of each turn, in the order in which the turns ended."""
         self.conversation: list[Message] = []
         """All messages of the last turn, its reply included."""
         self.truncated = False

@@ -430,7 +430,8 @@ def make_step_batches(
     `epochs` times.
 
     `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, truncated ones with
-    `train_on_truncated=False`, those with `carries_loss` false, and those without a trainable token: no step is empty.
+    `train_on_truncated=False`, and those with `carries_loss` false. Rollouts without a trainable token are left out
+    too, so that no step is empty.
     `value_targets`: per rollout, one per sequence. With `by_task` the steps name the task of each sequence. With
     `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat the
     same objects, so that log-probabilities filled in once serve all. Fewer groups than updates give fewer steps.

@@ -1,8 +1,8 @@
 """Turns of an episode in the order of sampling, and credit for single turns, where the environment rewards them
 (`algorithm.credit = "turn"`).
 
-A rollout's sequences are stored in the order in which they began. An episode may go on in an earlier one, as an agent
-does after a conversation with a sub-agent, so that turns have an order of their own: `records.Rollout.turn_spans`.
+A rollout's sequences are stored in the order in which they began. An episode may continue an earlier one, as an agent
+does after a conversation with a sub-agent. `records.Rollout.turn_spans` therefore has the order of the turns.
 
 A rollout's `reward` is the sum of all its rewards, those of its turns included. The return of turn t is that sum less
 the rewards of the turns before t. Returns are compared within a group turn by turn, as in step-level group baselines

@@ -68,7 +68,7 @@ class Batcher:
     """Which groups of each batch are made here."""
     idle: IdleTime = field(default_factory=IdleTime)
     _has_warned: bool = False
-    """Whether episodes without a token were told of, which come again with their tasks."""
+    """Whether episodes without a token were reported: they come again with their tasks."""
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 

@@ -16,7 +16,7 @@ from slipstream.algo.readiness import group_has_signal
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Task
 
 MAX_TASKS = 64
-"""Most tasks with metrics of their own in a batch; further ones are counted, those of a mixture's part together."""
+"""Most tasks with own metrics in a batch; further ones are counted, those of a mixture's part together."""
 
 
 @dataclass(frozen=True)
