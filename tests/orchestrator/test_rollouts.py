@@ -18,7 +18,7 @@ from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, mism
 from slipstream.records import Completion, Rollout, ToolCall
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
-from .test_orchestrator import SAMPLING, Letters, say
+from .test_orchestrator import END, SAMPLING, Letters, say
 
 TASK = Task("t", (Message("system", "s"), Message("user", "q")), "b", {"data_source": "sums"})
 
@@ -365,3 +365,38 @@ def test_seeds_fill_their_range():
     assert len(set(seeds)) == 1000
     assert 0.95 * 2**31 < max(seeds) < 2**31
     assert min(seeds) < 0.05 * 2**31
+
+
+async def test_a_turn_that_the_context_cuts_says_so_and_not_that_its_limit_did():
+    """The engine gives two of four tokens; a turn that meets both at once met its limit."""
+    for context_length, asked, stop in ((4, None, "context_full"), (4, 2, "length"), (9, None, "length")):
+
+        async def one(task, policy, asked=asked):
+            return Episode((await policy.chat(task.prompt, max_tokens=asked)).text)
+
+        runner, _ = runner_of(environment_of(one), lambda prompt, seed: [ord("b")] * 2, context_length=context_length)
+        rollout = await play(runner)
+        assert (rollout.outcome, rollout.stop) == ("truncated", stop)
+
+
+async def test_a_full_conversation_is_graded_by_its_own_last_turn_and_not_by_a_sub_agents():
+    async def with_agent(task, policy):
+        reply = await policy.chat(task.prompt)
+        side = await policy.chat([Message("user", "x")])
+        assert side.text != reply.text
+        await policy.chat([*task.prompt, reply.message, Message("user", "much too long")])
+
+    script = lambda prompt, seed: [*map(ord, "ab" if prompt[-1] == ord("q") else "c"), END]  # noqa: E731
+    rollout = await play(runner_of(environment_of(with_agent), script, context_length=8)[0])
+    assert (rollout.completion, rollout.stop) == ("ab", "context_full")
+    assert [(message.role, message.content) for message in rollout.turns] == [("assistant", "ab")]
+
+
+async def test_messages_of_another_conversation_than_the_tasks_are_kept_whole():
+    async def with_agent(task, policy):
+        await policy.chat(task.prompt)
+        reply = await policy.chat([Message("user", "x"), Message("user", "y"), Message("user", "z")])
+        return Episode(reply.text, num_turns=2)
+
+    rollout = await play(runner_of(environment_of(with_agent))[0])
+    assert [message.content for message in rollout.turns] == ["x", "y", "z", "b"]

@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
+from slipstream.config.schema import RLConfig
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout
 
 Verdict = Literal["ready for RL", "ready, but slow", "more SFT first", "task too easy", "reward broken"]
 
+SignalRule = Callable[[Sequence[Rollout]], bool]
+"""Whether a group's rollouts differ in what training compares."""
 READY_SIGNAL = 0.25
 """Fraction of groups with reward variance from which a model is ready."""
 LOW_SIGNAL = 0.1
@@ -113,11 +117,18 @@ def turns_have_signal(returns: Sequence[Sequence[float]]) -> bool:
 
 
 def group_has_signal(
-    group: Sequence[Rollout], reward_threshold: float | None = None, *, by_turns: bool = False
+    group: Sequence[Rollout],
+    reward_threshold: float | None = None,
+    *,
+    by_turns: bool = False,
+    trains_truncated: bool = True,
 ) -> bool:
     """Whether a group's rollouts differ in what training compares, before any penalty: their rewards, see `has_signal`,
-    or `by_turns` (`algorithm.credit = "turn"`) the returns of their turns."""
+    or `by_turns` (`algorithm.credit = "turn"`) the returns of their turns. Without `trains_truncated`
+    (`algorithm.train_on_truncated`) one of them must have ended by itself."""
     usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
+    if not trains_truncated and all(rollout.outcome == "truncated" for rollout in usable):
+        return False
     if by_turns:
         return turns_have_signal(
             [turn_returns(each.reward, each.turn_rewards or [0.0] * len(each.turn_spans)) for each in usable]
@@ -125,11 +136,21 @@ def group_has_signal(
     return has_signal([rollout.reward for rollout in usable], reward_threshold)
 
 
+def signal_rule(algorithm: RLConfig) -> SignalRule:
+    """`group_has_signal` under the settings of `algorithm`."""
+    return partial(
+        group_has_signal,
+        reward_threshold=algorithm.reward_threshold,
+        by_turns=algorithm.credit == "turn",
+        trains_truncated=algorithm.train_on_truncated,
+    )
+
+
 def group_statistics(
-    rollouts: Sequence[Rollout], threshold: float, reward_threshold: float | None = None, *, by_turns: bool = False
+    rollouts: Sequence[Rollout], threshold: float, rule: SignalRule = group_has_signal
 ) -> GroupStatistics | None:
     """Sum up `rollouts`, grouped by `group_id`; None if all failed. A completion is right from a reward of `threshold`
-    on. `reward_threshold`, `by_turns`: see `group_has_signal`."""
+    on."""
     usable = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     if not usable:
         return None
@@ -150,9 +171,7 @@ def group_statistics(
         pass_at_1=pass_at_1,
         pass_at_1_interval=(max(0.0, pass_at_1 - half), min(1.0, pass_at_1 + half)),
         pass_at_k=statistics.fmean(part > 0 for part in right),
-        signal_fraction=statistics.fmean(
-            group_has_signal(group, reward_threshold, by_turns=by_turns) for group in groups.values()
-        ),
+        signal_fraction=statistics.fmean(rule(group) for group in groups.values()),
         mean_reward=statistics.fmean(each.reward for each in usable),
         mean_length=statistics.fmean(each.num_sampled for each in usable),
         truncated_fraction=statistics.fmean(each.outcome == "truncated" for each in usable),

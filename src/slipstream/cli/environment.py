@@ -235,7 +235,7 @@ def _try_model(
     loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Literal["auto", "plain", "none"]
 ) -> _Trial:
     """Sample the model on training tasks and judge what came."""
-    from slipstream.algo.readiness import group_statistics, judge
+    from slipstream.algo.readiness import group_has_signal, group_statistics, judge, signal_rule
     from slipstream.config.schema import RLConfig
     from slipstream.launch.prepare import prepare
     from slipstream.launch.tools.evaluate import sample_groups
@@ -246,15 +246,14 @@ def _try_model(
     assert loaded.config.environment is not None
     num_tasks *= max(1, len(loaded.config.environment.mixture))
     rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
-    reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
-    by_turns = isinstance(algorithm, RLConfig) and algorithm.credit == "turn"
-    found = group_statistics(rollouts, checked.result.threshold, reward_threshold, by_turns=by_turns)
+    has_signal = signal_rule(algorithm) if isinstance(algorithm, RLConfig) else group_has_signal
+    found = group_statistics(rollouts, checked.result.threshold, has_signal)
     if found is None:
         raise EnvironmentFault(f"all of {len(rollouts)} rollouts failed; the first: {rollouts[0].error}")
     by_task: dict[str, tuple[GroupStatistics, Judgement]] = {}
     for source in sorted({rollout.source for rollout in rollouts} - {""}):
         of_task = [rollout for rollout in rollouts if rollout.source == source]
-        if own := group_statistics(of_task, checked.result.threshold, reward_threshold, by_turns=by_turns):
+        if own := group_statistics(of_task, checked.result.threshold, has_signal):
             part = source.partition("/")[0] if loaded.config.environment.mixture else ""
             by_task[source] = own, judge(own, checked.mean_reward(is_gold=True, part=part))
     judgement = judge(found, checked.mean_reward(is_gold=True))

@@ -125,6 +125,8 @@ class RecordingPolicy:
         self.num_tool_calls = 0
         self.num_tool_failures = 0
         self._sampled: list[list[int]] = []
+        self._texts: dict[str, str] = {}
+        """Each turn's text, by what the next conversation holds of it."""
         self._is_closed = False
 
     @property
@@ -152,6 +154,7 @@ class RecordingPolicy:
         self._check_open()
         prompt_ids, opens_thinking, media = self._prompts.of(messages)
         if self._context_length is not None and len(prompt_ids) >= self._context_length:
+            self._keep_full(messages)
             raise ContextFull(
                 f"the conversation has {len(prompt_ids)} tokens after {self.num_turns} turns, and "
                 f"inference.max_model_len = {self._context_length}"
@@ -169,11 +172,22 @@ class RecordingPolicy:
             text, whole = self._tokenizer.decode_turn(completion.token_ids)
         if opens_thinking:
             text, whole = THINK_OPEN + text, THINK_OPEN + whole
+        self._texts |= {whole: text, text: text}
         self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         content = text if completion.content is None else completion.content
         calls, sizes = tuple(completion.tool_calls), (len(prompt_ids), len(completion.token_ids))
         return Reply(text, completion.finish_reason, calls, content, *sizes, whole=whole)
+
+    def _keep_full(self, messages: Sequence[Message]) -> None:
+        """The conversation that has no room left is the last one, up to its last turn, if it has any: what is graded of
+        an episode that ends here. A sub-agent may have spoken since."""
+        said = [
+            place for place, each in enumerate(messages) if each.role == "assistant" and each.content in self._texts
+        ]
+        if said:
+            last = messages[said[-1]]
+            self.conversation = [*messages[: said[-1]], Message("assistant", self._texts[last.content])]
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """See `base.Policy`."""

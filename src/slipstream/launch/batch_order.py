@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.algo.readiness import group_has_signal
+from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
 from slipstream.data.mixture import MixtureOrder, Weights, changes_of
@@ -19,7 +19,7 @@ from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.control.handle import Waits
 from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries
-from slipstream.records import Rollout, Task
+from slipstream.records import Task
 
 START_GRACE_S = 60.0
 
@@ -68,13 +68,7 @@ class BatchOrder:
         algorithm, max_refills = self._config.algorithm, max_refills_of(self._config)
         if algorithm.kind == "sft" or not max_refills:
             return None
-        return Refills(self._refill, max_refills, self.has_signal)
-
-    def has_signal(self, group: Sequence[Rollout]) -> bool:
-        """Whether a group's rollouts differ in what training compares."""
-        algorithm = self._config.algorithm
-        assert algorithm.kind != "sft"
-        return group_has_signal(group, algorithm.reward_threshold, by_turns=algorithm.credit == "turn")
+        return Refills(self._refill, max_refills, signal_rule(algorithm))
 
     def _refill(self, step: int, number: int) -> list[Task]:
         if self._mixture is not None:

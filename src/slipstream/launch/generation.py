@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig, needs_engine_logprobs
 from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
@@ -300,7 +301,7 @@ def _batcher(
         max_reward_failures=config.environment.max_reward_failures,
         needs_logprobs=needs_engine_logprobs(algorithm),
         staleness=config.training.staleness,
-        has_signal=order.has_signal,
+        has_signal=signal_rule(algorithm),
         parts=config.environment.mixture.keys(),
         refills=order.refills(),
         teacher=children.teacher,

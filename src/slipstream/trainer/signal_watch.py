@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from slipstream.algo.readiness import CONTEXT_ADVICE, LOW_SIGNAL, SOLVED, Judgement, group_statistics, judge
+from slipstream.algo.readiness import (
+    CONTEXT_ADVICE,
+    LOW_SIGNAL,
+    SOLVED,
+    Judgement,
+    group_has_signal,
+    group_statistics,
+    judge,
+    signal_rule,
+)
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import EvaluationConfig, RLConfig
 from slipstream.records import Rollout
@@ -31,8 +40,7 @@ class SignalWatch:
         self._compares = isinstance(algorithm, RLConfig) and algorithm.advantage in _GROUP_BASELINES
         self._threshold = (config.evaluation or EvaluationConfig()).threshold
         self._solved = SOLVED * self._threshold
-        self._reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
-        self._by_turns = isinstance(algorithm, RLConfig) and algorithm.credit == "turn"
+        self._has_signal = signal_rule(algorithm) if isinstance(algorithm, RLConfig) else group_has_signal
         self._is_refilled = isinstance(algorithm, RLConfig) and algorithm.max_refills != 0
         self._signals: deque[float] = deque(maxlen=STEPS)
         self._entropies: deque[float] = deque(maxlen=STEPS)
@@ -50,7 +58,7 @@ class SignalWatch:
         replaced."""
         if not self._compares or not self._is_rl or self._is_refilled:
             return None
-        found = group_statistics(rollouts, self._threshold, self._reward_threshold, by_turns=self._by_turns)
+        found = group_statistics(rollouts, self._threshold, self._has_signal)
         return judge(found) if found else None
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.algo.readiness import group_has_signal
+from slipstream.algo.readiness import SignalRule, group_has_signal
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, losses, task_counts
 from slipstream.orchestrator.batches.idle_time import IdleTime
@@ -55,8 +55,7 @@ class Batcher:
     """Whether a rollout without the engine's log-probabilities is an error."""
     staleness: int = 0
     """How many versions older than the newest possible one a token may be."""
-    has_signal: Callable[[Sequence[Rollout]], bool] = group_has_signal
-    """Whether a group's rollouts differ in what training compares."""
+    has_signal: SignalRule = group_has_signal
     parts: Collection[str] = ()
     """Of a mixture."""
     refills: Refills | None = None

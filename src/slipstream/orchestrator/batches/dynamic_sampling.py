@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.algo.readiness import group_has_signal
+from slipstream.algo.readiness import SignalRule, group_has_signal
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Task
 
 MAX_TASKS = 64
@@ -26,8 +26,7 @@ class Refills:
     tasks: Callable[[int, int], Sequence[Task]]
     """(step, number of the refill, from 1) -> at most as many tasks as a batch has."""
     max_refills: int
-    has_signal: Callable[[Sequence[Rollout]], bool] = group_has_signal
-    """Whether a group's rollouts differ in what training compares."""
+    has_signal: SignalRule = group_has_signal
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
         """How many tasks to sample so that a batch of `size` is expected to get as many groups with signal as it lacks;
