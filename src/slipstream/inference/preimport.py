@@ -20,7 +20,7 @@ from pathlib import Path
 from slipstream.inference import child_process
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.runlog.temporary import remove_temporary
+from slipstream.runlog.temporary import is_private, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
@@ -46,9 +46,13 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
     # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
     # a step happens to have, and the same run would not give the same bits.
     environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-    # Its usual place is in TMPDIR, which is another one for each engine.
+    # Its usual place is in TMPDIR, which is another one for each engine. Code is loaded from it: where somebody else has
+    # made the common one, each engine has its own.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    with contextlib.suppress(OSError):
+        compiled.mkdir(mode=0o700)
+    if is_private(compiled):
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     return environment
 
 
