@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.runlog.temporary import make_temporary, note_shared, remove_left, remove_temporary, temporary
-from tests.other_user import as_other_user, needs_root, shared_folder  # noqa: F401
+from tests.other_user import as_other_user, needs_root
+from tests.other_user import shared_folder as shared_folder  # a fixture
 
 OWNER = """
 import sys

@@ -46,8 +46,8 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
     # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
     # a step happens to have, and the same run would not give the same bits.
     environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-    # Its usual place is in TMPDIR, which is another one for each engine. Code is loaded from it: where somebody else has
-    # made the common one, each engine has its own.
+    # Its usual place is in TMPDIR, which is another one for each engine. Code is loaded from it: each
+    # engine has its own where another user has made the common one.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     with contextlib.suppress(OSError):
         compiled.mkdir(mode=0o700)

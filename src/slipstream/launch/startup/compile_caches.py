@@ -2,8 +2,8 @@
 
 Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it; a process for which its
 content is not valid uses another folder; variables that are set take precedence; without a usable folder it is a
-temporary one, as the compilers' usual ones may be made by another user first. torch and Triton write complete files named after their content, so that runs may share
-the folder. It may be removed at any time.
+temporary one, as another user may have made the compilers' usual ones. torch and Triton write complete files named
+after their content, so that runs may share the folder. It may be removed at any time.
 """
 
 from __future__ import annotations
