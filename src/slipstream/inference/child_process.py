@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
 from slipstream.runlog import stacks
+from slipstream.runlog.files import open_own
 from slipstream.runlog.heartbeat import state_of
 from slipstream.runlog.temporary import make_temporary
 
@@ -63,7 +64,7 @@ def launch(
     """Start a child without waiting for it; its output is appended to the log, and it inherits the descriptors
     `inherits`. It may answer for its stacks beside its log (`runlog.stacks`)."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("ab") as log:
+    with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
         return popen(
             command,
             stdin=stdin,

@@ -20,6 +20,7 @@ from pathlib import Path
 from slipstream.inference import child_process
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
+from slipstream.runlog.files import open_own
 from slipstream.runlog.temporary import is_private, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
@@ -93,7 +94,7 @@ class EngineAhead:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         names = {*environment, *self._environment} - _READ_LATER
         differ = sorted(name for name in names if environment.get(name) != self._environment.get(name))
-        with log_path.open("ab") as log:
+        with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
             log.write(self._output.read_bytes())
             if differ or process.poll() is not None:
                 child_process.end(process, 0.0)
