@@ -13,7 +13,7 @@ from slipstream.inference.launchers import Orders
 from slipstream.launch.provenance.record import read_attempts
 from slipstream.runlog import RunLog
 from slipstream.runlog.evaluations import read_evaluation
-from slipstream.runlog.files import open_own
+from slipstream.runlog.files import open_own, refuse_in_use
 from slipstream.runlog.heartbeat import read_heartbeat
 from slipstream.runlog.ledger import Ledger
 from slipstream.runlog.reader import list_runs, read_events, read_exit, read_metrics, read_settings
@@ -190,3 +190,15 @@ def test_a_file_that_is_cut_is_cut_after_the_checks(tmp_path):
     with pytest.raises(OSError, match="link"):
         open_own(tmp_path / "link", os.O_WRONLY | os.O_TRUNC)
     assert (tmp_path / "target").read_text() == "mine"
+
+
+def test_a_folder_at_work_is_in_use_for_everybody(tmp_path):
+    """Whether a run is to begin in it or to go on, and before anything is read."""
+    with RunLog.create(tmp_path / "run"):
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+                RunLog.create(tmp_path / "run", resume=resume)
+        with pytest.raises(ConfigError, match="in use"):
+            refuse_in_use(tmp_path / "run")
+    refuse_in_use(tmp_path / "run")
+    refuse_in_use(tmp_path / "none")

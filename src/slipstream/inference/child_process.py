@@ -49,6 +49,8 @@ END = signal.SIGRTMIN
 _DYING_S = 30.0
 """How long a killed process may take to end."""
 
+_SHARED = "/dev/shm"
+"""Where vLLM's processes keep shared memory. Without it their errors name no file."""
 popen: type[subprocess.Popen[bytes]] = subprocess.Popen
 """What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
 
@@ -122,7 +124,8 @@ def ending(code: int | None, log_path: Path) -> str:
     """Part of a sentence on a child's exit code (None: it runs), its last exception, and its log."""
     state = "is running" if code is None else f"ended with code {code}"
     reason = "" if code is None else last_error(log_path)
-    return f"{state}{f' ({reason})' if reason else ''}; its log is {log_path}"
+    shared = "" if not code or os.access(_SHARED, os.W_OK) else f", and nothing can be written to {_SHARED}"
+    return f"{state}{f' ({reason})' if reason else ''}{shared}; its log is {log_path}"
 
 
 def last_error(log_path: Path) -> str:

@@ -79,9 +79,9 @@ class FolderLock:
         while not try_lock(self._handle, fcntl.LOCK_EX):
             num_tries += 1
             if num_tries > _LOCK_TRIES:
-                holder = os.pread(self._handle, 200, 0).decode(errors="replace").strip() or "another process"
+                error = _in_use(folder, self._handle)
                 self.release()
-                raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
+                raise error
             time.sleep(_LOCK_PAUSE_S)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -135,13 +135,28 @@ class LineFile:
 
 def is_locked(folder: Path) -> bool:
     """Whether a running process holds the folder."""
+    return _holder(folder) is not None
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raise `ConfigError` that names the process holding the folder, if any."""
+    if (error := _holder(folder)) is not None:
+        raise error
+
+
+def _holder(folder: Path) -> ConfigError | None:
     try:
         with open_regular(folder / LOCK_FILE, follow_links=False) as file:
-            return not try_lock(file.fileno(), fcntl.LOCK_SH)
+            return None if try_lock(file.fileno(), fcntl.LOCK_SH) else _in_use(folder, file.fileno())
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, *_UNUSABLE):
-            return False
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, *_UNUSABLE):
+            return None
         raise
+
+
+def _in_use(folder: Path, handle: int) -> ConfigError:
+    holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+    return ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
 
 
 def reserve(path: Path, num_bytes: int) -> None:

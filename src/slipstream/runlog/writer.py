@@ -21,7 +21,16 @@ import msgspec
 
 from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
 from slipstream.records import Ticket
-from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, cannot_write, read_lines, reserve, write_whole
+from slipstream.runlog.files import (
+    LOCK_FILE,
+    FolderLock,
+    LineFile,
+    cannot_write,
+    read_lines,
+    refuse_in_use,
+    reserve,
+    write_whole,
+)
 from slipstream.runlog.heartbeat import LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS
 from slipstream.runlog.reader import EVENT, STEP, ExitReport, ExitStatus, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
@@ -105,6 +114,7 @@ class RunLog:
         """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins. Raises `ConfigError`
         if the folder is not empty (with `resume`: holds no run), or another process is using it."""
         folder = Path(folder)
+        refuse_in_use(folder)
         if resume:
             if not (folder / _EVENTS).is_file():
                 raise ConfigError(f"{folder} holds no run to resume: name a run's folder or leave out --resume")
