@@ -24,6 +24,7 @@ LAYERS = {
     "exports": 0,
     "patience": 0,
     "progress": 0,
+    "regular_files": 0,
     "engine_protocols": 1,
     "config": 1,
     "runlog": 1,

@@ -454,6 +454,12 @@ def test_secrets_appear_nowhere(tmp_path):
         ("apiKey", True),
         ("WANDB_API_KEY", True),
         ("client_secret", True),
+        *(
+            (name, True)
+            for name in ("pwd", "auth", "auth_header", "bearer", "cookie", "session_id", "dsn", "webhook_url")
+        ),
+        *((name, True) for name in ("pat", "access_code", "passcode", "sessionId", "x-amz-signature")),
+        *((name, False) for name in ("author", "path", "session", "code", "pattern", "identity", "access")),
         ("max_tokens", False),
         ("tokenizer", False),
         ("keyboard", False),

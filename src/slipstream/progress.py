@@ -5,8 +5,17 @@ Each thread has one phase at a time, since trainer and orchestrator work at once
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that change a terminal or the order of its text; but for line ends and tabs."""
+
+
+def printable(text: str) -> str:
+    """Text of a model, a server or a file as a terminal may show it: its control characters are written out."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Progress(Protocol):

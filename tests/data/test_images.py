@@ -1,9 +1,14 @@
 """Images in rows: where they may stand, what becomes of them, and what is refused."""
 
 import base64
+import contextlib
 import io
 import json
+import os
+import random
+import socket
 import struct
+import warnings
 import zlib
 
 import pyarrow as pa
@@ -14,8 +19,9 @@ from PIL import Image
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations, read_problems
 from slipstream.data.examples import split_off, tokenized
+from slipstream.data.images import reading
 from slipstream.data.images.families import image_processor
-from slipstream.data.images.reading import bytes_of, decoded, read_image
+from slipstream.data.images.reading import FORMATS, bytes_of, decoded, read_image
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Media, Message
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
@@ -372,3 +378,69 @@ def test_scaled_images_are_kept_within_bounds(chat, monkeypatch):
 
 def test_media_of_other_kinds_have_no_grid():
     assert Media("image", "", "").grid == (0, 0, 0)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+
+
+def of_format(name, mode="RGB"):
+    file = io.BytesIO()
+    Image.new(mode, (21, 13), 7).save(file, name)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_are_read(name):
+    assert decoded(of_format(name), "it").size == (21, 13)
+
+
+def test_an_image_starts_no_program(folder, monkeypatch):
+    """Pillow gives an EPS file to Ghostscript, whatever the file is called."""
+    program = folder / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {folder}/ran\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    (folder / "pictures/eps.png").write_bytes(EPS)
+    for image in ("pictures/eps.png", data_uri(EPS)):
+        with pytest.raises(DataError, match="row 1"):
+            read_conversations(rows(folder, {"messages": ASKED, "images": [image]}))
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "fifo", "socket", "pictures", "~nosuchuser/x.png", "large", "link"])
+def test_only_regular_files_of_some_size_are_opened(path, folder):
+    os.mkfifo(folder / "fifo")
+    (folder / "link").symlink_to(folder / "fifo")
+    with (folder / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(folder / "socket"))
+        with pytest.raises(DataError, match="row 1"):
+            read_conversations(rows(folder, {"messages": ASKED, "images": [path]}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_image_is_a_data_error_without_a_warning(name, recwarn, capfd):
+    whole = of_format(name) if name != "TIFF" else of_format(name, "P")
+    chance = random.Random(0)
+    for _ in range(150):
+        data = bytearray(whole[: chance.choice([len(whole), chance.randrange(len(whole))])])
+        for _ in range(chance.randrange(1, 6)):
+            if data:
+                data[chance.randrange(len(data))] = chance.randrange(256)
+        with warnings.catch_warnings(record=True) as said:
+            reading._quieten.cache_clear()
+            with contextlib.suppress(DataError):
+                decoded(bytes(data), "it")
+        assert not said
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, NotImplementedError, struct.error, MemoryError, KeyError])
+def test_whatever_a_decoder_raises_is_a_data_error(error, monkeypatch):
+    def load(self):
+        raise error("damaged")
+
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
+    with pytest.raises(DataError, match="it"):
+        decoded(png(), "it")

@@ -167,6 +167,23 @@ def test_other_archives_that_cannot_be(tmp_path, monkeypatch):
     refused(archive_of(tmp_path / "large.tar", "a.py", "b.py"), "goes beyond 10000 files or 6 bytes")
 
 
+def test_archives_that_are_made_to_fail(tmp_path):
+    """Of a path that is thousands of folders deep, and of headers about headers; a FIFO, and one without an end."""
+    deep = archive_of(tmp_path / "deep.tar", f"{'a/' * 2000}a.py")
+    header = tarfile.TarInfo("x")
+    header.type = tarfile.XHDTYPE
+    (tmp_path / "nested.tar").write_bytes(header.tobuf() * 3000)
+    os.mkfifo(tmp_path / "fifo.tar")
+    with (tmp_path / "endless.tar").open("wb") as file:
+        file.truncate(1 << 40)
+    for number, archive in enumerate((deep, *(tmp_path / f"{name}.tar" for name in ("nested", "fifo", "endless")))):
+        folder = tmp_path / f"into-{number}"
+        folder.mkdir()
+        with pytest.raises(DataError, match=archive.name):
+            unpack(archive, folder)
+        assert not [*folder.iterdir()]
+
+
 def test_folders_that_cannot_be_pushed(working, tmp_path, monkeypatch):
     (working / "passwd").symlink_to("/etc/passwd")
     with pytest.raises(ConfigError, match=r"passwd is a link, which no environment may hold"):

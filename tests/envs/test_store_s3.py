@@ -484,6 +484,27 @@ def test_a_list_of_several_pages(monkeypatch):
     assert [int(archive.digest, 16) for archive in found] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "<Key>KEY</Key><Size>1</Size><LastModified>yesterday</LastModified>",
+        "<Key>KEY</Key><Size>1</Size><LastModified>99999-01-01T00:00:00Z</LastModified>",
+        "<Key>KEY</Key><Size>many</Size><LastModified>2026-11-25T10:00:00Z</LastModified>",
+        "<Key>KEY</Key><LastModified>2026-11-25T10:00:00Z</LastModified>",
+        "<Key>KEY</Key><Size>1</Size>",
+        "<Size>1</Size>",
+    ],
+)
+def test_a_list_with_bad_entries(entry, monkeypatch):
+    name = "http://s3.amazonaws.com/doc/2006-03-01/"
+    text = f'<ListBucketResult xmlns="{name}"><Contents>{entry}</Contents></ListBucketResult>'
+    text = text.replace("KEY", f"team/rl/letters/{0:064x}.tar")
+    with failing(lambda handler, number: answered(handler, text.encode())) as url:
+        give_credentials(monkeypatch, url)
+        with pytest.raises(ConfigError, match="S3"):
+            open_registry(ADDRESS).archives("letters")
+
+
 def test_sizes_are_bounded(from_server, monkeypatch):
     large = r"has [\d,]+ bytes, and an environment's archive at most 1,155,661,824: it was damaged or replaced"
     assert from_server(large, DataError, size=2 << 30) == ["LIST"], "not downloaded"

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,10 +75,15 @@ def test_where_it_is_follows_xdg(monkeypatch):
 
 
 def test_a_folder_that_cannot_be_used_is_a_warning(monkeypatch, tmp_path):
+    """And another one for this process alone takes its place: nobody else may have made the usual one in /tmp."""
     (tmp_path / "cache").touch()
     said = []
     with persistent_caches(said.append):
-        assert values() == [None] * 3
+        root = Path(values()[0]).parent
+        assert root.stat().st_mode & 0o777 == 0o700
+        assert values() == [str(root / name) for name in ("torch", "triton", "vllm")]
+    assert not root.exists()
+    assert values() == [None] * 3
     assert len(said) == 1
     assert "XDG_CACHE_HOME" in said[0]
 

@@ -179,3 +179,16 @@ def test_a_client_that_says_nothing_holds_nobody_up(tmp_path):
             began = time.monotonic()
             server.__exit__()
             assert time.monotonic() - began < 9, "it would have 10 s"
+
+
+@pytest.mark.parametrize(("host", "status"), [("evil.example", 421), ("127.0.0.1:1", 200), ("localhost", 200)])
+def test_a_web_page_that_was_pointed_here_gets_nothing(host, status, tmp_path):
+    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
+        server.serve(log, "run")
+        request = urllib.request.Request(server.url, headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found = answer.status
+        except urllib.error.HTTPError as error:
+            found = error.code
+    assert found == status

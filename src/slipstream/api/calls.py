@@ -19,6 +19,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.from_python import AnyReward, pack_environment, pack_rows
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.runlog import refuse_used
+from slipstream.runlog.files import refuse_in_use
 
 _NEW_MODEL_S = 600.0
 Table = Mapping[str, Any]
@@ -193,8 +194,10 @@ def _run(
         kind = loaded.config.algorithm.kind
         folder = (Path("runs") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         tree = {**tree, "run": {**tree.get("run", {}), "folder": str(folder)}}
-    elif not resume:
-        refuse_used(folder)
+    else:
+        refuse_in_use(folder)
+        if not resume:
+            refuse_used(folder)
     call = Call(command, tree, tuple(objects), resume, _view(progress))
     run = Run(folder, lambda: Job(call, shown=progress), on_step)
     if wait:

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from slipstream.cli.commands import TrustRemoteCode
-from slipstream.cli.output import Json, print_json
+from slipstream.cli.output import Json, print_json, tell
 from slipstream.errors import ConfigError, DataError
+from slipstream.progress import printable
 
 if TYPE_CHECKING:
     from slipstream.launch.tools.chat import Answer, ChatSession
@@ -119,7 +120,7 @@ def _print_answer(text: str, answer: Answer, screen: Console, *, as_json: bool) 
     if as_json:
         print_json({"message": text} | _as_dict(answer), is_result=False)
         return
-    print(answer.text, flush=True)
+    tell(answer.text, flush=True)
     if answer.finish_reason == "length":
         screen.print(f"warning: the answer was cut at {answer.num_tokens} tokens", markup=False)
 
@@ -139,7 +140,7 @@ def _chat_in_terminal(talk: ChatSession, unknown: Callable[[str], Sequence[str]]
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - gives `input` line editing
 
-    screen.print(f"[dim]{escape(name)}: /new begins a new conversation, Ctrl-D ends it[/]")
+    screen.print(f"[dim]{escape(printable(name))}: /new begins a new conversation, Ctrl-D ends it[/]")
     # Many users leave with Ctrl-C instead of Ctrl-D.
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -159,11 +160,11 @@ def _show_answer(talk: ChatSession, text: str, screen: Console) -> None:
         with screen.status(""):
             answer = talk.ask(text)
     except DataError as error:
-        screen.print(f"[red]{escape(str(error))}[/]")
+        screen.print(f"[red]{escape(printable(str(error)))}[/]")
         return
     if answer.thinking:
-        screen.print(f"[dim]{escape(answer.thinking)}[/]")
-    screen.print(answer.text, markup=False)
+        screen.print(f"[dim]{escape(printable(answer.thinking))}[/]")
+    screen.print(printable(answer.text), markup=False)
     if answer.finish_reason == "length":
         screen.print(f"[dim](cut at {answer.num_tokens} tokens)[/]")
 
@@ -230,9 +231,9 @@ def serve_model(
             return
         body = {"model": address.model, "messages": [{"role": "user", "content": "Hello"}]}
         key = f' -H "Authorization: Bearer ${KEY_SOURCE}"' if address.needs_key else ""
-        print(f"serving {address.model} at {address.url}; Ctrl-C stops it")
-        print(f"  curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' \\")
-        print(f"    -d {shlex.quote(dumps(body, ensure_ascii=False))}", flush=True)
+        tell(f"serving {address.model} at {address.url}; Ctrl-C stops it")
+        tell(f"  curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' \\")
+        tell(f"    -d {shlex.quote(dumps(body, ensure_ascii=False))}", flush=True)
 
     with waiting:
         serve(deployable, tokenizer, options, on_ready)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.cli.output import Json, ignore_closed_pipe, print_error, print_json
+from slipstream.cli.output import Json, ignore_closed_pipe, print_error, print_json, tell
 from slipstream.errors import ConfigError, StartsAgain
 
 if TYPE_CHECKING:
@@ -146,20 +146,20 @@ def _train(
         if as_json:
             print_json(summary)
             return 0
-        print(f"run folder: {result.folder}")
+        tell(f"run folder: {result.folder}")
         if result.checkpoint is not None:
-            print(f"weights:    {result.checkpoint}")
+            tell(f"weights:    {result.checkpoint}")
         if result.best is not None:
-            print(f"best:       {result.best}")
+            tell(f"best:       {result.best}")
         if "eval/accuracy" in summary:
             from slipstream.view.figures import accuracy_line, figure_lines
 
             for line in (accuracy_line(summary), *figure_lines(summary)):
-                print(line)
+                tell(line)
             if text := _gain_line(result.folder):
-                print(text)
+                tell(text)
         if result.held_out_loss:
-            print(_loss_line(result.folder))
+            tell(_loss_line(result.folder))
     return 0
 
 
@@ -175,8 +175,9 @@ def _supervise(
         overrides = (*overrides, "--run.folder", str(folder))
 
     def say(text: str) -> None:
-        shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view of a killed trainer had hidden the cursor
-        print(f"{shown}warning: {text}", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # the live view of a killed trainer had hidden the cursor
+        tell(f"warning: {text}", file=sys.stderr, flush=True)
 
     arguments = ["trainer", str(run_file), *overrides, *flags]
     supervisor = Supervisor(arguments, folder or Path(), max_restarts=section.max_restarts, say=say)
@@ -234,7 +235,7 @@ def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /
     if json:
         print_json({"folder": str(path), "files": list(FILES)})
     else:
-        print(f"wrote {', '.join(FILES)}; next:\n\ncd {shlex.quote(str(path))}\n{COMMANDS}", end="")
+        tell(f"wrote {', '.join(FILES)}; next:\n\ncd {shlex.quote(str(path))}\n{COMMANDS}", end="")
     return 0
 
 
@@ -254,11 +255,11 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     prepared = prepare(loaded, weights=False)
     check_engine(prepared)
     if json:
-        print(plan_as_json(prepared.plan))
+        tell(plan_as_json(prepared.plan))
     else:
         Console(emoji=False).print(render_plan(prepared.plan))
         for reason, count in prepared.dropped.items():
-            print(f"left out: {count} ({reason})")
+            tell(f"left out: {count} ({reason})")
     return 0
 
 
@@ -298,7 +299,7 @@ def export(
     from slipstream.launch.tools.export import export as write
 
     path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
-    print_json({"folder": str(path)}) if json else print(f"exported: {path}")
+    print_json({"folder": str(path)}) if json else tell(f"exported: {path}")
     return 0
 
 
@@ -316,7 +317,7 @@ def report(
     from slipstream.report import write_report
 
     path = write_report([Path(folder) for folder in folders], None if out is None else Path(out))
-    print_json({"report": str(path)}) if json else print(f"report: {path}")
+    print_json({"report": str(path)}) if json else tell(f"report: {path}")
     return 0
 
 
@@ -379,5 +380,5 @@ def model_new(
         seed=seed,
         dtype=dtype,
     )
-    print_json({"folder": str(path)}) if json else print(f"new model: {path}")
+    print_json({"folder": str(path)}) if json else tell(f"new model: {path}")
     return 0

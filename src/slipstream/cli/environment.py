@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from slipstream.cli.commands import Overrides, Plain, RunFile
-from slipstream.cli.output import Json, print_json
+from slipstream.cli.output import Json, print_json, tell
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def env_new(folder: Annotated[Path, Parameter(help="New folder for the files.")]
     if json:
         print_json({"folder": str(path), "files": list(files)})
     else:
-        print(f"wrote {', '.join(files)}; next:\n\ncd {shlex.quote(str(path))}\n{next_commands()}", end="")
+        tell(f"wrote {', '.join(files)}; next:\n\ncd {shlex.quote(str(path))}\n{next_commands()}", end="")
     return 0
 
 
@@ -101,8 +101,8 @@ def env_push(
         print_json(asdict(found))
     else:
         state = "pushed" if found.is_new else "was there already"
-        print(f"{state}: {found.num_files} files, {found.num_left_out} left out\n\n[environment]")
-        print(f'name = "{found.reference}"\nregistry = {toml_value(found.registry)}')
+        tell(f"{state}: {found.num_files} files, {found.num_left_out} left out\n\n[environment]")
+        tell(f'name = "{found.reference}"\nregistry = {toml_value(found.registry)}')
     return 0
 
 
@@ -122,7 +122,7 @@ def env_pull(
     from slipstream.envs.store.registry import pull
 
     path = pull(reference, registry, Path(folder))
-    print_json({"folder": str(path)}) if json else print(f"pulled: {path}")
+    print_json({"folder": str(path)}) if json else tell(f"pulled: {path}")
     return 0
 
 
@@ -280,9 +280,9 @@ def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> No
         columns += ["kind", "mean reward", "right, %", "answers graded"]
         Console(emoji=False).print(render_table(rows, columns))
     for text in notes:
-        print(text)
+        tell(text)
     if passed:
-        print(f"passed: the rewards of {checked.result.environment} tell right answers from wrong ones")
+        tell(f"passed: the rewards of {checked.result.environment} tell right answers from wrong ones")
 
 
 def _print_trial(trial: _Trial, checked: _Checked) -> None:
@@ -307,10 +307,10 @@ def _print_trial(trial: _Trial, checked: _Checked) -> None:
     if found.num_failed:
         lines.append(("failed", f"{found.num_failed} rollouts"))
     for name, text in lines:
-        print(f"{name:<20}{text}")
+        tell(f"{name:<20}{text}")
     for task, (_, judgement) in trial.by_task.items():
-        print(f"{task}: {judgement.verdict}: {judgement.text}")
-    print(f"{trial.judgement.verdict}: {trial.judgement.text}")
+        tell(f"{task}: {judgement.verdict}: {judgement.text}")
+    tell(f"{trial.judgement.verdict}: {trial.judgement.text}")
 
 
 def _between(checked: _Checked) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from slipstream.cli.commands import Overrides, Plain
-from slipstream.cli.output import Json, print_json
+from slipstream.cli.output import Json, print_json, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _print(metrics: Mapping[str, Any], place: Path | None, *, as_json: bool) -> 
     from slipstream.view.figures import accuracy_line, figure_lines
 
     for line in (accuracy_line(metrics), *figure_lines(metrics)):
-        print(line)
-    print(f"results:    {place}" if place is not None else "results:    not kept, as there is no run to keep them in: "
+        tell(line)
+    tell(f"results:    {place}" if place is not None else "results:    not kept, as there is no run to keep them in: "
           "--out FILE keeps them")  # fmt: skip
 
 
@@ -121,11 +121,11 @@ def compare(a: Results, b: Results, /, *, json: Json = False) -> int:
         ("B", found.after, found.accuracy_after, found.samples[1]),
     ):
         each = f", {samples} samples a task" if samples > 1 else ""
-        print(f"{name}: {100 * accuracy:.1f} %  {path}{each}")
-    print(found.verdict)
+        tell(f"{name}: {100 * accuracy:.1f} %  {path}{each}")
+    tell(found.verdict)
     for source, part in found.by_source.items():
         interval = f"{100 * part.low:+.1f} to {100 * part.high:+.1f}"
-        print(f"  {source}: {100 * part.value:+.1f} points ({interval}, {part.num_tasks} tasks)")
+        tell(f"  {source}: {100 * part.value:+.1f} points ({interval}, {part.num_tasks} tasks)")
     for note in found.notes:
-        print(f"note: {note}")
+        tell(f"note: {note}")
     return 0

@@ -9,11 +9,12 @@ import os
 import select
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 from cyclopts import Parameter
 
 from slipstream.errors import Interrupted
+from slipstream.progress import printable
 from slipstream.runlog.redaction import hide_userinfo
 
 CLOSED_PIPE_EXIT_CODE = 141
@@ -30,6 +31,11 @@ class Printed:
     """Whether this process has printed a command's JSON result, after which no JSON error may follow."""
 
     json = False
+
+
+def tell(text: str = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print text without control sequences, which may come from a model, a server or another user's files."""
+    print(printable(text), end=end, file=file, flush=flush)
 
 
 def print_json(value: Any, *, is_result: bool = True) -> None:
@@ -55,7 +61,7 @@ def print_error(error: BaseException, message: str, exit_code: int, *, as_json: 
     from rich.console import Console
     from rich.text import Text
 
-    message = hide_userinfo(message)
+    message = printable(hide_userinfo(message))
     by_user = isinstance(error, (KeyboardInterrupt, Interrupted))
     text = Text(message) if by_user else Text.assemble(("error:", "red"), " ", message)
     Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(text)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from slipstream.cli.output import tell
+
 Run = Annotated[Path, Parameter(help="The run folder, which the trainer creates; it may not be there yet.")]
 Number = Annotated[int, Parameter(help="Which one of several, from 0 on.")]
 Patience = Annotated[float, Parameter(help="Seconds to wait for the trainer, at the start and between two attempts.")]
@@ -40,5 +42,5 @@ def _serve(run: Path, kind: str, number: int, patience: float) -> int:
     from slipstream.launch.parts.separate import serve_part
 
     return serve_part(
-        Path(run), kind, number, patience_s=patience, say=lambda text: print(text, file=sys.stderr, flush=True)
+        Path(run), kind, number, patience_s=patience, say=lambda text: tell(text, file=sys.stderr, flush=True)
     )

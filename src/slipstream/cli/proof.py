@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from slipstream.cli.output import Json, print_json, print_table
+from slipstream.cli.output import Json, print_json, print_table, tell
 
 if TYPE_CHECKING:
     from slipstream.launch.tools.replay import Replay
@@ -55,7 +55,7 @@ def verify(
         print_table(rows)
         for verdict in verdicts:
             if verdict.note:
-                print(f"{verdict.what}: {verdict.note}")
+                tell(f"{verdict.what}: {verdict.note}")
     raise_unless_right(verdicts)
     return 0
 
@@ -118,9 +118,9 @@ def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: 
             ]
         )
         ended = found.num("trained", "dropped", "cancelled")
-        print(f"{found.num_begun} groups were begun, {ended} have ended and {found.num_open} have not")
+        tell(f"{found.num_begun} groups were begun, {ended} have ended and {found.num_open} have not")
         if found.ended:
-            print(f"the last attempt ended {found.ended}")
+            tell(f"the last attempt ended {found.ended}")
     return 0
 
 
@@ -163,12 +163,12 @@ def replay(
 def _show_replay(found: Replay) -> None:
     last = found.batches[-1]
     through = f"batch {last}" if len(found.batches) == 1 else f"batches {found.batches[0]} to {last}"
-    print(f"batch {found.step}, the update from version {found.step} to {found.step + 1}")
-    print(f"trained again on {through}, from {found.begins}, by {found.replayed_by}")
+    tell(f"batch {found.step}, the update from version {found.step} to {found.step + 1}")
+    tell(f"trained again on {through}, from {found.begins}, by {found.replayed_by}")
     if found.made_by != found.replayed_by:
-        print(f"the run was made by {found.made_by}")
+        tell(f"the run was made by {found.made_by}")
     if found.no_signal:
-        print(f"the batch teaches nothing: {found.no_signal}")
+        tell(f"the batch teaches nothing: {found.no_signal}")
     print_table(
         [
             {
@@ -182,20 +182,20 @@ def _show_replay(found: Replay) -> None:
     )
     if found.is_recorded and not found.wrong:
         how = "bit for bit" if found.is_exact else f"to {found.tolerance:g}"
-        print(f"the loss is the recorded one, {how}")
+        tell(f"the loss is the recorded one, {how}")
 
 
 def _show_trace(found: Trace) -> None:
     kind = "batch" if found.split == "train" else "evaluation"
-    print(f"rollout {found.id} of task {found.task}, {kind} of step {found.step}, {found.outcome}")
+    tell(f"rollout {found.id} of task {found.task}, {kind} of step {found.step}, {found.outcome}")
     facts = [f"reward {found.reward:g}" if found.reward is not None else ""]
     facts.append(f"advantage {found.advantage:+.4g}" if found.advantage is not None else "")
     facts.append("left out of the loss" if found.carries_loss is False else "")
     facts.append(f"trained on: made version {found.update}" if found.update else "")
     facts.append(f"loss of the batch {found.loss:.4g}" if found.loss is not None else "")
-    print("; ".join(filter(None, facts)))
+    tell("; ".join(filter(None, facts)))
     if found.note:
-        print(found.note)
+        tell(found.note)
     if found.spans:
         rows: list[dict[str, object]] = [
             {
@@ -211,11 +211,11 @@ def _show_trace(found: Trace) -> None:
     if found.token is not None:
         token = found.token
         logprob = "unknown" if token.logprob is None else f"{token.logprob:.6g}"
-        print(
+        tell(
             f"token {token.number}: id {token.token_id} at position {token.position} of sequence {token.sequence}, "
             f"log-probability {logprob}, made by version {token.version}"
         )
     for version in found.versions:
         proof = "proved in the engine" if version.verified else "no proof in the engine was written"
-        print(f"version {version.name}: digest {version.digest or 'unknown'}, {proof}")
-        print(f"  held by {version.held_by}" if version.held_by else f"  {version.note}")
+        tell(f"version {version.name}: digest {version.digest or 'unknown'}, {proof}")
+        tell(f"  held by {version.held_by}" if version.held_by else f"  {version.note}")

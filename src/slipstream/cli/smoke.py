@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from slipstream.cli.commands import Overrides, RunFile
-from slipstream.cli.output import Json, print_json, print_table
+from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.errors import ConfigError, TrainingError
 
 
@@ -67,7 +67,7 @@ def smoke(
             for each in found
         ]
         print_table(rows)
-        print(f"run folders: {own}")
+        tell(f"run folders: {own}")
     if problems:
         raise TrainingError(f"the runs are not healthy: {'; '.join(problems)}")
     return 0

@@ -58,3 +58,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether the `Host` of a request means this machine by a name that nobody else can give it. A web page whose own
+    name was pointed here (DNS rebinding) sends that name."""
+    name = host.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return is_loopback(name) or name.endswith(".localhost")

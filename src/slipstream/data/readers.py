@@ -24,6 +24,7 @@ from slipstream.config.sft import is_hub_name
 from slipstream.config.user_code import DataRead, FileRead, note, stamp_of
 from slipstream.data.plain_values import kind_of
 from slipstream.errors import ConfigError, DataError, first_line
+from slipstream.regular_files import lines_of, open_regular, read_regular, require_regular
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 SUFFIXES = (".parquet", *JSON_SUFFIXES)
@@ -35,6 +36,8 @@ _SPLITS = {
 }
 _FORMS = "a .jsonl or .parquet file, a folder of them, or a folder of datasets.save_to_disk"
 _HUB_TIMEOUT_S = 5.0
+_HUB_ROWS = 1000
+"""Of a data set on the hub that are read at once."""
 _MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
@@ -108,7 +111,10 @@ def _hub_rows(name: str, subset: str, split: str, setting: str) -> list[Row]:
         with _offline(library.config) if problem else nullcontext():
             found = library.load_dataset(name, subset or None)
         wanted = _wanted_split(name, split, found.keys())
-        rows = [Row(f"row {number} of {name} ({wanted})", values) for number, values in enumerate(found[wanted], 1)]
+        # As arrow tables: otherwise the library decodes images itself, in any format (see `data.images.reading`).
+        batches = found[wanted].with_format("arrow").iter(_HUB_ROWS)
+        plain = (values for batch in batches for values in batch.to_pylist())
+        rows = [Row(f"row {number} of {name} ({wanted})", values) for number, values in enumerate(plain, 1)]
     except DataError:
         raise
     except Exception as error:  # the library and those below it raise whatever they have
@@ -160,8 +166,8 @@ def _offline(config: Any) -> Generator[None]:
 def _json_rows(path: Path, setting: str) -> Iterator[Row]:
     decoder = msgspec.json.Decoder()
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in enumerate(lines_of(file, path), start=1):
                 if not line.strip():
                     continue
                 where = f"row {number} of {path}"
@@ -193,6 +199,7 @@ def _arrow_rows(path: Path, setting: str, *, parquet: bool) -> Iterator[Row]:
         ) from error
     number = 0
     try:
+        require_regular(path.stat(), path)
         batches = pq.ParquetFile(path).iter_batches() if parquet else _arrow_batches(pa, path)
         for batch in batches:
             for values in _plain_rows(batch, path, number):
@@ -291,8 +298,8 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _listed(file: Path, key: str) -> list[Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        values = json.loads(read_regular(file))[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is no description of a data set ({error}): save the data set again") from error
     return values if isinstance(values, list) else []
 

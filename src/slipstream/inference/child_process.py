@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
 from slipstream.runlog import stacks
+from slipstream.runlog.files import open_own
 from slipstream.runlog.heartbeat import state_of
 from slipstream.runlog.temporary import make_temporary
 
@@ -48,6 +49,8 @@ END = signal.SIGRTMIN
 _DYING_S = 30.0
 """How long a killed process may take to end."""
 
+_SHARED = "/dev/shm"
+"""Where vLLM's processes keep shared memory. Without it their errors name no file."""
 popen: type[subprocess.Popen[bytes]] = subprocess.Popen
 """What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
 
@@ -63,7 +66,7 @@ def launch(
     """Start a child without waiting for it; its output is appended to the log, and it inherits the descriptors
     `inherits`. It may answer for its stacks beside its log (`runlog.stacks`)."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("ab") as log:
+    with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
         return popen(
             command,
             stdin=stdin,
@@ -121,7 +124,8 @@ def ending(code: int | None, log_path: Path) -> str:
     """Part of a sentence on a child's exit code (None: it runs), its last exception, and its log."""
     state = "is running" if code is None else f"ended with code {code}"
     reason = "" if code is None else last_error(log_path)
-    return f"{state}{f' ({reason})' if reason else ''}; its log is {log_path}"
+    shared = "" if not code or os.access(_SHARED, os.W_OK) else f", and nothing can be written to {_SHARED}"
+    return f"{state}{f' ({reason})' if reason else ''}{shared}; its log is {log_path}"
 
 
 def last_error(log_path: Path) -> str:

@@ -25,8 +25,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from slipstream.errors import ConfigError, DeadlineError
+from slipstream.errors import ConfigError, DataError, DeadlineError
 from slipstream.inference import child_process
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, open_own, usable
 
 ORDERS = "parts"
 """Folder of the orders in a run folder."""
@@ -358,7 +360,7 @@ def _note(order: Order, text: str) -> None:
     """Write into the process's log, where the run looks for a reason."""
     with contextlib.suppress(OSError):
         Path(order.log).parent.mkdir(parents=True, exist_ok=True)
-        with Path(order.log).open("a") as file:
+        with open(open_own(Path(order.log), os.O_WRONLY | os.O_APPEND), "a") as file:
             file.write(f"{text}\n")
 
 
@@ -369,7 +371,7 @@ def name_of_part(stem: str) -> str:
 
 def lock(path: Path, timeout_s: float) -> int | None:
     """Lock a file until `unlock`, or until this process ends; None where another one has it for `timeout_s`."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = open_own(path, os.O_RDWR)
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -393,7 +395,7 @@ def unlock(handle: int) -> None:
 def is_locked(path: Path) -> bool:
     """Whether a process has locked the file."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:
@@ -410,15 +412,18 @@ R = TypeVar("R", Order, State)
 
 def _read(path: Path, kind: type[R]) -> R | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        with usable(path):
+            return msgspec.json.decode(read_regular(path), type=kind)
     except FileNotFoundError:
         return None
+    except UNDECODABLE as error:
+        raise DataError(f"{path} is damaged ({error}): end the run, remove the file, and resume") from error
 
 
 def _write(path: Path, record: msgspec.Struct) -> None:
     """Replace the file at once, readable for this user only."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    handle = open_own(new, os.O_WRONLY | os.O_TRUNC)
     with open(handle, "wb") as file:
         file.write(msgspec.json.encode(record))
     new.replace(path)

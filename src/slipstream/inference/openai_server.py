@@ -2,12 +2,14 @@
 
 Guarantees: `wait_ready` returns when the server answers, or raises with its last error; `stop` leaves no process of it
 behind; it ends with the process that started it. With a key every path but `/health` needs it, also those that vLLM's
-own check leaves open, and the key is in no argument list.
+own check leaves open, and the key is in no argument list. Without one no web page whose name was pointed to this
+machine is answered.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import runpy
 import signal
@@ -20,10 +22,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child_process
 
 KEY_VARIABLE = "VLLM_API_KEY"
+_HOST_VARIABLE = "SLIPSTREAM_HOST"
+"""Environment variable: the host that the server was asked to listen on, which clients may name, too."""
 _MODULE = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
@@ -37,14 +42,15 @@ class OpenAIServer:
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
         self._api_key = api_key
+        self._host = host
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
-        guard = ["--middleware", f"{__name__}.KeyGuard"] if self._api_key else []
+        guard = ["--middleware", f"{__name__}.{'KeyGuard' if self._api_key else 'HostGuard'}"]
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-        environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH}
+        environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH, _HOST_VARIABLE: self._host}
         if self._api_key:
             environment[KEY_VARIABLE] = self._api_key
         self._process = child_process.launch(
@@ -91,23 +97,50 @@ class KeyGuard:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
-        self._wanted = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
+        self._wanted = os.environ[KEY_VARIABLE].encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Pass on, or answer 401."""
         if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._has_key(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            body = b'{"error": {"message": "the API key is missing or wrong", "type": "Unauthorized", "code": 401}}'
-            await send({"type": "http.response.body", "body": body})
+            headers = [(b"www-authenticate", b"Bearer")]
+            await _refuse(scope, send, 401, "Unauthorized", "the API key is missing or wrong", headers)
 
     def _has_key(self, scope: dict[str, Any]) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._wanted)
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._wanted)
+
+
+class HostGuard:
+    """ASGI middleware: requests name this machine itself as their host."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._own = os.environ.get(_HOST_VARIABLE, "").lower()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Pass on, or answer 421."""
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if all(names_this_machine(host) or host.lower().partition(":")[0] == self._own != "" for host in hosts):
+            return await self._app(scope, receive, send)
+        text = "without an API key this server answers requests to 127.0.0.1 and localhost alone"
+        return await _refuse(scope, send, 421, "Misdirected Request", text)
+
+
+async def _refuse(
+    scope: dict[str, Any], send: Any, status: int, kind: str, text: str, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    whole = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": whole})
+    body = json.dumps({"error": {"message": text, "type": kind, "code": status}}).encode()
+    await send({"type": "http.response.body", "body": body})
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from slipstream.inference import child_process
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.runlog.temporary import remove_temporary
+from slipstream.runlog.files import open_own
+from slipstream.runlog.temporary import is_private, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
@@ -46,9 +47,13 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
     # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
     # a step happens to have, and the same run would not give the same bits.
     environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-    # Its usual place is in TMPDIR, which is another one for each engine.
+    # Its usual place is in TMPDIR, which is another one for each engine. Code is loaded from it: each
+    # engine has its own where another user has made the common one.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    with contextlib.suppress(OSError):
+        compiled.mkdir(mode=0o700)
+    if is_private(compiled):
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     return environment
 
 
@@ -89,7 +94,7 @@ class EngineAhead:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         names = {*environment, *self._environment} - _READ_LATER
         differ = sorted(name for name in names if environment.get(name) != self._environment.get(name))
-        with log_path.open("ab") as log:
+        with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
             log.write(self._output.read_bytes())
             if differ or process.poll() is not None:
                 child_process.end(process, 0.0)

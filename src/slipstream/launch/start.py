@@ -16,6 +16,7 @@ from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
 from slipstream.runlog import holds_run, read_metrics, refuse_used
+from slipstream.runlog.files import refuse_in_use
 
 if TYPE_CHECKING:
     from slipstream.launch.parts.supervised import SupervisorWatch
@@ -52,8 +53,10 @@ def run_training(
         raise ConfigError(f"{flag} needs the folder of the run to continue: add --run.folder FOLDER")
     may_be_complete = resume == "auto" and folder is not None and holds_run(folder)
     resume = may_be_complete if resume == "auto" else resume
-    if folder is not None and not resume:
-        refuse_used(folder)  # before minutes of reading data
+    if folder is not None:  # before minutes of reading data
+        refuse_in_use(folder)
+        if not resume:
+            refuse_used(folder)
     if folder is not None and may_be_complete and is_complete(folder, loaded.config):
         return _finished(folder)
     stages = Stages()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.errors import ConfigError
+from slipstream.regular_files import open_regular
 from slipstream.report.html_report import TITLE_END, page
 from slipstream.runlog import read_run
 
@@ -40,5 +41,5 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _is_report(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return TITLE_END.encode() in file.read(_HEAD_BYTES)

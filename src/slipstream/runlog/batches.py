@@ -20,10 +20,12 @@ import msgspec
 
 from slipstream import records
 from slipstream.errors import DataError, SlipstreamError
-from slipstream.runlog.files import disk_errors, write_whole
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, disk_errors, write_whole
 from slipstream.runlog.writer import versions
 
 FOLDER = "batches"
+_MAX_BYTES = 1 << 34
 _SUFFIX = ".msg"
 _CLOSE_S = 30.0
 """How long the end of a run waits for the disk."""
@@ -56,7 +58,7 @@ def read_batch(run: Path, step: int) -> tuple[records.Batch, str]:
     path = _path(run / FOLDER, step)
     other_step, other_version = "replay another step", "use the version of Slipstream that wrote it"
     try:
-        kept = msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
+        kept = msgspec.msgpack.decode(read_regular(path, _MAX_BYTES), type=_Kept)
         if kept.digest != _digest(kept.made_by, bytes(kept.batch)):
             raise DataError(f"{path} has other contents than when it was written: {other_step}")
         return records.decode(bytes(kept.batch), records.Batch), kept.made_by
@@ -64,7 +66,7 @@ def read_batch(run: Path, step: int) -> tuple[records.Batch, str]:
         raise DataError(f"{path} cannot be read ({error.strerror}): {other_step}") from error
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is no batch that this Slipstream reads ({error}): {other_version}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} is damaged ({error}): {other_step}") from error
 
 

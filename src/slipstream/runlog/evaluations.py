@@ -21,7 +21,8 @@ import msgspec
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message, Outcome
-from slipstream.runlog.files import disk_errors
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, disk_errors, open_own, usable
 
 FOLDER = "evaluations"
 SCHEMA = 1
@@ -109,7 +110,7 @@ def keep_evaluation(path: Path, evaluation: KeptEvaluation) -> None:
         if path.parent.name == FOLDER:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            with open(open_own(partial, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(msgspec.json.encode(evaluation) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -146,12 +147,13 @@ def _age(path: Path) -> tuple[int, str, int, str]:
 def read_evaluation(path: Path) -> KeptEvaluation:
     """Read a file of kept results. Raises `DataError` for one that is damaged, of another kind or another schema."""
     try:
-        data = path.read_bytes()
+        with usable(path):
+            data = read_regular(path)
         found = msgspec.json.decode(data, type=_Schema).schema
         if found != SCHEMA:
             raise DataError(f"{path} has results of schema {found}, and this Slipstream reads {SCHEMA}: evaluate again")
         evaluation = msgspec.json.decode(data, type=KeptEvaluation)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} holds no kept results ({error}): name a file that `slipstream eval` wrote") from error
     if empty := next((task.id for task in evaluation.tasks if not task.samples), None):
         raise DataError(f"{path} has no sample of task {empty}: it was changed since, so evaluate again")

@@ -1,30 +1,71 @@
 """File primitives of the run folder: the lock, append-only line files, and atomically replaced files.
 
-Everything is created for its owner only, and handles are not inherited by child processes.
+Everything is created for its owner only, and handles are not inherited by child processes. Nothing is written through a
+link or into another user's file, and only regular files are read: a folder may come from somebody else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
+import tempfile
 import time
 import tomllib
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
+from slipstream.regular_files import lines_of, open_regular, read_regular, require_regular
 
 LOCK_FILE = "run.lock"
 # A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
 # Tries are counted, not seconds: while the whole process is stopped there are none.
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02
 _BLOCK_BYTES = 1 << 16
+_UNUSABLE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
+"""Of a file that is none of ours, whoever may read it."""
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for a damaged file."""
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file for writing, which is made where there is none. Raises OSError unless it is a regular file of this
+    user and no link."""
+    try:
+        made = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(path, (flags & ~os.O_TRUNC) | made, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a link, and would be written elsewhere", str(path)) from error
+    try:
+        state = os.fstat(handle)
+        require_regular(state, path)
+        # A network file system may show another owner for all that this user makes.
+        if state.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def require_own(folder: Path) -> None:
+    """Raise `ConfigError` for a folder of another user, who could put anything in the place of its files."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        with tempfile.TemporaryFile(dir=folder) as file:  # see `open_own`
+            if os.fstat(file.fileno()).st_uid != owner:
+                raise ConfigError(f"{folder} belongs to another user (uid {owner}): name a folder of your own")
 
 
 class FolderLock:
@@ -32,15 +73,15 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         """Raises `ConfigError` that names the process holding the folder."""
-        path = folder / LOCK_FILE
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        require_own(folder)
+        self._handle = open_own(folder / LOCK_FILE, os.O_RDWR)
         num_tries = 0
         while not try_lock(self._handle, fcntl.LOCK_EX):
             num_tries += 1
             if num_tries > _LOCK_TRIES:
+                error = _in_use(folder, self._handle)
                 self.release()
-                holder = path.read_text(errors="replace").strip() or "another process"
-                raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
+                raise error
             time.sleep(_LOCK_PAUSE_S)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -61,9 +102,8 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         """Opens the file at its end and cuts off a line that a killed process left unfinished."""
         self._path = path
-        if path.is_file():
-            os.truncate(path, _end_of_lines(path))
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._handle = open_own(path, os.O_RDWR | os.O_APPEND)
+        os.ftruncate(self._handle, _end_of_lines(self._handle))
 
     def append(self, line: bytes) -> None:
         """Writes the line; raises `SlipstreamError` if the disk is full or the file is gone."""
@@ -95,14 +135,28 @@ class LineFile:
 
 def is_locked(folder: Path) -> bool:
     """Whether a running process holds the folder."""
+    return _holder(folder) is not None
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raise `ConfigError` that names the process holding the folder, if any."""
+    if (error := _holder(folder)) is not None:
+        raise error
+
+
+def _holder(folder: Path) -> ConfigError | None:
     try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not try_lock(handle, fcntl.LOCK_SH)
-    finally:
-        os.close(handle)
+        with open_regular(folder / LOCK_FILE, follow_links=False) as file:
+            return None if try_lock(file.fileno(), fcntl.LOCK_SH) else _in_use(folder, file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, *_UNUSABLE):
+            return None
+        raise
+
+
+def _in_use(folder: Path, handle: int) -> ConfigError:
+    holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+    return ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
 
 
 def reserve(path: Path, num_bytes: int) -> None:
@@ -139,7 +193,7 @@ def _name_of_partial(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _partial(path: Path) -> Generator[int]:
-    handle = os.open(_name_of_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = open_own(_name_of_partial(path), os.O_WRONLY)
     try:
         yield handle
     finally:
@@ -160,16 +214,14 @@ def cannot_write(path: Path, reason: str) -> SlipstreamError:
     return SlipstreamError(f"{path} cannot be written ({reason}): make room on its disk, or choose another folder")
 
 
-def _end_of_lines(path: Path) -> int:
+def _end_of_lines(handle: int) -> int:
     """Byte offset after the last whole line; reads from the end."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK_BYTES)
-            file.seek(start)
-            if (found := file.read(end - start).rfind(b"\n")) >= 0:
-                return start + found + 1
-            end = start
+    end = os.fstat(handle).st_size
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        if (found := os.pread(handle, end - start, start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
     return 0
 
 
@@ -178,9 +230,9 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     follows the last newline (being written, or torn). What another process appends meanwhile is left: the kernel may
     show a reader zeros there for a moment."""
     try:
-        with path.open("rb") as file:
+        with usable(path), open_regular(path) as file:
             left = os.fstat(file.fileno()).st_size
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(lines_of(file, path), start=1):
                 left -= len(line)
                 if left < 0:
                     return
@@ -191,21 +243,29 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(
-    path: Path, damage: list[str] | None = None, words: Sequence[bytes] = (), without: str = ""
+    path: Path,
+    damage: list[str] | None = None,
+    words: Sequence[bytes] = (),
+    without: str = "",
+    needs: Mapping[str, type | tuple[type, ...]] | None = None,
 ) -> list[dict[str, Any]]:
     """The whole lines of a file, optionally only those that contain one of `words`, without the fields `without`.
-    Raises `DataError` for a line that is not a JSON object; with `damage` such lines are skipped and reported there."""
+    Raises `DataError` for a line that is not a JSON object, or lacks a field of `needs`; with `damage` such lines are
+    skipped and reported there."""
     decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] if without else dict[str, Any])
     rows: list[dict[str, Any]] = []
-    for number, line in whole_lines(path):
+    lines = whole_lines(path) if damage is None else _readable(whole_lines(path), damage)
+    for number, line in lines:
         if words and not any(word in line for word in words):
             continue
         try:
             row = decoder.decode(line)
             if without:
                 row = {name: msgspec.json.decode(value) for name, value in row.items() if name != without}
+            if lacking := [name for name, kind in (needs or {}).items() if not isinstance(row.get(name), kind)]:
+                raise msgspec.ValidationError(f"it lacks {lacking[0]}")
             rows.append(row)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             sentence = f"{path}, line {number} is damaged ({error}): remove that line"
             if damage is None:
                 raise DataError(sentence) from error
@@ -213,13 +273,32 @@ def read_lines(
     return rows
 
 
+def _readable(lines: Iterator[tuple[int, bytes]], damage: list[str]) -> Iterator[tuple[int, bytes]]:
+    try:
+        yield from lines
+    except DataError as error:
+        damage.append(str(error))
+
+
+@contextlib.contextmanager
+def usable(path: Path) -> Generator[None]:
+    """Context manager for reading `path`: a `DataError` where it is no regular file, or is too large."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
+        raise DataError(f"{path} cannot be read ({error.strerror}): remove it") from error
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file, empty if there is no file; raises `DataError` if it is damaged."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with usable(path):
+            return tomllib.loads(read_regular(path).decode())
     except FileNotFoundError:
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of an integer of thousands of digits, too
         raise DataError(f"{path} is damaged ({error}): rewrite or remove it") from error
 
 

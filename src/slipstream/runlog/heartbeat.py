@@ -23,7 +23,8 @@ from typing import Protocol, Self
 import msgspec
 
 from slipstream.errors import SlipstreamError
-from slipstream.runlog.files import write_whole
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, write_whole
 
 FILE = "heartbeat.json"
 FOLDER = "heartbeats"
@@ -34,6 +35,7 @@ SILENT_S = 3 * INTERVAL_S
 LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS = 600.0, 20.0, 3
 """A phase that has been repeated so often may take so many times as long as the longest before, and at least this."""
 _END_S = 2.0
+_MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
 """At least so much between two beats, however often a process begins something else."""
 
@@ -135,8 +137,8 @@ class Beating:
 def read_heartbeat(folder: Path) -> Heartbeat | None:
     """The last heartbeat of the run in `folder`; None where there is none that can be read."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Heartbeat)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read_regular(folder / FILE, _MAX_BYTES), type=Heartbeat)
+    except (OSError, *UNDECODABLE):
         return None
 
 
@@ -284,8 +286,8 @@ def folder_of(run_folder: Path) -> Path:
 
 def _read(path: Path) -> ProcessHeartbeat | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ProcessHeartbeat)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read_regular(path, _MAX_BYTES), type=ProcessHeartbeat)
+    except (OSError, *UNDECODABLE):
         return None
 
 

@@ -13,6 +13,8 @@ One thread at a time writes. `balance` reads a ledger from any process.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -24,11 +26,11 @@ import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.records import Rollout, encode_rollouts
-from slipstream.runlog.files import cannot_write
+from slipstream.runlog.files import UNDECODABLE, cannot_write, disk_errors, open_own
 
 FILE = "ledger.sqlite"
 """Of the only orchestrator, or the first; that of the second is `ledger-1.sqlite`."""
-_OTHERS = "ledger-[0-9]*.sqlite"
+_OTHERS = re.compile(r"ledger-([0-9]+)\.sqlite")
 _FORMAT = 1
 _SOON_S = 0.02
 _ENDED = ("cancelled", "run ended")
@@ -44,6 +46,10 @@ CREATE TABLE rollouts (id TEXT NOT NULL, lineage INTEGER NOT NULL, data BLOB NOT
 """
 _ENDS = "CREATE TABLE IF NOT EXISTS ends (lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, reason TEXT NOT NULL)"
 """Ledgers of format 1 have it from the first attempt on that came to its end."""
+_OF_THE_DISK = {
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
+}
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
 
@@ -110,7 +116,8 @@ class Ledger:
         self._unwritten: list[tuple[str, tuple[object, ...]]] = []
         """Statements with their values, for the next transaction."""
         self._path = path = _path_of(folder, orchestrator)
-        path.touch(0o600)
+        with disk_errors(path):
+            os.close(open_own(path, os.O_RDWR))
         self._data = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         with self._reported():
             self._data.execute("PRAGMA journal_mode = WAL")
@@ -134,7 +141,8 @@ class Ledger:
         none that may be trained on at `step`, and, as `is_in_time` says of that version, will be in time. The group is
         ready then."""
         query = "SELECT lineage, oldest, tokens, data FROM groups JOIN rollouts USING (id, lineage)"
-        row = self._data.execute(f"{query} WHERE id = ? AND state = ?", (group, "kept")).fetchone()
+        with self._reported():
+            row = self._data.execute(f"{query} WHERE id = ? AND state = ?", (group, "kept")).fetchone()
         if row is None:
             return None
         lineage, oldest, tokens, data = row
@@ -142,8 +150,12 @@ class Ledger:
             self._set(group, "dropped", "stale", lineage=lineage)
             self._on_drop("stale", tokens)
             return None
+        if (rollouts := _decoded(data)) is None:
+            self._set(group, "dropped", "damaged", lineage=lineage)
+            self._on_drop("damaged", tokens)
+            return None
         self._set(group, "ready", lineage=lineage)
-        return oldest, _decoder.decode(data)
+        return oldest, rollouts
 
     def begin(self, group: str) -> None:
         """A group begins."""
@@ -224,15 +236,25 @@ class Ledger:
             (self._first,),
         ).fetchall()
         for group, lineage, tokens, data in left:
-            if data is None or last is None or last[0] != shape or not self._descends(_decoder.decode(data)):
-                state, reason = "dropped", "other settings" if last and last[0] != shape else "undone by a resume"
+            reason = self._why_dropped(data, last is not None and last[0] != shape)
+            state = "dropped" if reason else "kept"
+            if reason:
                 self._on_drop(reason, tokens)
-            else:
-                state, reason = "kept", ""
             self._data.execute(
                 "UPDATE groups SET state = ?, reason = ?, step = NULL WHERE id = ? AND lineage = ?",
                 (state, reason, group, lineage),
             )
+
+    def _why_dropped(self, data: bytes | None, is_other: bool) -> str:
+        """Why what an earlier attempt has left is of no use; empty where it is."""
+        if is_other:
+            return "other settings"
+        if data is None:
+            return "undone by a resume"
+        rollouts = _decoded(data)
+        if rollouts is None:
+            return "damaged"
+        return "" if self._descends(rollouts) else "undone by a resume"
 
     def _survivors(self) -> dict[int, int]:
         """For each earlier lineage, the newest of its versions that this attempt's weights descend from."""
@@ -263,7 +285,12 @@ class Ledger:
         try:
             yield
         except sqlite3.Error as error:
-            raise cannot_write(self._path, str(error)) from error
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _OF_THE_DISK:  # the last byte is the kind
+                raise cannot_write(self._path, str(error)) from error
+            raise DataError(
+                f"{self._path} is damaged ({error}): remove it and what else begins with its name, and resume; groups "
+                "that it holds are generated again"
+            ) from error
 
     @contextlib.contextmanager
     def _writing(self) -> Generator[None]:
@@ -295,14 +322,20 @@ class Ledger:
 
 def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> None:
     """Drop what orchestrators from `number` on have left, of which an earlier attempt had more."""
-    for path in folder.glob(_OTHERS):
-        if (other := int(path.stem.rpartition("-")[2])) >= number:
+    for other in _others(folder):
+        if other >= number:
             Ledger(folder, lineage, first_step, staleness=0, shape={}, orchestrator=other).close(first_step)
 
 
 def num_ledgers(folder: Path) -> int:
     """How many orchestrators have kept a ledger in the run folder, at most."""
-    return (folder / FILE).is_file() + len([*folder.glob(_OTHERS)])
+    return (folder / FILE).is_file() + len(_others(folder))
+
+
+def _others(folder: Path) -> list[int]:
+    """The orchestrators but the first that have a ledger in the run folder."""
+    names = map(_OTHERS.fullmatch, os.listdir(folder))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _path_of(folder: Path, orchestrator: int) -> Path:
@@ -311,7 +344,7 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 
 def balance(folder: Path) -> Balance | None:
     """Where the groups of the run in `folder` are; None without a ledger. Raises DataError if it cannot be read."""
-    paths = [folder / FILE, *sorted(folder.glob(_OTHERS))]
+    paths = [folder / FILE, *(_path_of(folder, other) for other in _others(folder))]
     if not paths[0].is_file():
         return None
     query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
@@ -337,6 +370,17 @@ def _read(path: Path, query: str) -> list[tuple[Any, ...]]:
             return data.execute(query).fetchall()
     except sqlite3.Error as error:
         raise DataError(f"{path} cannot be read ({error}): it is no ledger, or was not begun") from error
+
+
+def _decoded(data: Any) -> list[Rollout] | None:
+    """The rollouts of a group; None where the file was damaged."""
+    try:
+        rollouts = _decoder.decode(data)
+        for name in {span.version for rollout in rollouts for q in rollout.sequences for span in q.versions}:
+            int(name.partition(".")[0]), _step_of(name)
+    except (*UNDECODABLE, ValueError, TypeError):
+        return None
+    return rollouts
 
 
 def _step_of(version: str) -> int:

@@ -13,11 +13,19 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream.errors import DataError
-from slipstream.runlog.files import is_locked, read_lines, read_toml
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, is_locked, read_lines, read_toml, usable
 from slipstream.runlog.heartbeat import read_heartbeat, read_processes
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
+_NUMBER = (int, float)
+LINE = {"time": _NUMBER, "lineage": int}
+"""Fields that every line has."""
+EVENT = {**LINE, "kind": str}
+"""Fields of every event."""
+STEP = {**LINE, "step": int}
+"""Fields of every row of metrics, and of every sample of a step."""
 
 ExitStatus = Literal["finished", "failed", "interrupted"]
 RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged", "unreadable"]
@@ -82,7 +90,7 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     Steps of an earlier lineage after the step from which a later one resumed are left out: they were repeated. Rows of
     one step are merged: values are the last written, `lineage` and `time` those of the first row.
     """
-    return metrics_of(read_lines(Path(folder) / "metrics.jsonl"), read_events(folder))
+    return metrics_of(read_lines(Path(folder) / "metrics.jsonl", needs=STEP), read_events(folder))
 
 
 def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,7 +116,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
     """The samples of the surviving history. `step` of a training sample is that of its batch (from 0); of a held-out
     one (`split` is `eval`) that of the evaluated version."""
-    return samples_of(read_lines(Path(folder) / "samples.jsonl"), read_events(folder))
+    return samples_of(read_lines(Path(folder) / "samples.jsonl", needs=LINE), read_events(folder))
 
 
 def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,7 +139,8 @@ def read_events(
     folder: str | Path, damage: list[str] | None = None, kinds: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Events of all lineages, optionally only of `kinds`, in the order of writing; for `damage` see `read_lines`."""
-    events = read_lines(Path(folder) / "events.jsonl", damage, tuple(f'"{kind}"'.encode() for kind in kinds))
+    words = tuple(f'"{kind}"'.encode() for kind in kinds)
+    events = read_lines(Path(folder) / "events.jsonl", damage, words, needs=EVENT)
     return [event for event in events if not kinds or event.get("kind") in kinds]
 
 
@@ -139,10 +148,11 @@ def read_exit(folder: str | Path) -> ExitReport | None:
     """How the run ended; None while it runs, or if it was killed."""
     path = Path(folder) / "exit.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ExitReport)
+        with usable(path):
+            return msgspec.json.decode(read_regular(path), type=ExitReport)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} is damaged ({error}): remove it") from error
 
 
@@ -245,7 +255,8 @@ def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[flo
 
 def _resumed_from(events: list[dict[str, Any]]) -> dict[int, int]:
     """For each resumed lineage, the step of the checkpoint it started from."""
-    return {event["lineage"]: event["step"] for event in events if event["kind"] == "resume"}
+    resumes = (event for event in events if event["kind"] == "resume" and isinstance(event.get("step"), int))
+    return {event["lineage"]: event["step"] for event in resumes}
 
 
 def _after(steps: dict[int, int]) -> dict[int, int]:

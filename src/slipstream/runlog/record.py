@@ -13,8 +13,11 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.regular_files import read_regular
 from slipstream.runlog.files import read_lines, read_toml
 from slipstream.runlog.reader import (
+    EVENT,
+    STEP,
     ExitReport,
     RunSummary,
     is_running,
@@ -23,10 +26,6 @@ from slipstream.runlog.reader import (
     samples_of,
     summary_of,
 )
-
-_NUMBER = (int, float)
-_EVENT = {"time": _NUMBER, "lineage": int, "kind": str}
-_STEP = {"time": _NUMBER, "lineage": int, "step": int}
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,9 @@ def read_run(folder: str | Path) -> RunRecord:
         report = read_exit(folder)
     except DataError as error:
         damage.append(str(error))
-    events = _usable(folder / "events.jsonl", _EVENT, damage)
-    events = [event for event in events if event["kind"] != "resume" or isinstance(event.get("step"), int)]
-    rows = metrics_of(_usable(folder / "metrics.jsonl", _STEP, damage), events)
-    samples = samples_of(_usable(folder / "samples.jsonl", _STEP, damage, without="sequences"), events)
+    events = _usable(folder / "events.jsonl", EVENT, damage)
+    rows = metrics_of(_usable(folder / "metrics.jsonl", STEP, damage), events)
+    samples = samples_of(_usable(folder / "samples.jsonl", STEP, damage, without="sequences"), events)
     tables, settings = _settings(folder / "resolved.toml", damage)
     try:
         summary = summary_of(folder, running, report, events, rows, tables)
@@ -89,7 +87,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 def samples_with_tokens(record: RunRecord) -> list[dict[str, Any]]:
     """The same samples with their tokens. What cannot be read is in `damage` already."""
-    lines = _usable(Path(record.summary.folder) / "samples.jsonl", _STEP, [])
+    lines = _usable(Path(record.summary.folder) / "samples.jsonl", STEP, [])
     return samples_of(lines, record.events)
 
 
@@ -112,7 +110,7 @@ def _settings(path: Path, damage: list[str]) -> tuple[dict[str, Any], list[Setti
     if not tables:
         return {}, []
     section, found = "", list[Setting]()
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_regular(path).decode().splitlines():
         if line.startswith("["):
             section = line.strip("[] ") + "."
         elif line.strip():

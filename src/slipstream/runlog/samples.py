@@ -11,7 +11,8 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.records import Message, Rollout, Sequence, Ticket
-from slipstream.runlog.files import disk_errors, write_whole
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, disk_errors, usable, write_whole
 
 TICKETS = "tickets"
 _MAX_ERROR = 20_000
@@ -114,10 +115,11 @@ def read_tickets(folder: Path) -> list[Ticket]:
     found: list[Ticket] = []
     for path in sorted((folder / TICKETS).glob("*.json"), key=_place):
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Ticket))
+            with usable(path):
+                found.append(msgspec.json.decode(read_regular(path), type=Ticket))
         except FileNotFoundError:
             continue  # replaced by a newer one meanwhile
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise DataError(f"{path} is damaged ({error}): remove it") from error
     return found
 

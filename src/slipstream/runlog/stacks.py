@@ -151,7 +151,7 @@ def ask(folder: Path, only_group: int | None = None) -> list[Answer]:
     for path in sorted(folder.glob("*.txt")):
         pid = _pid_of(path)
         state = _registered_state(pid, path) if pid is not None else ""
-        if pid is None or not state or (only_group is not None and _group_of(pid) != only_group):
+        if pid is None or path.is_symlink() or not state or (only_group is not None and _group_of(pid) != only_group):
             continue
         if state in "Tt":
             answers.append(Answer(path.stem, f"is stopped (state {state})", states.get(path.stem, "")))

@@ -1,7 +1,8 @@
 """Folders of this user alone: caches, and temporary ones, which are removed even if their process is killed.
 
 Each temporary folder holds a lock that the operating system releases when the process ends. Child processes do not
-inherit it. Each start removes the folders of dead processes.
+inherit it. Each start removes the folders of dead processes. Only a folder that this user alone could ever write to is
+trusted: by its name, its lock and its notes another user could have files of this one removed.
 
 A folder stands for shared memory too, which stays when all processes that have it are killed. It is removed with the
 folder: what is named after it (`named_after`), what processes noted in it (`note_shared`), and what vLLM's CPU workers
@@ -63,16 +64,28 @@ def temporary(kind: str, where: Path | None = None) -> Generator[Path]:
 def remove_left(parent: Path | None = None) -> None:
     """Removes this user's folders whose processes are dead; skips what cannot be checked or removed."""
     parent = parent or Path(tempfile.gettempdir())
-    for path in parent.glob(f"{PREFIX}*/{_OWNER}"):
+    for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if not is_private(folder):
+                continue
+            handle = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(handle).st_uid == os.geteuid():
-                    remove_shared(path.parent)
-                    shutil.rmtree(path.parent, ignore_errors=True)
+                remove_shared(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder, not a link to one, that belongs to this user and that nobody else may use. False where
+    there is none."""
+    try:
+        state = folder.lstat()
+    except OSError:
+        return False
+    is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+    return is_own and not stat.S_IMODE(state.st_mode) & 0o077
 
 
 def named_after(folder: Path) -> tuple[str, str]:
@@ -88,17 +101,27 @@ def note_shared(folder: Path, path: str) -> None:
 
 def remove_shared(folder: Path) -> None:
     """Removes the shared memory of a temporary folder, of processes that have ended or are about to."""
+    if not is_private(folder):
+        return
     memory, semaphore = named_after(folder)
     begin = (memory, f"sem.{semaphore}", *(f"{file.name}-" for file in folder.glob("vllm_dist_*")))
     with contextlib.suppress(OSError):
         for path in [path for path in _SHARED.iterdir() if path.name.startswith(begin)]:
-            path.unlink(missing_ok=True)
+            _remove_segment(path)
     with contextlib.suppress(OSError):
         for line in (folder / _NOTES).read_text().splitlines():
             number, _, name = line.partition(" ")
-            with contextlib.suppress(OSError, ValueError):
-                if os.stat(name).st_ino == int(number):  # no later file of that name
-                    os.unlink(name)
+            if number.isdecimal():
+                _remove_segment(Path(name), int(number))
+
+
+def _remove_segment(path: Path, number: int | None = None) -> None:
+    """Removes a file of this user in shared memory; with `number` only that inode, no later file of its name."""
+    with contextlib.suppress(OSError, ValueError):
+        state = path.lstat()
+        is_own = stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid()
+        if is_own and path.parent == _SHARED and number in (None, state.st_ino):
+            path.unlink()
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
@@ -115,8 +138,7 @@ def private_folder(folder: Path) -> Path:
     for each in (folder.parent, folder):
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=_PRIVATE)
-        state = each.lstat()
-        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        if not is_private(each):
             raise OSError(f"{each} is not a folder that only you may use")
     with tempfile.TemporaryFile(dir=folder):
         return folder

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import socket
+import stat
 import threading
 import time
 import traceback
@@ -20,9 +21,18 @@ import msgspec
 
 from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
 from slipstream.records import Ticket
-from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, cannot_write, read_lines, reserve, write_whole
+from slipstream.runlog.files import (
+    LOCK_FILE,
+    FolderLock,
+    LineFile,
+    cannot_write,
+    read_lines,
+    refuse_in_use,
+    reserve,
+    write_whole,
+)
 from slipstream.runlog.heartbeat import LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS
-from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
+from slipstream.runlog.reader import EVENT, STEP, ExitReport, ExitStatus, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
 
@@ -91,8 +101,8 @@ class RunLog:
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
         self._warning_listeners: list[Callable[[str], None]] = []
         self._sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
-        events = read_lines(folder / _EVENTS)
-        rows = [*events, *read_lines(folder / _METRICS)]
+        events = read_lines(folder / _EVENTS, needs=EVENT)
+        rows = [*events, *read_lines(folder / _METRICS, needs=STEP)]
         self.num_restarts = sum(event.get("kind") == "restart" for event in events)
         """Automatic restarts of the run, over all lineages."""
         self._starts_again = bool(events) and events[-1].get("kind") == "restart"
@@ -104,6 +114,7 @@ class RunLog:
         """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins. Raises `ConfigError`
         if the folder is not empty (with `resume`: holds no run), or another process is using it."""
         folder = Path(folder)
+        refuse_in_use(folder)
         if resume:
             if not (folder / _EVENTS).is_file():
                 raise ConfigError(f"{folder} holds no run to resume: name a run's folder or leave out --resume")
@@ -111,8 +122,9 @@ class RunLog:
             refuse_used(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
             lock = FolderLock(folder)
+            mode = stat.S_IMODE(folder.stat().st_mode)
+            folder.chmod(0o700)
         except OSError as error:
             raise ConfigError(
                 f"{folder} cannot be made or written to ({error.strerror}): name another folder"
@@ -133,6 +145,8 @@ class RunLog:
         ended = previous.status if previous else unsaid if log.lineage else "none"
         (folder / _EXIT).unlink(missing_ok=True)
         log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
+        if resume and mode & 0o022:
+            log.warning(f"other users could write to {folder} (mode {mode:o}): now they cannot; what it holds is used")
         return log
 
     @property

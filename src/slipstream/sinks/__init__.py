@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from slipstream.errors import ConfigError, StartsAgain, one_line
+from slipstream.regular_files import open_regular
 from slipstream.runlog import ACCURACY, exit_code_of
 from slipstream.sinks.targets import TARGETS, Run, Sink
 
@@ -198,7 +199,7 @@ class _Worker:
 def run_of(folder: Path, lineage: int, settings: Mapping[str, Any]) -> Run:
     """The description of the run in `folder` for sinks; `settings` are those of the run folder, without secrets."""
     project, name, entity = (str(settings.get(f"run.{key}", "")) for key in ("project", "name", "entity"))
-    with (folder / "events.jsonl").open("rb") as file:
+    with open_regular(folder / "events.jsonl") as file:
         first = file.readline()  # time, process and host of its first process: no other run has it
     key = hashlib.blake2b(first, digest_size=6).hexdigest()
     return Run(folder.resolve(), lineage, dict(settings), key, project, name, entity)

@@ -1,7 +1,8 @@
 """An endpoint for Prometheus: the newest row of metrics, and whether the run lives and gets on, as text over HTTP.
 
-It listens on 127.0.0.1 alone, answers `GET /metrics` from a thread, and ends with the run. A run is never held up: rows
-are handed over without waiting, and a client has `_CLIENT_S` for its request. Counters begin with what the run folder's
+It listens on 127.0.0.1 alone, answers `GET /metrics` from a thread, but no web page whose name was pointed there
+(`Host`), and ends with the run. A run is never held up: rows are handed over without waiting, and a client has
+`_CLIENT_S` for its request. Counters begin with what the run folder's
 rows add up to, so that they go on after a resume; steps that a resume makes again count once.
 """
 
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from slipstream.config.addresses import names_this_machine
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_metrics
 from slipstream.runlog.heartbeat import read_heartbeat, read_processes
@@ -271,6 +273,10 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "slipstream", ""
 
     def do_GET(self) -> None:
+        hosts = self.headers.get_all("Host") or []
+        if not all(map(names_this_machine, hosts)):
+            self.send_error(421, "this server answers requests to 127.0.0.1 and localhost")
+            return
         found = self.path.partition("?")[0] == "/metrics"
         assert isinstance(self.server, _Server)
         body = (self.server.page() if found else "the metrics are at /metrics\n").encode(errors="replace")

@@ -27,15 +27,17 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.runlog.files import disk_errors, try_lock, write_whole
-from slipstream.transport.base import Receipt, TransportClosed, TransportLost
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import disk_errors, open_own, try_lock, write_whole
+from slipstream.transport.base import Receipt, RecordError, TransportClosed, TransportLost
 from slipstream.transport.polled import Envelope, PolledTransport, Unreachable
 
 T = TypeVar("T")
 
 _LOCK, _CLOSED = "lock", "closed"
 _WAITING, _TAKEN, _PARTIAL = ".msg", ".taken", ".partial"
-_RECEIPT = re.compile(r"[0-9]{16,20}\.[0-9a-f]{16}")
+_RECEIPT = re.compile(r"[0-9]{16,}\.[0-9a-f]{16}")
+_RECORD = re.compile(r"[0-9]{16,}\.")
 _LOCK_WAIT_S = 1.0
 _LOCK_PAUSE_S = 0.0005
 
@@ -62,7 +64,7 @@ class FileTransport(PolledTransport[T]):
             for part in (self._folder.parent.parent, self._folder.parent, self._folder):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.chmod(0o700)
-            os.close(os.open(self._folder / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(open_own(self._folder / _LOCK, os.O_WRONLY))
 
     def __repr__(self) -> str:
         return f"the queue in {self._folder}"
@@ -129,7 +131,12 @@ class FileTransport(PolledTransport[T]):
                 if not (names := self._names(_WAITING)):
                     return None
                 path = self._folder / min(names, key=_number)
-                data = path.read_bytes()
+                try:
+                    data = read_regular(path)
+                except OSError as error:
+                    raise RecordError(
+                        f"a record in the queue cannot be read ({path}: {error.strerror}): let nothing else write there"
+                    ) from error
                 receipt = f"{path.stem}.{secrets.token_hex(8)}"
                 path.rename(self._folder / f"{receipt}{_TAKEN}")
                 return receipt, data
@@ -152,18 +159,20 @@ class FileTransport(PolledTransport[T]):
         return True
 
     def _names(self, *suffixes: str) -> list[str]:
-        return [name for name in os.listdir(self._folder) if name.endswith(suffixes)]
+        """Names with that end; a network file system may put files of its own there, which are left alone."""
+        names = os.listdir(self._folder)
+        return [name for name in names if name.endswith(suffixes) and _RECORD.match(name)]
 
     def _refuse_closed(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            raise TransportClosed((self._folder / _CLOSED).read_text(encoding="utf-8"))
+            raise TransportClosed((self._folder / _CLOSED).read_text(encoding="utf-8", errors="replace"))
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[None]:
         """Context manager: holds the queue's lock, against threads too. Raises `Unreachable` if another process holds
         it for long, for example because it was stopped."""
         try:
-            handle = os.open(self._folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC)
+            handle = os.open(self._folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise TransportLost(
                 f"{self._folder} is gone with its records: let nothing remove it, and resume"

@@ -2,15 +2,17 @@
 
 Guarantees: an image is decoded once, completely, when it is read, so that one that is missing, truncated or too large
 is named with its row before anything starts; its bytes are checked against their digest whenever they are used;
-nothing is fetched from a network.
+nothing is fetched from a network; and only decoders of `FORMATS` see a file, as others start programs (EPS).
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
+import logging
 import os
 import re
 import tempfile
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.errors import ConfigError, DataError, one_line
 from slipstream.records import Media
+from slipstream.regular_files import read_regular
 from slipstream.runlog.temporary import cache_root, private_folder
 
 if TYPE_CHECKING:
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 64_000_000
 """Larger images are refused: decoding one takes three bytes a pixel, and models scale it down to a small part."""
+MAX_BYTES = 1 << 29
+"""Of an image's file: more than so many pixels take in any format."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read, by Pillow's names."""
 MAX_ASPECT_RATIO = 200
 """Of the longer side to the shorter one, what the image processors of Qwen's models take."""
 _MOST_INLINE = 16 << 10
@@ -93,10 +100,9 @@ def decoded(data: bytes, where: str) -> Image:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ConfigError(f"{where} needs a package that cannot be imported ({error}): pip install pillow") from error
+    _quieten()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
-            picture = Image.open(io.BytesIO(data))
+        picture = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = picture.size
         if width * height > MAX_PIXELS:
             raise DataError(
@@ -111,18 +117,29 @@ def decoded(data: bytes, where: str) -> Image:
     except Image.DecompressionBombError as error:
         raise DataError(f"{where} has far more than {MAX_PIXELS:,} pixels ({error}): scale it down") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"{where} is in no known format of images: save it as PNG or JPEG") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{where} is in no known format of images: save it as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        ) from error
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise anything for a damaged file, such as IndexError or struct.error
         raise DataError(
             f"{where} cannot be decoded ({one_line(error)}): save it again as PNG or JPEG, or remove the row"
         ) from error
+
+
+@functools.cache
+def _quieten() -> None:
+    """Keep Pillow's warnings from the terminal: its limit of pixels is not ours, and errors name the row."""
+    warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
+    logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 def is_upright(data: bytes) -> bool:
     """Whether a file's pixels lie as they are to be shown; otherwise its EXIF entry says how to turn them."""
     from PIL import ExifTags, Image
 
-    with Image.open(io.BytesIO(data)) as picture:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
         return picture.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
@@ -156,11 +173,11 @@ def _from_text(text: str, where: str, folder: Path | None) -> tuple[str, bytes]:
             raise DataError(f"{where} = {text!r:.40} is no data: URI ({error}): encode the file in base64") from error
     if re.match(r"[a-z][a-z0-9+.-]+://", text, re.IGNORECASE) and not text.startswith("file://"):
         raise DataError(f"{where} = {text!r:.80} lies on a network, from which nothing is fetched: give a local path")
-    path = Path(text.removeprefix("file://")).expanduser()
-    path = path if path.is_absolute() or folder is None else folder / path
     try:
-        return str(path.absolute()), path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        path = Path(text.removeprefix("file://")).expanduser()
+        path = path if path.is_absolute() or folder is None else folder / path
+        return str(path.absolute()), read_regular(path, MAX_BYTES)
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: no such user's home
         reason = getattr(error, "strerror", None) or one_line(error)
         raise DataError(f"{where} = {text!r:.120} cannot be read ({reason}): correct the path, relative to the row's "
                         "file") from error  # fmt: skip

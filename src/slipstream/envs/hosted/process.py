@@ -20,6 +20,7 @@ from slipstream.envs.hosted import inside
 from slipstream.envs.scoring import guard
 from slipstream.envs.scoring.process import worker_environment
 from slipstream.patience import lasting
+from slipstream.runlog.files import open_own
 
 LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""
@@ -222,7 +223,7 @@ class Host:
             if self._log is not None:
                 with contextlib.suppress(OSError):
                     self._log.parent.mkdir(parents=True, exist_ok=True)
-                    file = stack.enter_context(self._log.open("ab", buffering=0))
+                    file = stack.enter_context(open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "ab", buffering=0))
             while chunk := await self._process.stderr.read(65536):
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
                 self._output_seen.set()

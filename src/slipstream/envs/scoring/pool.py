@@ -30,7 +30,7 @@ from slipstream.envs.scoring.calls import judge, judge_group, run_tool
 from slipstream.envs.scoring.process import Answer, Setup, worker_environment
 from slipstream.envs.scoring.workers import Workers
 from slipstream.records import Task, ToolCall
-from slipstream.runlog.redaction import is_secret
+from slipstream.runlog.redaction import is_secret_variable
 
 MAX_NAMES = 256
 """Most distinct metric names in a pool's life: each becomes a metric of the run."""
@@ -195,7 +195,7 @@ class ScorerPool:
 
     def _warn_of_keys(self) -> None:
         passed = worker_environment(self._config.variables, os.environ)
-        if keys := sorted(name for name in os.environ if is_secret(name) and name not in passed):
+        if keys := sorted(name for name in os.environ if is_secret_variable(name) and name not in passed):
             self._warn(
                 f"rewards and tools can read the variables of this process in /proc, {', '.join(keys[:3])} among them, "
                 "as the kernel gives reward workers no user namespace: start the run without keys that it does not need"

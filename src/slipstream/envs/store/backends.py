@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import stat
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class FolderRegistry:
         for path in (self._folder / name).glob(f"{digest}*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or a link that leads nowhere
                 state = path.stat()
-                if whole := digest_in(path.name):
+                if (whole := digest_in(path.name)) and stat.S_ISREG(state.st_mode):
                     found.append(Archive(name, whole, str(path), state.st_size, state.st_mtime))
         return sorted(found, key=lambda archive: (archive.modified, archive.digest))
 

@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.regular_files import open_regular
 
 MAX_FILES, MAX_BYTES = 10_000, 1 << 30
+MAX_DEPTH = 32
+"""Folders of a file, one in the other."""
 MAX_ARCHIVE_BYTES = MAX_BYTES + MAX_FILES * (8 << 10)
 """With what a tar file has beside contents: long names, and blocks that are not full."""
 _HEADER = b"slipstream environment 1\n"
@@ -67,7 +70,7 @@ def digest_of(files: Mapping[str, Path]) -> str:
     """sha256 over name, size and sha256 of every file, in the order of names."""
     found = hashlib.sha256(_HEADER)
     for name, path in sorted(files.items()):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = os.fstat(file.fileno()).st_size
         found.update(f"{digest} {size} {name}\n".encode())
@@ -84,6 +87,8 @@ def why_no_name(name: str) -> str:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or name != path.as_posix() or not {"..", "."}.isdisjoint(path.parts):
         return "has a name that leads out of the folder"
+    if len(path.parts) > MAX_DEPTH:
+        return f"lies in more than {MAX_DEPTH} folders"
     if any(character in "\\:" or not character.isprintable() for character in name):
         return "has a name with a character that no file of an environment may have"
     if not {*_CACHES}.isdisjoint(path.parts) or name.endswith(".pyc"):
@@ -95,7 +100,7 @@ def write_archive(archive: Path, files: Mapping[str, Path]) -> None:
     """Write the files, without owners and times."""
     with tarfile.open(archive, "x:", format=tarfile.PAX_FORMAT) as tar:
         for name, path in sorted(files.items()):
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 member = tarfile.TarInfo(name)
                 member.size, member.mode = os.fstat(file.fileno()).st_size, 0o644
                 tar.addfile(member, file)
@@ -107,7 +112,9 @@ def unpack(archive: Path, folder: Path, place: str = "") -> None:
     names, size_bytes = set[str](), 0
     place = place or str(archive)
     try:
-        with tarfile.open(archive, "r:") as tar:
+        if archive.stat().st_size > MAX_ARCHIVE_BYTES:
+            raise DataError(f"{place} has more than {MAX_ARCHIVE_BYTES:,} bytes: it is no archive of an environment")
+        with open_regular(archive) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 size_bytes += member.size
                 if problem := _why_no_member(member, names, size_bytes):
@@ -116,10 +123,11 @@ def unpack(archive: Path, folder: Path, place: str = "") -> None:
                 source, target = tar.extractfile(member), folder / member.name
                 assert source is not None
                 target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                with target.open("xb") as file:
-                    shutil.copyfileobj(source, file)
+                with target.open("xb") as new:
+                    shutil.copyfileobj(source, new)
                 target.chmod(_READ_ONLY)
-    except (tarfile.TarError, EOFError, ValueError) as error:
+    # Headers about headers nest without a bound, and numbers in them have any size.
+    except (tarfile.TarError, EOFError, ValueError, RecursionError, OverflowError, KeyError) as error:
         raise DataError(f"{place} is no whole archive ({error}): push the environment again") from error
     except OSError as error:
         raise DataError(f"{place} cannot be unpacked into {folder} ({error.strerror or error})") from error

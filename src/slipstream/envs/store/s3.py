@@ -180,6 +180,12 @@ class S3Registry:
             raise ConfigError(
                 f"{self} is in another region and does not say in which: set AWS_DEFAULT_REGION to the bucket's"
             ) from None
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            if not hasattr(self, "_client"):  # the address of the endpoint
+                raise
+            raise ConfigError(
+                f"{self} gives answers that no server of S3 gives ({type(error).__name__}): correct the endpoint"
+            ) from None
         except TimeoutError:
             if result.done():
                 raise

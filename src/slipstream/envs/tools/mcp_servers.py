@@ -18,6 +18,7 @@ from slipstream.envs.base import ToolResult
 from slipstream.envs.scoring.process import worker_environment
 from slipstream.envs.tools.schemas import SCHEMA_ATTRIBUTE, Schema, Tool
 from slipstream.errors import ConfigError, one_line
+from slipstream.runlog.redaction import hide_in_command
 
 _T = TypeVar("_T")
 START_S = 60.0
@@ -27,7 +28,7 @@ START_S = 60.0
 def tools_of(command: str, variables: Iterable[str] = ()) -> list[Tool]:
     """The tools of the server that `command` starts; it gets these environment variables too. Raises `ConfigError` if
     it does not start or has none."""
-    setting = f"environment.tools: mcp:{command}"
+    setting = f"environment.tools: {hide_in_command(f'mcp:{command}')}"
     if not command.strip():
         raise ConfigError(f"{setting} names no command: write mcp:COMMAND, the command that starts the server")
     try:

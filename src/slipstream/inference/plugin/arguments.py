@@ -191,8 +191,10 @@ def prompt_arguments(request: GenerateRequest) -> dict[str, Any]:
     if request.images:
         from PIL import Image
 
+        from slipstream.data.images.reading import FORMATS
+
         try:
-            images = [Image.open(io.BytesIO(data)).convert("RGB") for data in request.images]
+            images = [Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB") for data in request.images]
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"an image cannot be read ({error}): send it as PNG or JPEG") from error
         prompt["multi_modal_data"] = {"image": images}

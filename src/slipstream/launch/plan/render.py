@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.launch.plan.derive import Plan
 from slipstream.launch.plan.summary import Note
+from slipstream.progress import printable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -16,17 +17,16 @@ if TYPE_CHECKING:
 def render_plan(plan: Plan) -> Group:
     """Two tables, derived settings and what follows from them, and the warnings; a rich renderable."""
     from rich.console import Group
-    from rich.markup import escape
     from rich.table import Table
 
     settings = Table("setting", "value", "why", title="derived settings", title_justify="left", box=None)
     for item in plan.derived:
-        settings.add_row(item.name, _plain(item.value), escape(item.reason))
+        settings.add_row(item.name, _shown(_plain(item.value)), _shown(item.reason))
     totals = Table("", "", "", title="what follows", title_justify="left", box=None, show_header=False)
     for note in plan.notes:
-        totals.add_row(note.name, _amount(note), escape(note.how))
-    warnings = [f"[yellow]warning:[/] {escape(warning)}" for warning in plan.warnings]
-    notices = [escape(sentence) for sentence in plan.notices]
+        totals.add_row(note.name, _amount(note), _shown(note.how))
+    warnings = [f"[yellow]warning:[/] {_shown(warning)}" for warning in plan.warnings]
+    notices = [_shown(sentence) for sentence in plan.notices]
     return Group(settings, "", totals, *(["", *notices] if notices else []), *(["", *warnings] if warnings else []))
 
 
@@ -40,6 +40,12 @@ def plan_as_json(plan: Plan) -> str:
         "warnings": list(plan.warnings),
     }
     return json.dumps(content, indent=2)
+
+
+def _shown(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 def _plain(value: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slipstream.config.user_code import Stamp, stamp_of
 from slipstream.errors import DataError
+from slipstream.regular_files import open_regular
 
 _BLOCK_BYTES = 1 << 20
 _FIRST_S, _NEXT_S = 1.0, 10.0
@@ -39,7 +40,7 @@ class FileDigests:
     def _computed(self, path: Path) -> str:
         found, done = hashlib.sha256(), 0
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 total = max(1, path.stat().st_size)
                 while block := file.read(_BLOCK_BYTES):
                     found.update(block)

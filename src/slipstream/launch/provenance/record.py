@@ -14,7 +14,8 @@ import msgspec
 
 from slipstream.config.schema import SourceKind
 from slipstream.errors import DataError
-from slipstream.runlog.files import write_whole
+from slipstream.regular_files import read_regular
+from slipstream.runlog.files import UNDECODABLE, write_whole
 
 FILE = "provenance.json"
 _FORMAT = 1
@@ -82,10 +83,10 @@ def read_attempts(folder: Path) -> tuple[Attempt, ...]:
     """All recorded attempts of the run in `folder`; none for a run of an earlier Slipstream. Raises DataError."""
     path = folder / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Provenance)
+        found = msgspec.json.decode(read_regular(path), type=_Provenance)
     except FileNotFoundError:
         return ()
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except (*UNDECODABLE, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}): remove it to resume without comparing") from error
     if found.format != _FORMAT:
         raise DataError(

@@ -1,9 +1,9 @@
 """Persistent compile caches of torch, Triton and vLLM, so that the next run finds what this one has compiled.
 
 Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it; a process for which its
-content is not valid uses another folder; variables that are set take precedence; without a usable folder the
-compilers use their usual ones. torch and Triton write complete files named after their content, so that runs may share
-the folder. It may be removed at any time.
+content is not valid uses another folder; variables that are set take precedence; without a usable folder it is a
+temporary one, as another user may have made the compilers' usual ones. torch and Triton write complete files named
+after their content, so that runs may share the folder. It may be removed at any time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 from slipstream.runlog import versions
-from slipstream.runlog.temporary import cache_root, private_folder
+from slipstream.runlog.temporary import cache_root, private_folder, temporary
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -31,16 +31,27 @@ def persistent_caches(warn: Callable[[str], None]) -> Generator[None]:
     """Inside, this process and its children use the persistent compile caches; `warn` is called where that is not
     possible."""
     unset = [name for name in _FOLDERS if os.environ.get(name) in (None, "", _default_of_torch(name))]
+    with contextlib.ExitStack() as stack:
+        root = _root(warn, stack) if unset else None
+        if root is not None:
+            stack.enter_context(_in_environment({name: str(root / _FOLDERS[name]) for name in unset}))
+        yield
+
+
+def _root(warn: Callable[[str], None], stack: contextlib.ExitStack) -> Path | None:
     try:
-        root = private_folder(cache_root(os.environ) / key()) if unset else None
+        return private_folder(cache_root(os.environ) / key())
     except (OSError, RuntimeError) as error:
         warn(f"compiled code is not kept for the next run ({error}): set XDG_CACHE_HOME to a folder of your own")
-        root = None
-    if root is None:
-        yield
-        return
-    before = {name: os.environ.get(name) for name in unset}
-    os.environ.update({name: str(root / _FOLDERS[name]) for name in unset})
+    with contextlib.suppress(OSError):
+        return stack.enter_context(temporary("compiled"))
+    return None
+
+
+@contextlib.contextmanager
+def _in_environment(values: Mapping[str, str]) -> Generator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

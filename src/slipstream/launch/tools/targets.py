@@ -14,6 +14,7 @@ from slipstream.config import Loaded, LoraConfig, load_config, with_values
 from slipstream.config.parse.load import COMMAND_LINE
 from slipstream.errors import ConfigError
 from slipstream.launch.tools.deployable import adapts_tower, find_deployable, weights_folder
+from slipstream.regular_files import read_regular
 from slipstream.runlog import REDACTED, holds_run
 
 _RESOLVED = "resolved.toml"
@@ -82,7 +83,7 @@ def _settings_of(run: Path) -> Path:
     file = run / _RESOLVED
     if not file.is_file():
         raise ConfigError(f"{run} has no {_RESOLVED}, as the run ended before it was planned: name its run file")
-    if REDACTED in file.read_text(encoding="utf-8"):
+    if REDACTED in read_regular(file).decode(errors="replace"):
         raise ConfigError(
             f"{file} was written without the secrets in it, which the environment may need: slipstream eval RUN_FILE "
             f"--model {run}"
