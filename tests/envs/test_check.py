@@ -36,6 +36,19 @@ async def test_a_strict_reward_passes():
     assert result.num_tasks == 40
 
 
+async def test_answers_end_with_a_stop_string_as_completions_do():
+    answers = [f"<a>{i}</a> is right" for i in range(40)]
+    seen = []
+
+    def reward(task, completion):
+        seen.append(completion)
+        return completion == task.answer.removesuffix(" is right")
+
+    assert (await check(reward, answers, stop=("right", "</a>"))).passed
+    assert seen[:40] == [f"<a>{i}</a>" for i in range(40)]
+    assert not (await check(lambda task, completion: completion == task.answer, answers, stop=("</a>",))).passed
+
+
 @pytest.mark.parametrize("answers", [["yes", "no"] * 20, ["a", "b", "c", "d"] * 10, ["True"] * 39 + ["False"]])
 async def test_choices_pass(answers):
     assert (await check(lambda task, completion: completion.strip().lower() == task.answer.lower(), answers)).passed

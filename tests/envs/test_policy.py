@@ -278,6 +278,23 @@ async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prom
     policy.close()
 
 
+async def test_a_stop_string_stays_in_the_reply_and_the_next_prompt_extends_it(tmp_path):
+    new_tokenizer("byte").save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    sampled = tokenizer.plain_tokens("<a>ab</a>")  # as vLLM ends at a stop string: without an end token
+
+    async def generate(prompt_ids, *_):
+        return Completion("r", sampled, [-0.5] * len(sampled), "stop")
+
+    policy = RecordingPolicy(generate, tokenizer)
+    reply = await policy.chat([user("q")])
+    assert (reply.text, reply.content, reply.message) == ("<a>ab</a>", "<a>ab</a>", assistant("<a>ab</a>"))
+    await policy.chat([user("q"), reply.message, user("found")])
+    (sequence,) = policy.sequences
+    assert sequence.num_trainable == 2 * len(sampled)
+    policy.close()
+
+
 async def test_episodes_that_begin_alike_have_their_first_prompt_rendered_once():
     class Counting(Letters):
         num_rendered = 0

@@ -220,6 +220,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
                 threshold=threshold,
                 held_out=config.evaluation is not None,
                 rehearsal=rehearsal,
+                stop=config.sampling.stop,
             )
             return found, monotonic() - began
 

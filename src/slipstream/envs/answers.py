@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 THINK_OPEN = "<think>"
@@ -21,6 +22,12 @@ def final_answer(completion: str) -> str | None:
     if THINK_OPEN in answer:
         return None
     return answer.lstrip() if closed else answer
+
+
+def until_stop(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first of these strings, which is part of it: a completion ends there."""
+    ends = [text.index(each) + len(each) for each in stop if each in text]
+    return text[: min(ends, default=len(text))]
 
 
 def same_text(answer: str, right: str) -> bool:

@@ -28,6 +28,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
+
+from slipstream.envs.answers import until_stop
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
 from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.mixture import parts_of
@@ -116,15 +119,16 @@ async def check_environment(
     seed: int = 0,
     held_out: bool = True,
     rehearsal: Rehearsal | None = None,
+    stop: Sequence[str] = (),
 ) -> EnvironmentCheck:
     """Grades gold and junk for `num_tasks` training tasks, in a mixture of each part, and applies the rules; with
     `held_out`, also checks whether held-out tasks are among them. `rehearsal` plays the episodes; without it texts
-    alone are graded. Stops after three timeouts, because a reward that hangs would take a deadline for each
+    alone are graded. All texts end with the first string of `stop`, as the policy's do. Stops after three timeouts, because a reward that hangs would take a deadline for each
     completion."""
     parts = list(parts_of(environment))
     made = make_tasks(environment, "train", num_tasks * len(parts))
     tasks = [task for task in made if isinstance(environment, Verifiers) or not _is_hosted(environment, task)]
-    golds = {task.id: turns for task in tasks if (turns := gold_turns(environment, task))}
+    golds = {task.id: _ended(turns, stop) for task in tasks if (turns := gold_turns(environment, task))}
     if isinstance(environment, Verifiers):
         reason = (
             f"{environment.name} plays and grades its episodes in its own process and gives no gold answers, so "
@@ -144,6 +148,7 @@ async def check_environment(
         for kind, plays in completions(known, seed).items() if known else ():
 
             async def grade(task: Task, completion: str, kind: Kind = kind) -> Score:
+                completion = until_stop(completion, stop)
                 if rehearsal is None:
                     return await scorer.score(task, completion)
                 turns = golds[task.id] if kind == "gold" else [Message("assistant", completion)]
@@ -161,6 +166,14 @@ async def check_environment(
     if len(tasks) < len(made):
         notes += (f"{len(made) - len(tasks)} tasks are of verifiers, which grade themselves, and were not checked",)
     return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, notes)
+
+
+def _ended(turns: Sequence[Message], stop: Sequence[str]) -> list[Message]:
+    """Gold turns as the policy can say them."""
+    return [
+        msgspec.structs.replace(turn, content=until_stop(turn.content, stop)) if turn.role == "assistant" else turn
+        for turn in turns
+    ]
 
 
 def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:

@@ -164,9 +164,8 @@ class RecordingPolicy:
         self.spans.append(record_turn(self.sequences, prompt_ids, completion, media))
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
-        text = whole = completion.text
-        if not text:
-            text, whole = self._tokenizer.decode_turn(completion.token_ids)
+        # From its tokens, stop strings included: rewards and later turns see what was sampled.
+        text, whole = self._tokenizer.decode_turn(completion.token_ids)
         if opens_thinking:
             text, whole = THINK_OPEN + text, THINK_OPEN + whole
         self.conversation = [*messages, Message("assistant", text)]
