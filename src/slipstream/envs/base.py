@@ -97,10 +97,16 @@ class Policy(Protocol):
     state: Any
     """What the environment's `setup_episode` returned."""
 
-    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
-        """Generates the next assistant turn after `messages` (the whole conversation so far; the first one holds the
-        tools). `max_tokens`: less than `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation
-        leaves no room for a turn."""
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Reply:
+        """Generates the next assistant turn after `messages`, the whole conversation so far. It has the environment's
+        tools, whoever wrote its messages; `tools`: the schemas of others, or `()` for none. `max_tokens`: less than
+        `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation leaves no room for a turn."""
         ...
 
     async def call_tool(self, call: ToolCall) -> ToolResult:

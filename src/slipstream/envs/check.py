@@ -123,8 +123,8 @@ async def check_environment(
 ) -> EnvironmentCheck:
     """Grades gold and junk for `num_tasks` training tasks, in a mixture of each part, and applies the rules; with
     `held_out`, also checks whether held-out tasks are among them. `rehearsal` plays the episodes; without it texts
-    alone are graded. All texts end with the first string of `stop`, as the policy's do. Stops after three timeouts, because a reward that hangs would take a deadline for each
-    completion."""
+    alone are graded. All texts end with the first string of `stop` in them, as the policy's do. Stops after three
+    timeouts, because a reward that hangs would take a deadline for each completion."""
     parts = list(parts_of(environment))
     made = make_tasks(environment, "train", num_tasks * len(parts))
     tasks = [task for task in made if isinstance(environment, Verifiers) or not _is_hosted(environment, task)]

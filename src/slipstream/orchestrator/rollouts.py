@@ -7,6 +7,7 @@ requested again, and so is one that the engine gave up (`retries.py`); the envir
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import itertools
 import time
@@ -32,8 +33,9 @@ from slipstream.envs.base import (
     as_score,
     plain_numbers,
 )
+from slipstream.envs.hosted.apart import placement
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
-from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer
+from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer, following
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.concurrency import retry_on_restart
@@ -128,6 +130,7 @@ class RolloutRunner:
         engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, `on_ended`
         of each rollout. `idle` counts the engine's requests."""
         self._environment = environment
+        self._shares_tasks = placement(environment)[0]
         self._scorer = scorer
         self.tokenizer = tokenizer
         self.engine = engine
@@ -180,6 +183,7 @@ class RolloutRunner:
         policy = RecordingPolicy(
             turns.generate,
             self.tokenizer,
+            task_prompt=task.prompt,
             context_length=self._context_length,
             call_tool=turns.call_tool,
             prompts=prompts,
@@ -219,20 +223,23 @@ class RolloutRunner:
         self, task: Task, policy: RecordingPolicy, deadline: EnvironmentDeadline, rollout: Rollout
     ) -> Episode:
         """Run the episode; what came of it is written into `rollout`."""
+        of_run = task
         try:
+            if self._shares_tasks:
+                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as in a process of its own
             if self._environment.bounds_itself:
                 await self._environment.setup()  # a new process, where the last one ended
             async with deadline:
-                policy.state = await self._environment.setup_episode(task)
-                episode = plain_numbers(await self._environment.run(task, policy))
+                policy.state = await self._environment.setup_episode(of_run)
+                episode = plain_numbers(await self._environment.run(of_run, policy))
         except ContextFull:
             episode = Episode(policy.last_text, "truncated", policy.num_turns, stop="context_full")
         finally:
-            await self._close_episode(task, policy.state)
+            await self._close_episode(of_run, policy.state)
             policy.close()
-            following = policy.conversation[len(task.prompt) :]
+            turns = following(task.prompt, policy.conversation)
             if policy.num_turns > 1:
-                rollout.turns = following
+                rollout.turns = turns
         stop: Stop = episode.stop
         if stop == "answer" and policy.truncated:
             stop = "length"
@@ -242,7 +249,7 @@ class RolloutRunner:
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
         rollout.metrics |= self._tool_metrics(task, policy)
-        return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
+        return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(turns))
 
     def _tool_metrics(self, task: Task, policy: RecordingPolicy) -> dict[str, float]:
         if not self._environment.has_tools(task):
@@ -251,7 +258,7 @@ class RolloutRunner:
 
     def _keep_unfinished(self, task: Task, policy: RecordingPolicy, rollout: Rollout) -> None:
         """What there is of an episode that failed, for people to read."""
-        rollout.turns = policy.conversation[len(task.prompt) :]
+        rollout.turns = following(task.prompt, policy.conversation)
         rollout.completion = rollout.completion or policy.last_text
         rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
         rollout.metrics |= self._tool_metrics(task, policy)
