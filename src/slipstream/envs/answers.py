@@ -27,7 +27,8 @@ _NUMBER = re.compile(
           (?:
               /(?P<denominator>\d+)(?!\d|\.\d)
               | e(?P<exponent>[+{_MINUS}]?\d+)(?!\w)
-              | [ ]?(?:\*|\u00d7|\u00b7|\\times|\\cdot)[ ]?10(?:\^\{{?|(?=[{_RAISED}]))(?P<power>[+{_MINUS}]?[\d{_RAISED}]+)
+              | [ ]?(?:\*|\u00d7|\u00b7|\\times|\\cdot)[ ]?10(?:\^\{{?|(?=[{_RAISED}]))
+                (?P<power>[+{_MINUS}]?[\d{_RAISED}]+)
               | \^\{{?(?P<root>[{_MINUS}]?\d+)
           )?
           \}}?

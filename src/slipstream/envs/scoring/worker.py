@@ -2,8 +2,8 @@
 
 It constructs the environment from its config, carries out requests one after another (`calls.py`), and ends when its
 input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function blocks;
-a coroutine that passes its deadline, or that its caller gives up, is cancelled. Under `fresh_worker` each request is carried out in a fork of this
-process, which keeps its initial state.
+a coroutine that passes its deadline, or whose caller gives it up, is cancelled. Under `fresh_worker` each request is
+carried out in a fork of this process, which keeps its initial state.
 
 Rewards and tools may print and read: the protocol's pipes are moved away from the standard streams first, and closed in
 every process that they fork; a fork that returns from its call exits. On SIGUSR1 it writes its traceback, also from
@@ -165,7 +165,7 @@ class _Work:
         return len(self._under_way) < self._concurrency
 
     def _cancel(self, id_: str) -> None:
-        """Cancels a coroutine whose caller has given it up; it is answered when it ends, at its deadline at the latest."""
+        """Cancels a coroutine whose caller gave it up; it is answered when it ends, at its deadline at the latest."""
         if (task := self._under_way.get(id_)) is not None:
             task.cancel()
 
