@@ -10,12 +10,14 @@ import asyncio
 import copy
 import hashlib
 import itertools
+import math
 import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -81,6 +83,10 @@ class EnvironmentDeadline(Patience):
 
 _CLOSE_S = 10.0
 """How long `Environment.close_episode` may take."""
+RECENT_BATCHES = 8
+"""Batches whose failures are judged together."""
+_CHANCE = 1e-6
+"""Failures that a rate of `environment.max_reward_failures` makes less often than this end a run."""
 
 
 _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
@@ -429,18 +435,56 @@ def _traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error, limit=-4))
 
 
-def check_failures(rollouts: Sequence[Rollout], of: str, max_failures: float) -> None:
-    """Raise with the first failure's text when more than the fraction `max_failures` of the rollouts failed:
-    `EngineError` where most of these failures are the engine's, else `EnvironmentFault`."""
+class Failures(NamedTuple):
+    """How many rollouts of a batch failed."""
+
+    num_failed: int
+    num_rollouts: int
+    num_groups: int
+
+    def exceed(self, fraction: float) -> bool:
+        """Whether they are more than chance makes of a rate of `fraction`. Rollouts of a group fail together, as where
+        a row has no answer, so groups are what is drawn. Where all failed nothing is left to go on with."""
+        if self.num_failed == self.num_rollouts and self.num_rollouts:
+            return fraction < 1.0
+        if self.num_failed <= fraction * self.num_rollouts or fraction in (0.0, 1.0):
+            return self.num_failed > fraction * self.num_rollouts
+        return _tail(self.num_failed * self.num_groups // self.num_rollouts, self.num_groups, fraction) < _CHANCE
+
+
+def _tail(least: int, number: int, rate: float) -> float:
+    """Probability of at least so many of `number` at a rate."""
+
+    def log_of(k: int) -> float:
+        ways = math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1)
+        return ways + k * math.log(rate) + (number - k) * math.log1p(-rate)
+
+    return sum(math.exp(log_of(k)) for k in range(least, number + 1))
+
+
+def check_failures(
+    rollouts: Sequence[Rollout], of: str, max_failures: float, recent: deque[Failures] | None = None
+) -> None:
+    """Raise with the first failure's text when more rollouts failed than a rate of `max_failures` explains, of these
+    or of `recent` batches with them: `EngineError` where most of these failures are the engine's, else
+    `EnvironmentFault`. These are added to `recent`."""
     failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
-    if len(failed) <= max_failures * len(rollouts):
+    own = Failures(len(failed), len(rollouts), len({rollout.group_id for rollout in rollouts}))
+    batches = [own]
+    if recent is not None:
+        recent.append(own)
+        batches = [*recent]
+    together = Failures(*map(sum, zip(*batches, strict=True)))
+    if not failed or not (own.exceed(max_failures) or together.exceed(max_failures)):
         return
+    found, where = (own, of) if own.exceed(max_failures) else (together, f"the last {len(batches)} batches")
     by_engine = [rollout for rollout in failed if rollout.outcome == "engine_error"]
     if mostly_engine := 2 * len(by_engine) > len(failed):
-        failed = by_engine
+        failed, where, found = by_engine, of, own._replace(num_failed=len(by_engine))
     text = (
-        f"{len(failed)} of {len(rollouts)} rollouts of {of} failed{' in the engine' * mostly_engine}, more than "
-        f"environment.max_reward_failures = {max_failures:g} allows; the first ({failed[0].outcome}): {failed[0].error}"
+        f"{found.num_failed} of {found.num_rollouts} rollouts of {where} failed{' in the engine' * mostly_engine}, "
+        f"more than chance makes of environment.max_reward_failures = {max_failures:g}; the first "
+        f"({failed[0].outcome}): {failed[0].error}"
     )
     raise (EngineError if mostly_engine else EnvironmentFault)(text)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,14 @@ from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
+from slipstream.orchestrator.rollouts import (
+    RECENT_BATCHES,
+    Failures,
+    RolloutRunner,
+    check_failures,
+    seed_of,
+    warn_of_losses,
+)
 from slipstream.orchestrator.teacher import Scores
 from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
@@ -57,6 +65,7 @@ class Batcher:
     share: Share = field(default_factory=Share)
     """Which groups of each batch are made here."""
     idle: IdleTime = field(default_factory=IdleTime)
+    _recent_failures: deque[Failures] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 
@@ -160,7 +169,7 @@ class Batcher:
     def check(self, step: int, version: Version, groups: Sequence[list[Rollout]]) -> None:
         """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
         rollouts = [rollout for group in groups for rollout in group]
-        check_failures(rollouts, f"step {step}", self.max_reward_failures)
+        check_failures(rollouts, f"step {step}", self.max_reward_failures, self._recent_failures)
         for rollout in rollouts:
             for sequence in rollout.sequences:
                 if self.needs_logprobs and sequence.logprobs is None:
