@@ -424,8 +424,6 @@ class Completion(msgspec.Struct):
     logprobs: list[float] | None
     finish_reason: Literal["stop", "length", "abort"]
     versions: list[VersionSpan] = []
-    text: str = ""
-    """The decoded completion up to its stop string, if stop strings were requested; otherwise empty."""
     tool_calls: list[ToolCall] = []
     """The calls in it, where the request had tools."""
     content: str | None = None

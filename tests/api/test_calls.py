@@ -265,3 +265,9 @@ def test_a_copy_is_made_for_each_process():
     packed = pack("value", cloudpickle, cloudpickle)
     give(packed)
     assert load(packed.name) is cloudpickle
+
+
+@pytest.mark.parametrize("data", [tasks, Own, Own()])
+def test_what_makes_tasks_is_no_data_and_the_argument_is_named(data):
+    with pytest.raises(ConfigError, match="pass it as tasks="):
+        slipstream.sft("m", data, reward)

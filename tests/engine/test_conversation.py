@@ -68,7 +68,7 @@ class Host(SimpleNamespace):
         """It has no labels."""
 
 
-NOTHING = {"token_ids": [], "logprobs": [], "finish_reason": "stop", "text": ""}
+NOTHING = {"token_ids": [], "logprobs": [], "finish_reason": "stop"}
 
 
 @contextlib.asynccontextmanager

@@ -38,6 +38,16 @@ class Behaving(SingleTurn):
         act = getattr(self, f"_{verb}", None)
         return act(rest) if act else {"reward": float(completion == task.answer), "length": len(completion)}
 
+    async def _until(self, file):
+        """Waits for ever; writes down that it began, and that it was cancelled."""
+        with open(file, "a") as notes:
+            print("begun", file=notes, flush=True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                print("cancelled", file=notes, flush=True)
+
     def _sleep(self, seconds):
         time.sleep(float(seconds))
         return 1.0

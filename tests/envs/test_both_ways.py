@@ -15,6 +15,7 @@ from slipstream.envs.hosted.apart import placement
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.registry import load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
+from slipstream.envs.tools.schemas import with_tools
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import retries
@@ -85,6 +86,14 @@ class Talk(Environment):
             await asyncio.sleep(60)
         if how == "nothing":
             return None
+        if how == "own messages":
+            said = [Message("user", task.prompt[-1].content)]
+            task.info["kept"] = [*task.info.get("kept", []), "one"]
+            replies = [await policy.chat(said), await policy.chat([Message("system", "s"), *task.prompt]),
+                       await policy.chat(said, tools=())]
+            said += [Message("assistant", replies[0].text), Message("user", "on")]
+            await policy.chat(said)
+            return Episode(" ".join(task.info["kept"]), num_turns=4)
         reply = await policy.chat(messages, max_tokens=3 if how == "short" else None)
         if how == "full":
             try:
@@ -110,13 +119,14 @@ class Talk(Environment):
 """
 HOWS = (
     *("plain", "short", "full", "fuller", "swallowed", "error", "nothing", "no state", "not closed", "wait"),
-    "lost turn",
+    *("lost turn", "own messages"),
 )
 
 
 class Letters:
     def render(self, messages):
-        return [ord(letter) for message in messages for letter in f"{message.role[0]}{message.content}|"]
+        tools = "".join(tool["name"] for message in messages for tool in message.tools)
+        return [ord(letter) for message in messages for letter in f"{tools}{message.role[0]}{message.content}|"]
 
     def decode(self, token_ids):
         return "".join(chr(token) for token in token_ids if token != END)
@@ -173,7 +183,11 @@ def short_waits(monkeypatch):
 
 
 async def play(runner, how):
-    task = Task("t", (Message("user", "q"),), "ok", {"how": how})
+    task = Task("t", (Message("user", "q", tools=({"name": "twice"},)),), "ok", {"how": how})
+    return await attempt(runner, task, how)
+
+
+async def attempt(runner, task, how):
     sampling = SamplingParams(max_tokens=40, stop_token_ids=(END,))
     runner._run_timeout_s = 1.5 if how == "wait" else 60.0
     return await runner.run(task, rollout_id=how, group_id=how, sampling=sampling, seed=7)
@@ -224,6 +238,21 @@ async def test_episodes_are_the_same_in_both_ways(tmp_path):
     assert [name for name, _ in tries] == ["lost turn.0", *["lost turn.1"] * 2, *["lost turn.2"] * 2]
     assert len(set(tries)) == 3
     assert diary.count("run lost turn") == 1
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
+async def test_messages_that_run_writes_itself_have_the_tools_and_each_episode_its_own_task(tmp_path, apart):
+    task = Task("t", (Message("system", "s"), Message("user", "q")), "ok", {"how": "own messages"})
+    task = msgspec.structs.replace(task, prompt=with_tools(task.prompt, [{"name": "twice"}]))
+    async with at_work(config_of(tmp_path, apart), pytest.fail) as (runner, _, asked):
+        both = [await attempt(runner, task, "own messages") for _ in range(2)]
+    assert [rollout.completion for rollout in both] == ["one", "one"]
+    assert task.info == {"how": "own messages"}
+    prompts = ["".join(map(chr, prompt_ids)) for _, _, prompt_ids, _ in asked[:4]]
+    answer = "<think>m</think>hm"
+    expected = ["twiceuq|", "twicess|twicess|twiceuq|", "uq|", f"twiceuq|twicea{answer}|twiceuon|"]
+    assert prompts == expected
+    assert [message.content for message in both[0].turns] == ["q", answer, "on", answer]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs.base import Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.envs.split import split_of
@@ -117,6 +118,13 @@ async def test_a_mixture():
     kinds = ["Spell" in question for question in questions(tasks)]
     assert 5 < sum(kinds) < 40
     assert [env.score(task, task.answer).reward for task in tasks] == [1.0] * 60
+
+
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_counted():
+    environment = gym("prime_factorization")
+    (task,) = environment.tasks("train", 1)
+    assert environment.score(task, task.answer) == Score(1.0, {"unreadable": 0.0})
+    assert environment.score(task, "2 x x 3") == Score(0.0, {"unreadable": 1.0})
 
 
 async def test_real_rewards_in_a_worker():

@@ -1,13 +1,14 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.base import Episode
-from slipstream.envs.policy import Prompts, RecordingPolicy, num_thinking, record_turn
+from slipstream.envs.policy import Prompts, RecordingPolicy, following, num_thinking, record_turn
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.errors import EngineError, IntegrityError
-from slipstream.records import Completion, ExpertChoices, Message, Task, VersionSpan
+from slipstream.records import Completion, ExpertChoices, Media, Message, Task, VersionSpan
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 END = 0
@@ -278,6 +279,23 @@ async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prom
     policy.close()
 
 
+async def test_a_stop_string_stays_in_the_reply_and_the_next_prompt_extends_it(tmp_path):
+    new_tokenizer("byte").save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    sampled = tokenizer.plain_tokens("<a>ab</a>")  # as vLLM ends at a stop string: without an end token
+
+    async def generate(prompt_ids, *_):
+        return Completion("r", sampled, [-0.5] * len(sampled), "stop")
+
+    policy = RecordingPolicy(generate, tokenizer)
+    reply = await policy.chat([user("q")])
+    assert (reply.text, reply.content, reply.message) == ("<a>ab</a>", "<a>ab</a>", assistant("<a>ab</a>"))
+    await policy.chat([user("q"), reply.message, user("found")])
+    (sequence,) = policy.sequences
+    assert sequence.num_trainable == 2 * len(sampled)
+    policy.close()
+
+
 async def test_episodes_that_begin_alike_have_their_first_prompt_rendered_once():
     class Counting(Letters):
         num_rendered = 0
@@ -300,3 +318,37 @@ async def test_episodes_that_begin_alike_have_their_first_prompt_rendered_once()
     other = RecordingPolicy(script("d")[0], tokenizer, prompts=prompts)
     await other.chat([user("another")])
     assert other.sequences[0].token_ids == [*b"another", END, *b"d", END]
+
+
+async def test_what_belongs_to_a_message_need_not_be_written_again():
+    """Images and fields of the task's messages, and special tokens of the policy's own turns."""
+
+    class Special(Letters):
+        def decode_turn(self, token_ids):
+            return self.decode(token_ids).replace("#", ""), self.decode(token_ids)
+
+        def place_images(self, messages, token_ids):
+            return tuple(image for message in messages for image in message.media)
+
+    picture = Message("user", "look", media=(Media("image", "/a.png", "digest"),))
+    named = Message("system", "s", extra={"name": "n"}, tools=({"name": "f"},))
+    policy = RecordingPolicy(script("#b", "c", "d")[0], Special(), task_prompt=[named, picture])
+    reply = await policy.chat([Message("system", "s"), user("look")])
+    assert policy.conversation[:2] == [named, picture]
+    await policy.chat([Message("system", "s"), user("look"), assistant("b"), user("on")])
+    assert policy.conversation == [named, picture, reply.message, user("on"), assistant("c")]
+    assert len(policy.sequences) == 1
+    await policy.chat([user("b"), user("look"), Message("system", "t", tools=({"name": "g"},))])
+    first, second, third = policy.conversation[:3]
+    assert (first.tools, second, third) == (({"name": "g"},), picture, Message("system", "t"))
+
+
+def test_what_follows_the_task_is_all_that_run_said_itself():
+    prompt = [Message("system", "s"), user("q")]
+    assert following(prompt, [*prompt, assistant("a")]) == [assistant("a")]
+    assert following(prompt, [msgspec.structs.replace(prompt[0], tools=({},)), prompt[1], assistant("a")]) == [
+        assistant("a")
+    ]
+    assert following(prompt, [user("q"), assistant("a")]) == [user("q"), assistant("a")]
+    assert following(prompt, [prompt[0], user("other"), assistant("a")]) == [user("other"), assistant("a")]
+    assert following(prompt, []) == []

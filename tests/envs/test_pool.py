@@ -201,6 +201,34 @@ async def test_a_caller_that_gives_up_leaves_the_others_alone():
         assert [(await call).reward for call in calls[::2]] == [1.0] * 3
 
 
+async def noted(file, word, number):
+    while not file.exists() or file.read_text().split().count(word) < number:
+        await asyncio.sleep(0.01)
+
+
+async def test_what_is_given_up_is_cancelled_and_its_place_is_free(tmp_path):
+    """As the groups that `training.overprovision` gives up: coroutines beyond those that may run at once, too."""
+    few = config(timeout_s=600.0).model_copy(update={"reward_concurrency": 3})
+    file = tmp_path / "notes"
+    async with asyncio.timeout(120), ScorerPool(few, num_workers=1) as pool:
+        await pool.score(task(), "wait 0 1")
+        slow = [asyncio.create_task(pool.score(task(), f"until {file}")) for _ in range(8)]
+        await noted(file, "begun", 3)
+        for each in slow[:-1]:
+            each.cancel()
+        await noted(file, "begun", 4)  # the one that is still wanted
+        found = await asyncio.gather(*(pool.score(task(), f"wait 0 {number}") for number in range(12)))
+        assert [score.reward for score in found] == [float(number) for number in range(12)]
+        assert (await pool.score(task("4"), "4")).reward == 1.0
+        words = file.read_text().split()
+        assert words.count("cancelled") == words.count("begun") - 1 >= 3
+        assert pool.num_restarts == 0
+        assert not slow[-1].done()
+    with pytest.raises(EnvironmentFault):
+        await slow[-1]
+    assert words.count("cancelled") + 1 == file.read_text().split().count("cancelled"), "at the end of a run, too"
+
+
 async def test_large_completions_pass():
     text = "x" * 3_000_000
     async with ScorerPool(config()) as pool:

@@ -3,11 +3,13 @@ import sys
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs.base import RewardFailed
+from slipstream.envs.base import Episode, RewardFailed
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.calls import judge
+from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
+from slipstream.records import Message, Task
 
 CLASSES = """
 from slipstream.envs import SingleTurn
@@ -81,6 +83,7 @@ def test_what_lies_beside_the_file_can_be_imported(load, tmp_path):
         (CLASSES, "", {"digits": 99}, "class Sums refused its settings: ValueError: too many digits"),
         (CLASSES, "", {"seed": 1}, "use environment.seed"),
         (CLASSES.replace("def reward", "def rewards"), "", {}, "class Sums does not define reward"),
+        (CLASSES + "    scores_groups = True", "", {}, "class Sums has scores_groups, and no score_group"),
         (CLASSES.replace("super().__init__(seed)", "pass"), "", {}, "does not call super"),
         (CLASSES.replace("seed=0, ", ""), "", {}, "cannot be called with seed"),
         (FUNCTIONS, "", {"digit": 1}, r"tasks\(\) in .* has no such setting: did you mean 'digits'\?"),
@@ -194,3 +197,32 @@ def test_functions_are_named_by_their_line_and_secrets_are_not_shown(load, tmp_p
     assert "helps.py" in str(raised.value)
     assert "settings.x = 'four'" in str(raised.value)
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("base", ["Environment", "SingleTurn"])
+@pytest.mark.parametrize(
+    ("word", "method", "is_group"),
+    [
+        ("def", "score_episode(self, task, episode): return Score(0.5)", False),
+        ("def", "score_group(self, task, episodes): return [Score(0.5)] * len(episodes)", True),
+        ("async def", "score_group(self, task, episodes): return [Score(0.5)] * len(episodes)", True),
+    ],
+)
+async def test_one_way_to_grade_is_enough(load, base, word, method, is_group):
+    """`score_episode` or `score_group` stands in place of `score` and `reward`."""
+    text = f"""
+from slipstream.envs import Environment, Episode, Message, Score, SingleTurn, Task
+class Ranked({base}):
+    max_turns = 1
+    scores_groups = {is_group}
+    def tasks(self, split, num_tasks): return []
+    async def run(self, task, policy): return Episode("")
+    {word} {method}
+"""
+    environment = load(text, "")
+    task = Task("t", (Message("user", "q"),))
+    assert (await InlineScorer(environment).score(task, "text")).reward == 0.5
+    if is_group:
+        assert len(await InlineScorer(environment).score_group(task, [Episode("a"), Episode("b")])) == 2
+    with pytest.raises(ConfigError, match=r"class Ranked does not define (score|reward)"):
+        load(text.replace(method.partition("(")[0], "nothing").replace("scores_groups = True", ""), "")

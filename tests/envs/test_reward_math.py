@@ -142,3 +142,23 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[math\]'") as caught:
         named("math", setting="environment.settings.reward")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "wrong"),
+    [
+        ("It is \u22127.", "-7", "7"),
+        ("It is -$5.", "-5", "5"),
+        ("It is -$5$.", "-5", "5"),
+        ("It is \u2212$5$.", "-5", "5"),
+        (r"-\$5", "-5", "5"),
+        ("-\u20ac5", "-5", "5"),
+        ("It is $9{,}500$.", "9500", "500"),
+        ("It is 1.5e3.", "1500", "1.5"),
+        (r"\boxed{1.5E-3}", "0.0015", "1.5"),
+        ("-7", "\u22127", "7"),
+        ("1500", "1.5e3", "1.5"),
+    ],
+)
+def test_signs_currency_and_exponents(math, text, right, wrong):
+    assert [math(task(gold), text).reward for gold in (right, wrong)] == [1.0, 0.0]

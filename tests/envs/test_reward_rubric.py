@@ -13,7 +13,8 @@ from slipstream.envs.base import RewardFailed
 from slipstream.envs.from_python import load_python_environment, pack_environment
 from slipstream.envs.registry import load_environment
 from slipstream.envs.rewards import NotApplicable, Rubric, named
-from slipstream.envs.scoring.pool import ScorerPool
+from slipstream.envs.rewards.contract import settled
+from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
 
@@ -165,3 +166,45 @@ def test_in_an_environment_of_ones_own():
             return self._number(task, completion)
 
     assert Own().score(TASK, "<think>x</think>12") == Score(1.0)
+
+
+SIGNATURES = """
+def own(task, completion): return {"reward": float(completion == task.answer), "length": len(completion)}
+async def waits(task, completion, strict=True): return float(completion == task.answer)
+def verl(data_source, solution_str, ground_truth, extra_info): return float(solution_str == ground_truth)
+def any_names(row, text): return float(text == row.answer)
+def trl(completions, **columns): return [0.0]
+def half_of_verl(solution_str, ground_truth): return 1.0
+def one(task): return 1.0
+"""
+
+
+@pytest.mark.parametrize("name", ["own", "waits", "verl", "any_names"])
+async def test_a_function_is_the_same_reward_in_a_file_and_from_python(tmp_path, name):
+    (tmp_path / "rewards.py").write_text(SIGNATURES)
+    module = {}
+    exec(SIGNATURES, module)
+    of_file, of_python = named(f"{tmp_path / 'rewards.py'}:{name}"), named(module[name])
+    task = Task("t", (Message("user", "1 + 1"),), "2")
+    for text, expected in (("2", 1.0), ("3", 0.0)):
+        scores = [await settled(reward(task, text)) for reward in (of_file, of_python)]
+        assert scores[0] == scores[1]
+        assert scores[0].reward == expected
+    rows = [{"prompt": f"{n}", "answer": str(n)} for n in range(20)]
+    passed = pack_environment(rows, reward=module[name])
+    give(passed)
+    environment = load_python_environment(passed.name, 0, {})
+    first = environment.tasks("train", 1)[0]
+    assert (await InlineScorer(environment).score(first, first.answer)).reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["trl", "half_of_verl", "one"])
+def test_another_signature_is_refused_with_those_that_are_taken(tmp_path, name):
+    (tmp_path / "rewards.py").write_text(SIGNATURES)
+    module = {}
+    exec(SIGNATURES, module)
+    for given in (f"{tmp_path / 'rewards.py'}:{name}", module[name]):
+        with pytest.raises(ConfigError, match="cannot be called with task, completion, nor as verl"):
+            named(given)
+    with pytest.raises(ConfigError, match="cannot be called with task, completion, nor as verl"):
+        pack_environment([{"prompt": "1", "answer": "1"}], reward=module[name])

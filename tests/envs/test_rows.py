@@ -7,7 +7,6 @@ import pytest
 from tests.envs.environments import shorten
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs.answers import last_number
 from slipstream.envs.base import Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.rows import Rows
@@ -88,23 +87,6 @@ def test_exact_and_number(make):
     environment = make([{"question": f"q{n}", "answer": "so #### 1,000"} for n in range(20)], reward="number")
     task = environment.tasks("train", 1)[0]
     assert [reward(environment, task, text) for text in ("It is 1000.0.", "1000 or 7", "none")] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("-3", -3),
-        ("5-3", 3),
-        ("1,234.50 km", 1234.5),
-        ("$.5", 0.5),
-        ("3/4", 0.75),
-        ("7.", 7),
-        ("1,23", 23),
-        ("x", None),
-    ],
-)
-def test_last_number(text, number):
-    assert last_number(text) == number
 
 
 async def test_a_reward_function_of_verl_runs_unchanged_and_is_killed_when_it_hangs(tmp_path):

@@ -20,13 +20,13 @@ def vllm(monkeypatch):
     put(monkeypatch, logprobs={"FlatLogprobs": tuple}, exceptions={})
 
 
-def ask(stop=(), **fields):
-    return GenerateRequest("a", [1, 2], SamplingParams(4, stop=stop), **fields)
+def ask(**fields):
+    return GenerateRequest("a", [1, 2], SamplingParams(4), **fields)
 
 
 def output(reason="stop", prompt_ids=(1, 2), **fields):
     logprobs = [{5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1.5)}]
-    out = {"token_ids": (5, 6), "logprobs": logprobs, "finish_reason": reason, "text": "decoded"}
+    out = {"token_ids": (5, 6), "logprobs": logprobs, "finish_reason": reason}
     return SimpleNamespace(outputs=[SimpleNamespace(**out | fields)], prompt_token_ids=prompt_ids, prompt_logprobs=None)
 
 
@@ -34,9 +34,8 @@ def test_a_completion_has_its_tokens_their_log_probabilities_and_versions():
     made = completion(ask(), output(), [(0, "0.1"), (1, "0.2")])
     assert (made.id, made.token_ids, made.logprobs) == ("a", [5, 6], [-0.5, -1.5])
     assert made.versions == [VersionSpan(0, "0.1"), VersionSpan(1, "0.2")]
-    assert (made.text, made.cause, made.error, made.prompt_logprobs) == ("", "", "", None)
+    assert (made.cause, made.error, made.prompt_logprobs) == ("", "", None)
     assert (made.prompt_ids, made.experts, made.tool_calls, made.content) == (None, None, [], None)
-    assert completion(ask(stop=("x",)), output(), []).text == "decoded"
     asked = ask(images=(b"",))
     assert completion(asked, output(prompt_ids=(1, 9, 9, 2)), []).prompt_ids == [1, 9, 9, 2]
     scored = output()

@@ -117,8 +117,8 @@ def ask(prompt="Q", tools=TOOLS):
     return GenerateRequest("a", ids(prompt), SamplingParams(4), tools=tools)
 
 
-def read(text, name="hermes", ended=False, stop="", **asked):
-    return ToolReader(name, Tokenizer()).read_tokens(ask(**asked), ids(text), ended, stop)
+def read(text, name="hermes", ended=False, **asked):
+    return ToolReader(name, Tokenizer()).read_tokens(ask(**asked), ids(text), ended)
 
 
 def shown(reading):
@@ -143,9 +143,6 @@ def test_an_id_that_the_policy_wrote_stays(parser):
 def test_the_last_token_is_left_out_only_where_it_ends_the_completion(parser):
     assert read("abc", ended=True).content == "ab"
     assert read("abc").content == "abc"
-    assert read("abc##d#", stop="##").content == "abc"
-    assert read("ab##c##", stop="##").content == "ab##c"
-    assert read("abc", stop="##").content == "abc"
 
 
 def test_special_tokens_are_not_text_but_may_show_a_call(parser):
@@ -221,11 +218,11 @@ async def test_an_output_of_vllm_says_how_it_ended(parser):
         await reader.read(request, SimpleNamespace(outputs=[out]))
     await reader.read(request, SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1,), finish_reason="stop")]))
     assert given == [
-        (request, [1, 2], True, ""),
-        (request, [1, 2], True, ""),
-        (request, [1, 2], False, "##"),
-        (request, [1, 2], False, ""),
-        (request, [1], True, ""),
+        (request, [1, 2], True),
+        (request, [1, 2], True),
+        (request, [1, 2], False),
+        (request, [1, 2], False),
+        (request, [1], True),
     ]
 
 

@@ -48,6 +48,7 @@ class Server:
 
     def __init__(self):
         self.bodies, self.keys, self.fail, self.models = [], set(), [], ["adder"]
+        self.ended = {}
         self.answer = lambda body: str(int(body["messages"][-1]["content"].split()[0]) + 1)
 
     async def chat(self, request):
@@ -57,7 +58,7 @@ class Server:
             return web.Response(status=self.fail.pop(0), text=f"not now, {KEY}", headers=elsewhere)
         body = await request.json()
         self.bodies.append(body)
-        choice = {"message": {"role": "assistant", "content": self.answer(body)}, "finish_reason": "stop"}
+        choice = {"message": {"role": "assistant", "content": self.answer(body)}, "finish_reason": "stop", **self.ended}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 3}})
 
     async def list(self, request):
@@ -114,6 +115,25 @@ def slipstream(capsys, monkeypatch, tmp_path):
         return ended.value.code, out, err
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected", "num_unknown"),
+    [
+        ({"stop_reason": "</a>"}, "2</a>", 0),
+        ({"matched_stop": "</a>"}, "2</a>", 0),
+        ({"stop_reason": None}, "2", 0),
+        ({"stop_reason": 7}, "2", 0),
+        ({}, "2", 1),
+        ({"finish_reason": "length"}, "2", 0),
+    ],
+)
+async def test_a_stop_string_that_the_server_names_is_part_of_the_text(server, ended, expected, num_unknown):
+    server.ended = ended
+    async with ChatServer(server.url) as asked:
+        prompt = list(b'[{"role": "user", "content": "1 + 1"}]')
+        answer = await asked.generate(GenerateRequest("a", prompt, SamplingParams(4, stop=("</a>",))))
+        assert (bytes(answer.token_ids).decode(), asked.num_stops_unknown) == (expected, num_unknown)
 
 
 def test_is_evaluated_and_kept(server, run_file, slipstream, tmp_path, monkeypatch):

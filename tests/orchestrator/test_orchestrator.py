@@ -362,7 +362,7 @@ async def test_rollouts_that_the_engine_lost_are_the_engines_failure_and_a_warni
     with pytest.raises(
         EngineError, match=r"2 of 6 rollouts of step 4 failed in the engine.*deadline of 300 s"
     ) as raised:
-        await make_batcher(TooSlow(say("b")), max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
+        await make_batcher(TooSlow(say("b")), max_reward_failures=0.0).make(4, Version(0, 4), TASKS)
     assert raised.value.exit_code == 5
     how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "warn": warnings.append}
     await evaluate(make_runner(TooSlow(say("b"))), TASKS, **how, max_failures=0.5)
@@ -377,7 +377,7 @@ async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
     assert batch.dropped == {"reward_error": 2}
     assert batch.metrics["dropped_tokens/reward_error"] == 4
     with pytest.raises(EnvironmentFault, match=r"(?s)2 of 6 rollouts of step 4.*x is not graded"):
-        await make_batcher(engine, max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
+        await make_batcher(engine, max_reward_failures=0.0).make(4, Version(0, 4), TASKS)
 
 
 def test_a_batch_waits_for_no_newer_version_than_the_staleness_asks_for():
@@ -449,7 +449,7 @@ async def test_an_evaluation_counts_failures_as_wrong():
     low, high = evaluation.interval
     assert low < evaluation.accuracy < high
     with pytest.raises(EnvironmentFault, match=r"(?s)1 of 3 rollouts of the evaluation failed.*x is not graded"):
-        await evaluate(make_runner(engine), TASKS, **how, max_failures=0.3)
+        await evaluate(make_runner(engine), TASKS, **how, max_failures=0.0)
     engine.kill()
     with pytest.raises(EngineError):
         await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)

@@ -1,7 +1,10 @@
 """What one rollout asks of the engine, what is written into it, and what is said of rollouts that failed."""
 
 import asyncio
+import itertools
+import random
 import time
+from collections import deque
 
 import msgspec
 import pytest
@@ -14,7 +17,14 @@ from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as module
 from slipstream.orchestrator.batches.idle_time import IdleTime
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, mismatch_of, seed_of, warn_of_losses
+from slipstream.orchestrator.rollouts import (
+    RECENT_BATCHES,
+    RolloutRunner,
+    check_failures,
+    mismatch_of,
+    seed_of,
+    warn_of_losses,
+)
 from slipstream.records import Completion, Rollout, ToolCall
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
@@ -337,19 +347,48 @@ def test_a_difference_between_two_prompts_is_shown_at_its_place():
 
 
 def rollouts_of(*outcomes):
-    return [Rollout(f"{n}", "t", "g", [], 0.0, each, error=f"error {n}") for n, each in enumerate(outcomes)]
+    return [Rollout(f"{n}", "t", f"{n // 4}", [], 0.0, each, error=f"error {n}") for n, each in enumerate(outcomes)]
 
 
-def test_as_many_may_fail_as_is_allowed_and_no_more():
-    check_failures(rollouts_of("done", "truncated", "reward_error", "done"), "step 3", 0.25)
+def batches(rate, seed, num_groups=16):
+    """Rollouts of groups of four that fail together at a rate."""
+    draw = random.Random(seed)
+    while True:
+        yield rollouts_of(*(o for _ in range(num_groups) for o in [["done", "reward_error"][draw.random() < rate]] * 4))
+
+
+@pytest.mark.parametrize("num_groups", [2, 16, 128])
+def test_a_rate_at_the_limit_ends_no_run_and_one_far_beyond_does(num_groups):
+    for seed in range(3):
+        recent = deque(maxlen=RECENT_BATCHES)
+        for rollouts in itertools.islice(batches(0.1, seed, num_groups), 150):
+            if any(each.outcome == "done" for each in rollouts):
+                check_failures(rollouts, "step 3", 0.1, recent)
+        recent.clear()
+        far_beyond = itertools.islice(batches(0.7, seed, num_groups), RECENT_BATCHES)
+        with pytest.raises(EnvironmentFault, match=r"environment\.max_reward_failures"):
+            _ = [check_failures(rollouts, "step 3", 0.1, recent) for rollouts in far_beyond]
+
+
+def test_a_batch_that_fails_does_not_hide_behind_those_before_it():
+    recent = deque(maxlen=RECENT_BATCHES)
+    for _ in range(RECENT_BATCHES):
+        check_failures(rollouts_of(*["done"] * 64), "step 3", 0.1, recent)
+    with pytest.raises(EnvironmentFault, match=r"^64 of 64 rollouts of step 4"):
+        check_failures(rollouts_of(*["reward_error"] * 64), "step 4", 0.1, recent)
+
+
+def test_where_none_may_fail_one_is_too_many():
+    check_failures(rollouts_of("reward_error", "reward_error"), "step 3", 1.0)
+    check_failures(rollouts_of("done", "truncated"), "step 3", 0.0)
     check_failures(rollouts_of("done"), "step 3", 0.0)
     failing = rollouts_of("done", "engine_error", "reward_error", "done")
-    says = r"2 of 4 rollouts of step 3 failed, more than environment\.max_reward_failures = 0\.25 allows; "
+    says = r"2 of 4 rollouts of step 3 failed, more than chance makes of environment\.max_reward_failures = 0; "
     with pytest.raises(EnvironmentFault, match=rf"^{says}the first \(engine_error\): error 1$"):
-        check_failures(failing, "step 3", 0.25)  # half of them are not most
+        check_failures(failing, "step 3", 0.0)  # half of them are not most
     mostly = rollouts_of("reward_error", "engine_error", "engine_error", "done")
     with pytest.raises(EngineError, match=r"^2 of 4 .* failed in the engine, .* \(engine_error\): error 1$"):
-        check_failures(mostly, "step 3", 0.25)
+        check_failures(mostly, "step 3", 0.0)
 
 
 def test_only_rollouts_that_the_engine_lost_are_warned_of():

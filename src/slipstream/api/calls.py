@@ -245,6 +245,11 @@ def _add_data(
     objects: list[PythonObject] = []
     for key in ("path", "eval_path"):
         if (rows := table.get(key)) is not None and not isinstance(rows, str | Path):
+            if callable(rows) or isinstance(rows, Environment):
+                raise ConfigError(
+                    f"data is {getattr(rows, '__name__', type(rows).__name__)}, which makes tasks: pass it as tasks=, "
+                    "and its reward, if it needs one, as reward="
+                )
             objects.append(pack_rows(rows))
             table[key] = objects[-1].name
     if table:

@@ -158,10 +158,13 @@ def env_test(
         raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
     checked = _check(loaded.config, num_tasks)
     failures, notes = checked.failures, checked.notes
-    if model and checked.result.without_gold:
-        # The rewards of completions tell enough.
-        failures = [text for text in failures if text != checked.result.without_gold]
-        notes = [*notes, checked.result.without_gold]
+    if reason := checked.result.without_gold:
+        # RL needs none. SFT imitates them, unless it has conversations of its own.
+        needs_gold = loaded.config.algorithm.kind == "sft" and loaded.config.data is None
+        if not model and (needs_gold or not checked.result.results):
+            failures = [*failures, reason]
+        else:
+            notes = [*notes, reason]
     if not json:
         _print_check(checked, notes, passed=not failures)
     tried = None
@@ -174,7 +177,8 @@ def env_test(
         _print_trial(tried, checked)
     if verdict == "reward broken":
         text = "; ".join(failures) or (tried.judgement.text if tried else "")
-        raise EnvironmentFault(f"environment {checked.result.environment} cannot be trained on: {text}")
+        what = "was not checked" if not checked.result.results else "cannot be trained on"
+        raise EnvironmentFault(f"environment {checked.result.environment} {what}: {text}")
     return 0
 
 
@@ -220,6 +224,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
                 threshold=threshold,
                 held_out=config.evaluation is not None,
                 rehearsal=rehearsal,
+                stop=config.sampling.stop,
             )
             return found, monotonic() - began
 
@@ -281,8 +286,9 @@ def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> No
         Console(emoji=False).print(render_table(rows, columns))
     for text in notes:
         tell(text)
-    if passed:
-        tell(f"passed: the rewards of {checked.result.environment} tell right answers from wrong ones")
+    if passed and rows:
+        found = "tell right answers from wrong ones" if checked.result.num_gold else "take no empty answer for right"
+        tell(f"passed: the rewards of {checked.result.environment} {found}")
 
 
 def _print_trial(trial: _Trial, checked: _Checked) -> None:

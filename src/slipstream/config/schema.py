@@ -254,7 +254,7 @@ class SamplingConfig(Section):
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Leave out tokens less likely than this part of the likeliest one's probability."""
     stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Stop strings, beside the model's own end tokens."""
+    """Stop strings, beside the model's own end tokens. Rewards and later turns see the one that ended a turn."""
 
 
 class TrainingConfig(Section):

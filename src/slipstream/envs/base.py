@@ -97,10 +97,16 @@ class Policy(Protocol):
     state: Any
     """What the environment's `setup_episode` returned."""
 
-    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
-        """Generates the next assistant turn after `messages` (the whole conversation so far; the first one holds the
-        tools). `max_tokens`: less than `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation
-        leaves no room for a turn."""
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Reply:
+        """Generates the next assistant turn after `messages`, the whole conversation so far. It has the environment's
+        tools, whoever wrote its messages; `tools`: the schemas of others, or `()` for none. `max_tokens`: less than
+        `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation leaves no room for a turn."""
         ...
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
@@ -209,6 +215,11 @@ class Environment(ABC):
         return self.scores_groups
 
     @property
+    def grades_texts(self) -> bool:
+        """Whether the class says how a text alone is graded."""
+        return type(self).score is not Environment.score
+
+    @property
     def num_train_tasks(self) -> int:
         """Number of training tasks if the run file does not set it: all there are, or enough."""
         return 10_000
@@ -236,14 +247,24 @@ class Environment(ABC):
         (`environment.apart`), in which the environment is constructed again. No episode is run twice: if the engine
         dies, only the lost turn is requested again. The policy cannot be called after the return."""
 
-    @abstractmethod
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """Grades an episode's text; may be a coroutine, of which several run concurrently. Called in a process that may
-        be killed: keep no state between calls."""
+        be killed: keep no state between calls. A class has this method, `score_episode`, or `score_group`."""
+        raise NotImplementedError
 
     def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
-        """Grades an episode with all its messages; by default its text, by `score`. Called where `score` is."""
-        return self.score(task, episode.completion)
+        """Grades an episode with all its messages; by default its text, by `score`, and without that as a group of its
+        own, by `score_group`. Called where `score` is."""
+        if self.grades_texts or not self.grades_groups(task):
+            return self.score(task, episode.completion)
+        scores = self.score_group(task, (episode,))
+        if not inspect.isawaitable(scores):
+            return scores[0]
+
+        async def first() -> Score:
+            return (await scores)[0]
+
+        return first()
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
         """Grades the episodes of one task together, a score for each in order: a ranking, say. Called where `score`

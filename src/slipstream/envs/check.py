@@ -12,6 +12,7 @@ that reach `threshold`. The rules:
 - the mean reward of each kind of junk is below gold's by at least a twentieth of the range of all rewards, so that a
   graded reward still has a slope;
 - no kind of junk makes the reward fail: an untrained policy writes junk;
+- without gold answers, of which RL needs none, `empty` and `prompt` are right in one task of twenty at most;
 - fewer than half of the held-out prompts are training prompts: otherwise `split` is ignored.
 
 The rules hold for each part of a mixture by itself.
@@ -28,6 +29,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
+
+from slipstream.envs.answers import until_stop
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
 from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.mixture import parts_of
@@ -97,7 +101,9 @@ class EnvironmentCheck:
     failures: list[str]
     """One sentence each."""
     without_gold: str = ""
-    """The one among them that says that tasks have no gold answer."""
+    """Says that tasks have no gold answer, so that parts are unchecked and SFT on them is not possible."""
+    num_gold: int = 0
+    """Tasks that have one."""
     notes: tuple[str, ...] = ()
     """What else there is to know."""
 
@@ -116,34 +122,35 @@ async def check_environment(
     seed: int = 0,
     held_out: bool = True,
     rehearsal: Rehearsal | None = None,
+    stop: Sequence[str] = (),
 ) -> EnvironmentCheck:
     """Grades gold and junk for `num_tasks` training tasks, in a mixture of each part, and applies the rules; with
     `held_out`, also checks whether held-out tasks are among them. `rehearsal` plays the episodes; without it texts
-    alone are graded. Stops after three timeouts, because a reward that hangs would take a deadline for each
-    completion."""
+    alone are graded. All texts end with the first string of `stop` in them, as the policy's do. Stops after three
+    timeouts, because a reward that hangs would take a deadline for each completion."""
     parts = list(parts_of(environment))
     made = make_tasks(environment, "train", num_tasks * len(parts))
     tasks = [task for task in made if isinstance(environment, Verifiers) or not _is_hosted(environment, task)]
-    golds = {task.id: turns for task in tasks if (turns := gold_turns(environment, task))}
+    golds = {task.id: _ended(turns, stop) for task in tasks if (turns := gold_turns(environment, task))}
     if isinstance(environment, Verifiers):
         reason = (
             f"{environment.name} plays and grades its episodes in its own process and gives no gold answers, so "
             "nothing is checked without a model: use slipstream env test RUN --model"
         )
-        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
-    if not golds:
-        reason = f"none of {len(tasks)} tasks has a gold answer, so the reward cannot be checked: add them"
-        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
+        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [], reason)
     held_out_tasks = make_tasks(environment, "eval", min(num_tasks, _NUM_HELD_OUT) * len(parts)) if held_out else []
     results: list[KindResult] = []
     failures: list[str] = []
     for part in parts:
         own = [task for task in tasks if task.part == part]
-        known = [(task, golds[task.id][-1].content) for task in own if task.id in golds]
+        known = [(task, golds[task.id][-1].content if task.id in golds else None) for task in own]
         of_part: list[KindResult] = []
-        for kind, plays in completions(known, seed).items() if known else ():
+        for kind, plays in completions(known, seed).items():
+            if not plays:
+                continue
 
             async def grade(task: Task, completion: str, kind: Kind = kind) -> Score:
+                completion = until_stop(completion, stop)
                 if rehearsal is None:
                     return await scorer.score(task, completion)
                 turns = golds[task.id] if kind == "gold" else [Message("assistant", completion)]
@@ -155,12 +162,19 @@ async def check_environment(
         found = judge_results(of_part) if of_part else []
         found += shared_prompts(own, [task for task in held_out_tasks if task.part == part])
         failures += [f"{part}: {text}" if part else text for text in found]
-    if reason := _without_gold(tasks, golds):
-        failures.append(reason)
+    reason = _without_gold(tasks, golds)
     notes = _differences(environment, rehearsal, len(golds)) if rehearsal else ()
     if len(tasks) < len(made):
         notes += (f"{len(made) - len(tasks)} tasks are of verifiers, which grade themselves, and were not checked",)
-    return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, notes)
+    return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, len(golds), notes)
+
+
+def _ended(turns: Sequence[Message], stop: Sequence[str]) -> list[Message]:
+    """Gold turns as the policy can say them."""
+    return [
+        msgspec.structs.replace(turn, content=until_stop(turn.content, stop)) if turn.role == "assistant" else turn
+        for turn in turns
+    ]
 
 
 def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:
@@ -169,7 +183,11 @@ def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:
     if not missing:
         return ""
     parts = "" if [*missing] == [""] else f" (of {', '.join(f'{part}: {number}' for part, number in missing.items())})"
-    return f"{missing.total()} of {len(tasks)} tasks have no gold answer{parts}: give them"
+    return (
+        f"{missing.total()} of {len(tasks)} tasks have no gold answer{parts}: of these an empty answer and the "
+        "repeated question alone were graded, and SFT on them is not possible; give gold answers, or judge the reward "
+        "by slipstream env test RUN --model"
+    )
 
 
 def _is_hosted(environment: Environment, task: Task) -> bool:
@@ -187,22 +205,21 @@ def _differences(environment: Environment, rehearsal: Rehearsal, num_known: int)
     )
 
 
-def completions(known: Sequence[tuple[Task, str]], seed: int = 0) -> dict[Kind, list[tuple[Task, str]]]:
-    """The completions to grade for tasks with gold answers; junk that equals gold except for case or white space is
-    left out."""
+def completions(known: Sequence[tuple[Task, str | None]], seed: int = 0) -> dict[Kind, list[tuple[Task, str]]]:
+    """The completions to grade for tasks and their gold answers, where they have one; junk that equals gold except for
+    case or white space is left out."""
     draw = random.Random(seed)
-    golds = [gold for _, gold in known]
+    golds = [gold for _, gold in known if gold is not None]
     plays: dict[Kind, list[tuple[Task, str]]] = {kind: [] for kind in KINDS}
-    for row, (task, gold) in enumerate(known):
-        junk: dict[Kind, str | None] = {
-            "empty": "",
-            "shuffled": _shuffled(gold, draw),
-            "other_row": _other(golds, row),
-            "prompt": task.prompt[-1].content,
-        }
-        plays["gold"].append((task, gold))
+    row = 0
+    for task, gold in known:
+        junk: dict[Kind, str | None] = {"empty": "", "prompt": task.prompt[-1].content}
+        if gold is not None:
+            junk |= {"shuffled": _shuffled(gold, draw), "other_row": _other(golds, row)}
+            plays["gold"].append((task, gold))
+            row += 1
         for kind, text in junk.items():
-            if text is not None and not _same(text, gold):
+            if text is not None and (gold is None or not _same(text, gold)):
                 plays[kind].append((task, text))
     return plays
 
@@ -224,7 +241,11 @@ def judge_results(results: Sequence[KindResult]) -> list[str]:
     by_kind: dict[Kind, KindResult] = {result.kind: result for result in results if result.num_scored}
     gold = by_kind.get("gold")
     if gold is None:
-        return failures or ["no gold answer was graded"]
+        return failures + [
+            f"{_WORDS[kind]} counts as right in {result.accuracy:.1%} of the tasks: make the reward stricter"
+            for kind, result in by_kind.items()
+            if result.accuracy > MAX_ACCURACY[kind]
+        ]
     rewards = [reward for result in by_kind.values() for reward in result.rewards]
     spread = max(rewards) - min(rewards)
     if gold.accuracy < MIN_GOLD_ACCURACY:

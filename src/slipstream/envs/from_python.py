@@ -15,7 +15,8 @@ from slipstream.data.readers import Row
 from slipstream.envs.base import Environment, Episode, Score, Split
 from slipstream.envs.rewards import Options, named
 from slipstream.envs.rewards import Reward as NamedReward
-from slipstream.envs.rewards.contract import COLUMNS, Checked
+from slipstream.envs.rewards.contract import COLUMNS, Checked, Plain
+from slipstream.envs.rewards.functions import by_signature
 from slipstream.envs.rewards.named import BUILT_IN
 from slipstream.envs.single_turn import FunctionEnvironment, Reward, SingleTurn, as_tasks
 from slipstream.envs.split import split_of
@@ -277,15 +278,15 @@ def _text(task: Task) -> str:
 
 
 def _checked_reward(reward: Any) -> Any:
-    """The reward: a function as it is, anything else as a reward of the library."""
+    """The reward: a function of a task and a completion as it is, anything else as a reward of the library."""
     if isinstance(reward, NamedReward):
         return reward
     if isinstance(reward, str | list | tuple):
         return named(_absolute(reward), Options())
     if not callable(reward):
         raise ConfigError(f"reward is a {type(reward).__name__}: give a function, or one of {_choices()}")
-    _check_call(reward, (None, ""), "reward", "task, completion")
-    return reward
+    found = by_signature(reward, "reward()")
+    return reward if isinstance(found, Plain) else found
 
 
 def _absolute(reward: Any) -> Any:

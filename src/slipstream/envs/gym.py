@@ -65,10 +65,14 @@ class ReasoningGym(SingleTurn):
             )
         return found[:num_tasks]
 
-    def reward(self, task: Task, completion: str) -> float:
-        """The task's own `score_answer`."""
+    def reward(self, task: Task, completion: str) -> dict[str, float]:
+        """The task's own `score_answer`. Some raise for an answer that they cannot read: it is wrong, and counted by
+        the metric `unreadable`."""
         entry = {"question": task.prompt[-1].content, **_entry(task.info["entry"])}
-        return self._grader.score_answer(completion, entry)
+        try:
+            return {"reward": self._grader.score_answer(completion, entry), "unreadable": 0.0}
+        except Exception:  # noqa: BLE001 (the package's code, which has not one kind for it)
+            return {"reward": 0.0, "unreadable": 1.0}
 
     def _draw(self) -> Iterator[tuple[Task | None, Split]]:
         """The stream: each item with its split; None in the place of a repeated question."""

@@ -14,11 +14,11 @@ import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.mixture import MixturePart
-from slipstream.envs.base import Environment, Episode, Limits, Policy, Score, Split
+from slipstream.envs.base import Environment, Episode, Limits, Policy, Reply, Score, Split, ToolResult
 from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.single_turn import make_tasks
 from slipstream.errors import SlipstreamError
-from slipstream.records import Message, Task
+from slipstream.records import Message, Task, ToolCall
 
 Load = Callable[[EnvironmentConfig], Environment]
 
@@ -117,7 +117,8 @@ class Mixture(Environment):
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """See `Environment`."""
-        return await self.part_of(task).run(_own(task), policy)
+        system = self._settings[task.part].system_prompt
+        return await self.part_of(task).run(_own(task), _Instructed(policy, system) if system else policy)
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """See `Environment`."""
@@ -165,6 +166,24 @@ class Mixture(Environment):
         await self.part_of(task).close_episode(_own(task), state)
 
 
+class _Instructed:
+    """The policy with the system prompt of a part, also before messages that the part's `run` writes itself."""
+
+    def __init__(self, policy: Policy, system: str) -> None:
+        self._policy = policy
+        self._system = system
+        self.state = policy.state
+
+    async def chat(self, messages: Sequence[Message], **options: Any) -> Reply:
+        """See `Policy`."""
+        has_system = any(message.role == "system" for message in messages)
+        return await self._policy.chat(messages if has_system else _after(self._system, messages), **options)
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """See `Policy`."""
+        return await self._policy.call_tool(call)
+
+
 def shares(number: int, most: Sequence[int]) -> list[int]:
     """`number` things given out one by one in turn to those that still take some; at most so many to each."""
     given = [0] * len(most)
@@ -201,14 +220,14 @@ def parts_of(environment: Environment) -> Mapping[str, Environment]:
 def _as_part(task: Task, name: str, system: str | None) -> Task:
     prompt = task.prompt
     if system and not any(message.role == "system" for message in prompt):
-        first, *rest = prompt
-        # A conversation's tools stand on its first message.
-        prompt = (
-            Message("system", system, tools=first.tools),
-            msgspec.structs.replace(first, tools=()),
-            *rest,
-        )
+        prompt = tuple(_after(system, prompt))
     return msgspec.structs.replace(task, id=f"{name}/{task.id}", part=name, prompt=prompt)
+
+
+def _after(system: str, messages: Sequence[Message]) -> list[Message]:
+    first, *rest = messages
+    # A conversation's tools stand on its first message.
+    return [Message("system", system, tools=first.tools), msgspec.structs.replace(first, tools=()), *rest]
 
 
 def _own(task: Task) -> Task:

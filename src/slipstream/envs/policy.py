@@ -17,6 +17,7 @@ import msgspec
 
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import ContextFull, Reply, ToolResult
+from slipstream.envs.tools.schemas import with_tools
 from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, ExpertChoices, Media, Message, ToolCall, TurnSpan, VersionSpan
 from slipstream.records import Sequence as TokenSequence
@@ -90,6 +91,7 @@ class RecordingPolicy:
 
     `generate(prompt_ids, max_tokens, tools, media)` samples a turn; `max_tokens` is None where the run's own limit
     holds, `media` are the prompt's images.
+    `task_prompt`: the task's messages, whose tools and images belong to messages that `run` writes itself, too.
     `context_length`, in tokens, bounds a prompt and its turn together. `call_tool` runs a call of a tool.
     `prompts`: shared with other episodes, or this episode's own.
     """
@@ -101,6 +103,7 @@ class RecordingPolicy:
         ],
         tokenizer: Tokenizer,
         *,
+        task_prompt: Sequence[Message] = (),
         context_length: int | None = None,
         call_tool: Callable[[ToolCall], Awaitable[ToolResult]] = _no_tools,
         prompts: Prompts | None = None,
@@ -110,6 +113,11 @@ class RecordingPolicy:
         self._context_length = context_length
         self._call_tool = call_tool
         self._prompts = prompts or Prompts(tokenizer)
+        self._tools = _tools_of(task_prompt)
+        self._known: dict[Message, Message] = {}
+        """Messages by their role and text alone, where there is more to them."""
+        for message in task_prompt:
+            self._know(msgspec.structs.replace(message, tools=()))
         self.state: Any = None
         """See `base.Policy`."""
         self.sequences: list[TokenSequence] = []
@@ -149,9 +157,29 @@ class RecordingPolicy:
         if self._is_closed:
             raise RuntimeError("the episode is over: end the tasks that talk to the policy before `run` returns")
 
-    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
+    def _know(self, message: Message, text: str | None = None) -> None:
+        bare = Message(message.role, message.content if text is None else text)
+        if bare != message:
+            self._known[bare] = message
+
+    def _completed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
+        """The conversation with what belongs to it and `run` need not repeat: the task's tools, the images and other
+        fields of the task's messages, the special tokens of earlier turns."""
+        if tools is None:
+            tools = _tools_of(messages) or self._tools
+        bare = [msgspec.structs.replace(message, tools=()) if message.tools else message for message in messages]
+        return list(with_tools([self._known.get(message, message) for message in bare], tools))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Reply:
         """See `base.Policy`. Raises `EngineError` if the engine aborted the request."""
         self._check_open()
+        messages = self._completed(messages, tools)
         prompt_ids, opens_thinking, media = self._prompts.of(messages)
         if self._context_length is not None and len(prompt_ids) >= self._context_length:
             self._keep_full(messages)
@@ -159,17 +187,15 @@ class RecordingPolicy:
                 f"the conversation has {len(prompt_ids)} tokens after {self.num_turns} turns, and "
                 f"inference.max_model_len = {self._context_length}"
             )
-        tools = messages[0].tools if messages else ()
-        completion = await self._generate(prompt_ids, max_tokens, tools, media)
+        completion = await self._generate(prompt_ids, max_tokens, _tools_of(messages), media)
         self._check_open()
         if completion.finish_reason == "abort":
             raise EngineError(f"request {completion.id} was aborted after {len(completion.token_ids)} tokens")
         self.spans.append(record_turn(self.sequences, prompt_ids, completion, media))
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
-        text = whole = completion.text
-        if not text:
-            text, whole = self._tokenizer.decode_turn(completion.token_ids)
+        # From its tokens, stop strings included: rewards and later turns see what was sampled.
+        text, whole = self._tokenizer.decode_turn(completion.token_ids)
         if opens_thinking:
             text, whole = THINK_OPEN + text, THINK_OPEN + whole
         self._texts |= {whole: text, text: text}
@@ -177,7 +203,9 @@ class RecordingPolicy:
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         content = text if completion.content is None else completion.content
         calls, sizes = tuple(completion.tool_calls), (len(prompt_ids), len(completion.token_ids))
-        return Reply(text, completion.finish_reason, calls, content, *sizes, whole=whole)
+        reply = Reply(text, completion.finish_reason, calls, content, *sizes, whole=whole)
+        self._know(reply.message, text)
+        return reply
 
     def _keep_full(self, messages: Sequence[Message]) -> None:
         """The conversation that has no room left is the last one, up to its last turn, if it has any: what is graded of
@@ -196,6 +224,17 @@ class RecordingPolicy:
         self.num_tool_calls += 1
         self.num_tool_failures += bool(result.failure)
         return result
+
+
+def _tools_of(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    return next((message.tools for message in messages if message.tools), ())
+
+
+def following(prompt: Sequence[Message], conversation: Sequence[Message]) -> list[Message]:
+    """The messages of a conversation that are not the task's, also where `run` wrote its own in place of these."""
+    pairs = enumerate(zip(conversation, prompt, strict=False))
+    same = next((n for n, (a, b) in pairs if (a.role, a.content) != (b.role, b.content)), len(prompt))
+    return list(conversation[same:])
 
 
 def check_recorded(

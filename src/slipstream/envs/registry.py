@@ -29,7 +29,7 @@ from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.mixture import Mixture
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import rows_environment
-from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
+from slipstream.envs.single_turn import FunctionEnvironment, SingleTurn, shown_settings
 from slipstream.envs.tools.mcp_servers import tools_of
 from slipstream.envs.tools.schemas import Tool, schemas_of
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, one_line
@@ -47,6 +47,7 @@ _FORMS = (
 def load_environment(config: EnvironmentConfig) -> Environment:
     """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
+    _check_grades(environment)
     if config.apart is True and isinstance(environment, Verifiers):
         raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
     environment.given_settings = config.settings
@@ -75,6 +76,19 @@ def played(environment: Environment | None, config: EnvironmentConfig | None) ->
 def is_apart(environment: Environment, config: EnvironmentConfig) -> bool:
     """`environment.apart` of a run file, `auto` decided as the plan does: for commands that plan no run."""
     return placement(environment)[0] if config.apart == "auto" else config.apart
+
+
+def _check_grades(environment: Environment) -> None:
+    """Raises `ConfigError` for an environment that grades nothing."""
+    kind = type(environment)
+    has_group = kind.score_group is not Environment.score_group
+    if environment.scores_groups and not has_group:
+        raise ConfigError(f"environment.name: class {kind.__name__} has scores_groups, and no score_group: define it")
+    if environment.grades_texts or kind.score_episode is not Environment.score_episode or environment.scores_groups:
+        return
+    usual = "reward" if isinstance(environment, SingleTurn) else "score"
+    remedy = "set scores_groups = True for its score_group" if has_group else "define it, or score_episode"
+    raise ConfigError(f"environment.name: class {kind.__name__} does not define {usual}: {remedy}")
 
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:

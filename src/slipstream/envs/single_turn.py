@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
@@ -37,14 +36,20 @@ TASKS_TIMEOUT_S = 120.0
 
 
 class SingleTurn(Environment):
-    """Base class of single-turn environments. Subclasses implement `tasks` and `reward`."""
+    """Base class of single-turn environments. Subclasses implement `tasks` and `reward`, or
+    `score_episode` in place of `reward`."""
 
     max_turns = 1
 
-    @abstractmethod
     def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
         """Reward of an answer; may be a coroutine. A mapping has the key `reward`; its other entries are metrics.
         Or a `Score`, as the rewards of `slipstream.envs.rewards` give."""
+        raise NotImplementedError
+
+    @property
+    def grades_texts(self) -> bool:
+        """See `Environment`."""
+        return type(self).reward is not SingleTurn.reward or type(self).score is not SingleTurn.score
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """A single turn, or several where there are tools: see `conversation.py`."""

@@ -14,7 +14,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -113,6 +113,8 @@ class ChatServer:
         """Sampled tokens, as the server counts them."""
         self.num_counted = 0
         """Replies with such a count."""
+        self.num_stops_unknown = 0
+        """Replies that may have ended with a stop string, which the server does not name."""
 
     @property
     def each(self) -> tuple[ChatServer]:
@@ -176,17 +178,19 @@ class ChatServer:
             async with self._slots:
                 due = time.monotonic() + request.timeout_s  # waiting for a slot is not the server's time
                 answer = await self._request("POST", "/chat/completions", body, due)
-            completion = self._completion(request.id, answer)
+            completion = self._completion(request.id, answer, sampling.stop)
             # What a prompt's images are in the model is the server's business.
             return msgspec.structs.replace(completion, prompt_ids=request.prompt_ids if request.images else None)
         except Unanswered as error:
             return Completion(request.id, [], None, "abort", error=str(error), cause=error.cause)
 
-    def _completion(self, name: str, answer: dict[str, Any]) -> Completion:
+    def _completion(self, name: str, answer: dict[str, Any], stop: Sequence[str]) -> Completion:
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] or ""
             reason = choice.get("finish_reason")
+            if stop and reason == "stop":
+                text += self._stop_string(choice, stop, text)
             data = list(text.encode("utf-8"))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise Unanswered(f"the server at {self._shown} sent no chat completion", "invalid") from None
@@ -196,6 +200,13 @@ class ChatServer:
             self.num_tokens += count
             self.num_counted += 1
         return Completion(name, data, None, "length" if reason == "length" else "stop")
+
+    def _stop_string(self, choice: Mapping[str, Any], stop: Sequence[str], text: str) -> str:
+        """The stop string that ended a text, which servers leave out of it: rewards see what was sampled. vLLM and
+        SGLang name it."""
+        named = [choice[key] for key in ("stop_reason", "matched_stop") if key in choice]
+        self.num_stops_unknown += not named
+        return next((each for each in named if each in stop and not text.endswith(each)), "")
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, due: float) -> dict[str, Any]:
         """The JSON answer, of as many tries as there is time for. Raises `Unanswered`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +12,16 @@ from dataclasses import dataclass, field
 from slipstream.algo.statistics import wilson_interval
 from slipstream.algo.validation import Figure, Sampled, figures
 from slipstream.engine_protocols import Generates
-from slipstream.envs.answers import final_answer, last_number
+from slipstream.envs.answers import final_answer, is_number, last_number
 from slipstream.errors import IntegrityError
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses, warn_of_no_tokens
+from slipstream.orchestrator.failure_rate import check_failures, warn_of_losses, warn_of_no_tokens
+from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task, Version
 
 MAX_SOURCES = 32
 """Most data sources with metrics of their own; further ones are counted."""
 _BOXED = "\\boxed{"
-_NUMBER = re.compile(r"\s*-?[\d,]*\.?\d+(/\d+)?\s*")
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def vote_of(completion: str, answer: str) -> str | None:
         return None
     if (boxed := _last_boxed(text)) is not None:
         return " ".join(boxed.split())
-    if _NUMBER.fullmatch(answer):
+    if is_number(answer):
         number = last_number(text)
         return None if number is None else str(number)
     return " ".join(text.split())

@@ -7,6 +7,7 @@ requested again, and so is one that the engine gave up (`retries.py`); the envir
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import itertools
 import math
@@ -33,8 +34,9 @@ from slipstream.envs.base import (
     as_score,
     plain_numbers,
 )
+from slipstream.envs.hosted.apart import placement
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
-from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer
+from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer, following
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.concurrency import retry_on_restart
@@ -42,11 +44,9 @@ from slipstream.orchestrator.grading import GroupGrades, Place
 from slipstream.orchestrator.retries import Retries
 from slipstream.patience import Patience, is_cancelled
 from slipstream.records import (
-    TRAINABLE_OUTCOMES,
     Completion,
     GenerateRequest,
     Media,
-    Message,
     Outcome,
     Rollout,
     SamplingParams,
@@ -130,6 +130,7 @@ class RolloutRunner:
         engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, `on_ended`
         of each rollout. `idle` counts the engine's requests."""
         self._environment = environment
+        self._shares_tasks = placement(environment)[0]
         self._scorer = scorer
         self.tokenizer = tokenizer
         self.engine = engine
@@ -183,6 +184,7 @@ class RolloutRunner:
             turns.generate,
             self.tokenizer,
             context_length=self.context_length,
+            task_prompt=task.prompt,
             call_tool=turns.call_tool,
             prompts=prompts,
         )
@@ -223,20 +225,23 @@ class RolloutRunner:
 
     async def _play(self, task: Task, policy: RecordingPolicy, turns: _Turns, rollout: Rollout) -> Episode:
         """Run the episode; what came of it is written into `rollout`."""
+        of_run = task
         try:
+            if self._shares_tasks:
+                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as in a process of its own
             if self._environment.bounds_itself:
                 await self._environment.setup()  # a new process, where the last one ended
             async with turns.deadline:
-                policy.state = await self._environment.setup_episode(task)
-                episode = plain_numbers(await self._environment.run(task, policy))
+                policy.state = await self._environment.setup_episode(of_run)
+                episode = plain_numbers(await self._environment.run(of_run, policy))
         except ContextFull:
             episode = Episode(policy.last_text, "truncated", policy.num_turns, stop="context_full")
         finally:
-            await self._close_episode(task, policy.state)
+            await self._close_episode(of_run, policy.state)
             policy.close()
-            following = _following(task, policy)
+            messages = following(task.prompt, policy.conversation)
             if policy.num_turns > 1:
-                rollout.turns = following
+                rollout.turns = messages
         stop: Stop = episode.stop
         if stop == "answer" and policy.truncated:
             stop = "length"
@@ -248,7 +253,7 @@ class RolloutRunner:
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
         rollout.metrics |= self._tool_metrics(task, policy)
-        return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
+        return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(messages))
 
     def _tool_metrics(self, task: Task, policy: RecordingPolicy) -> dict[str, float]:
         if not self._environment.has_tools(task):
@@ -257,7 +262,7 @@ class RolloutRunner:
 
     def _keep_unfinished(self, task: Task, policy: RecordingPolicy, rollout: Rollout) -> None:
         """What there is of an episode that failed, for people to read."""
-        rollout.turns = _following(task, policy)
+        rollout.turns = following(task.prompt, policy.conversation)
         rollout.completion = rollout.completion or policy.last_text
         rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
         rollout.metrics |= self._tool_metrics(task, policy)
@@ -433,51 +438,8 @@ def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:
     )
 
 
-def _following(task: Task, policy: RecordingPolicy) -> list[Message]:
-    """The messages after the task's prompt in the last conversation; all of one that does not begin with it, such as a
-    sub-agent's."""
-    size, conversation = len(task.prompt), policy.conversation
-    begins = [(each.role, each.content) for each in conversation[:size]]
-    return conversation[size:] if begins == [(each.role, each.content) for each in task.prompt] else conversation
-
-
 def _traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error, limit=-4))
-
-
-def check_failures(rollouts: Sequence[Rollout], of: str, max_failures: float) -> None:
-    """Raise with the first failure's text when more than the fraction `max_failures` of the rollouts failed:
-    `EngineError` where most of these failures are the engine's, else `EnvironmentFault`. Episodes without a token are
-    no failures: tasks may be too long for the context."""
-    failed = [each for each in rollouts if each.outcome not in TRAINABLE_OUTCOMES and each.outcome != "no_tokens"]
-    if len(failed) <= max_failures * len(rollouts):
-        return
-    by_engine = [rollout for rollout in failed if rollout.outcome == "engine_error"]
-    if mostly_engine := 2 * len(by_engine) > len(failed):
-        failed = by_engine
-    text = (
-        f"{len(failed)} of {len(rollouts)} rollouts of {of} failed{' in the engine' * mostly_engine}, more than "
-        f"environment.max_reward_failures = {max_failures:g} allows; the first ({failed[0].outcome}): {failed[0].error}"
-    )
-    raise (EngineError if mostly_engine else EnvironmentFault)(text)
-
-
-def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> None:
-    """Warn once where the engine lost rollouts: these are mostly the longest, so that training would miss them."""
-    lost = [rollout for rollout in rollouts if rollout.outcome == "engine_error"]
-    if lost:
-        warn(f"{len(lost)} of {len(rollouts)} rollouts of {of} were lost in the engine; the first: {lost[0].error}")
-
-
-def warn_of_no_tokens(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> bool:
-    """Warn where episodes ended before the policy sampled a token; returns whether there are any."""
-    empty = [rollout for rollout in rollouts if rollout.outcome == "no_tokens"]
-    if empty:
-        warn(
-            f"{len(empty)} of {len(rollouts)} rollouts of {of} have no token of the policy, and count in no mean or "
-            f"baseline (dropped/no_tokens); the first: {empty[0].error}"
-        )
-    return bool(empty)
 
 
 def seed_of(*parts: int | str) -> int:

@@ -272,7 +272,7 @@ async def _answer(frame: Frame, policy: Policy) -> Frame:
         return {"op": "result", "result": msgspec.to_builtins(result)}
     messages = msgspec.convert(frame["messages"], list[Message])
     try:
-        reply = await policy.chat(messages, max_tokens=frame["max_tokens"])
+        reply = await policy.chat(messages, max_tokens=frame["max_tokens"], tools=frame["tools"])
     except ContextFull as full:
         return {"op": "refused", "message": str(full)}
     return {"op": "reply", "reply": msgspec.to_builtins(reply)}

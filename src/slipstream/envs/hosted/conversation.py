@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import Reply
+from slipstream.envs.tools.schemas import with_tools
 from slipstream.records import Message, Role
 
 _KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content"))
@@ -61,10 +62,7 @@ class Conversation:
                     del free[: place + 1]  # turns come back in their order
                     continue
             found.append(as_message(message))
-        if tools and found:
-            first = found[0]
-            found[0] = Message(first.role, first.content, extra=first.extra, tools=tuple(tools))
-        return found
+        return list(with_tools(found, tools))
 
     def reply(self, reply: Reply) -> dict[str, Any]:
         """What the environment gets for a turn."""

@@ -1,7 +1,9 @@
-"""Reward functions in files of the user, with verl's signature: `path/to/file.py:function`.
+"""Reward functions of the user, in a file (`path/to/file.py:function`) or of a Python caller, by their signature.
 
-`compute_score(data_source, solution_str, ground_truth, extra_info)` returns a number, or a dictionary with `score`. It
-gets the whole completion, as in verl, unless `strip_thinking` is set.
+- `reward(task, completion)` returns a number, or a mapping with `reward`; it gets the answer, the text after the
+  thinking.
+- verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` returns a number, or a dictionary with
+  `score`. It gets the whole completion, as in verl, unless `strip_thinking` is set.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Any, cast
 from slipstream.config.user_code import import_file
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import RewardFailed, Score, as_score, scored
-from slipstream.envs.rewards.contract import UNCLOSED, Reward, right_answer
+from slipstream.envs.rewards.contract import UNCLOSED, Plain, Reward, right_answer
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.records import NON_FINITE, Task
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class VerlFunction(Reward):
@@ -30,6 +33,10 @@ class VerlFunction(Reward):
         self._function = function
         self._strip = strip_thinking
         self.name = getattr(function, "__name__", "reward")
+
+    def sources(self) -> list[Any]:
+        """See `Reward`."""
+        return super().sources() if self.made_by else [self._function]
 
     def __call__(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """What the function gives."""
@@ -51,18 +58,36 @@ def function_in(file: Path, name: str, setting: str) -> Callable[..., Any]:
     return function
 
 
-def verl_function(text: str, setting: str, *, strip_thinking: bool) -> VerlFunction:
+def function_of_file(text: str, setting: str, *, strip_thinking: bool) -> Reward:
     """The reward that `path/to/file.py:function` names; `compute_score` without a name. Raises ConfigError."""
     file, _, name = text.partition(":")
-    function = function_in(Path(file), name or "compute_score", setting)
+    name = name or "compute_score"
+    function = function_in(Path(file), name, setting)
+    return by_signature(function, f"{setting}: {name}() in {file}", strip_thinking=strip_thinking)
+
+
+def by_signature(function: Callable[..., Any], what: str, *, strip_thinking: bool = False) -> Reward:
+    """The reward that a function is. Raises ConfigError, which calls it `what`."""
     try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin tells none
+        return Plain(function)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS))
+        return VerlFunction(function, strip_thinking=strip_thinking)
     except TypeError as error:
-        raise ConfigError(
-            f"{setting}: {name or 'compute_score'}() in {file} cannot be called with {', '.join(ARGUMENTS)} ({error}): "
-            "give it these arguments"
-        ) from error
-    return VerlFunction(function, strip_thinking=strip_thinking)
+        reason = error
+    foreign = [name for name in signature.parameters if name in (*ARGUMENTS, *TRL_ARGUMENTS)]
+    if not foreign:
+        try:
+            signature.bind(None, "")
+            return Plain(function)
+        except TypeError as error:
+            reason = error
+    raise ConfigError(
+        f"{what} cannot be called with task, completion, nor as verl's functions with {', '.join(ARGUMENTS)} "
+        f"({reason}): give it these arguments, or write trl: before the name of a function of TRL"
+    )
 
 
 def _as_verl_score(found: Any) -> Score:

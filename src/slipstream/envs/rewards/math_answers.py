@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from slipstream.envs.base import RewardFailed, Score
@@ -35,6 +36,8 @@ CHECK_S = 60.0
 _START_S = 60.0
 _PLAIN = re.compile(r"\s*-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?\s*")
 _IN_LATEX = re.compile(r"\\boxed|\\fbox|\$|\\\(|\\\[")
+_CURRENCY_AFTER_MINUS = re.compile(r"(?<![\w.)%])(?<!\d\$)-(?:(\$)|\\\$|[\u20ac\u00a3\u00a5\u20b9]) ?(?=[\d\\.])")
+_EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,2})(?!\w)")
 _PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{2,}(\s+[A-Za-z]{2,}){2,}")
 
 
@@ -80,7 +83,7 @@ class Math(Graded):
         from math_verify import parse, verify
 
         _quiet()
-        found = parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        found = parse(_readable(answer), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
         is_right = False
         for right in right_answers(task) if found else []:
             if not (gold := _parsed(str(right))):
@@ -96,8 +99,15 @@ class Math(Graded):
 def right_expression(answer: str) -> str:
     """The part of a right answer that is parsed, in LaTeX that math-verify recognises."""
     _, marked, last = answer.rpartition("####")
-    text = last if marked else answer
+    text = _readable(last if marked else answer)
     return text if _IN_LATEX.search(text) else f"\\boxed{{{text.strip()}}}"
+
+
+def _readable(text: str) -> str:
+    """The text with signs and exponents as math-verify reads them: it takes the minus sign of typographers for
+    none, loses the one of `-$5`, and reads `1.5e3` as 1.5."""
+    text = _CURRENCY_AFTER_MINUS.sub(r"\1-", text.replace("\u2212", "-"))
+    return _EXPONENT.sub(lambda found: f"{Decimal(f'{found[1]}e{found[2]}'):f}", text)
 
 
 @functools.lru_cache(maxsize=4096)

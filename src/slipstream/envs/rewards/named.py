@@ -1,8 +1,8 @@
 """Finds a reward by what a run file or a Python caller says of it.
 
-Names: `exact`, `number`, `math`, `code`; `path/to/file.py:function` (verl's signature); `trl:...` (TRL's);
-`judge:<name>`. A list of parts, tables with `reward` and `weight`, is a rubric. A Python caller may also give a
-`Reward` or a function `reward(task, completion)`.
+Names: `exact`, `number`, `math`, `code`; `path/to/file.py:function`, of the signature `reward(task, completion)` or
+verl's; `trl:...` (TRL's); `judge:<name>`. A list of parts, tables with `reward` and `weight`, is a rubric. A Python
+caller may also give a `Reward` or such a function.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 from slipstream.envs.rewards import trl
 from slipstream.envs.rewards.code_tests import Code
-from slipstream.envs.rewards.contract import Options, Plain, Reward
-from slipstream.envs.rewards.functions import verl_function
+from slipstream.envs.rewards.contract import Options, Reward
+from slipstream.envs.rewards.functions import by_signature, function_of_file
 from slipstream.envs.rewards.judges import Judge, judge_of
 from slipstream.envs.rewards.math_answers import Math
 from slipstream.envs.rewards.rubric import Part, WeightedParts
@@ -36,7 +36,7 @@ def named(given: Any, options: Options | None = None, setting: str = "reward") -
     if isinstance(given, Reward):
         return given
     if callable(given):
-        return Plain(given)
+        return by_signature(cast("Callable[..., Any]", given), f"{setting}()")
     if isinstance(given, list | tuple):
         made = _rubric(cast("Sequence[Any]", given), options, setting)
     elif isinstance(given, str):
@@ -66,7 +66,7 @@ def _by_name(name: str, options: Options, setting: str) -> Reward:
             raise ConfigError(f"{setting} = {name!r}: environment.settings.judges has no {judge!r}{hint}")
         return judge_of(options.judges[judge], judge, options.reward_timeout_s)
     if name.partition(":")[0].endswith(".py"):
-        return verl_function(name, setting, strip_thinking=options.strip_thinking)
+        return function_of_file(name, setting, strip_thinking=options.strip_thinking)
     raise ConfigError(f"{setting} = {name!r:.80} is not a reward: use {FORMS}")
 
 

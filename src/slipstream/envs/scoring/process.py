@@ -63,10 +63,10 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """An episode or a group of them to grade, or a tool to run."""
+    """An episode or a group of them to grade, a tool to run, or the end of a coroutine that was begun with this id."""
 
     id: str
-    kind: Literal["score", "group", "tool"]
+    kind: Literal["score", "group", "tool", "cancel"]
     task: Task
     episodes: tuple[Episode, ...] = ()
     call: ToolCall = ToolCall("")

@@ -23,6 +23,7 @@ from slipstream.envs.base import (
     ToolResult,
     plain_numbers,
 )
+from slipstream.envs.policy import following
 from slipstream.errors import one_line
 from slipstream.patience import Patience
 from slipstream.records import Message, Task, ToolCall
@@ -50,8 +51,8 @@ class Rehearsal:
         if episode.reward is not None:
             return Score(episode.reward, episode.metrics)
         if not episode.messages:
-            following = tuple(policy.conversation[len(task.prompt) :])
-            episode = msgspec.structs.replace(episode, messages=following)
+            turns = tuple(following(task.prompt, policy.conversation))
+            episode = msgspec.structs.replace(episode, messages=turns)
         score = await self._scorer.score(task, episode)
         return Score(score.reward + sum(score.turn_rewards or episode.turn_rewards), score.metrics)
 
@@ -93,7 +94,13 @@ class _Saying:
         self.conversation: list[Message] = []
         self.difference = ""
 
-    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Reply:
         """See `Policy`."""
         if self._num_turns == self._environment.max_turns:
             raise RuntimeError(
@@ -101,7 +108,7 @@ class _Saying:
                 "in the class, as the context is planned with it"
             )
         turn = self._said[min(self._num_turns, len(self._said) - 1)]
-        self._compare(_others(messages[len(self._task.prompt) :]))
+        self._compare(_others(following(self._task.prompt, messages)))
         self._num_turns += 1
         calls = tuple(_call(call) for call in turn.tool_calls)
         self.conversation = [*messages, turn]

@@ -2,8 +2,8 @@
 
 It constructs the environment from its config, carries out requests one after another (`calls.py`), and ends when its
 input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function blocks;
-a coroutine that passes its deadline is cancelled. Under `fresh_worker` each request is carried out in a fork of this
-process, which keeps its initial state.
+a coroutine that passes its deadline, or whose caller gives it up, is cancelled. Under `fresh_worker` each request is
+carried out in a fork of this process, which keeps its initial state.
 
 Rewards and tools may print and read: the protocol's pipes are moved away from the standard streams first, and closed in
 every process that they fork; a fork that returns from its call exits. On SIGUSR1 it writes its traceback, also from
@@ -21,6 +21,7 @@ import resource
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable
 from io import FileIO
 from types import FrameType
@@ -41,6 +42,9 @@ from slipstream.runlog import stacks
 _CHUNK = 1 << 16
 _LENGTH = 4
 _MAX_BYTES = 64 << 20
+_CLEANUP_S = 0.5
+"""How long cancelled coroutines may clean up when the input has ended."""
+_CANCELLED = Answer("failed", message="was cancelled")
 
 
 def main() -> int:
@@ -132,18 +136,46 @@ class _Work:
         self._concurrency = concurrency
         self._loop = asyncio.new_event_loop()
         self._under_way: dict[str, asyncio.Task[Answer]] = {}
+        self._held: deque[Request] = deque()
+        """Requests that were read for what may come after them, while there was no room."""
         self._readable = False
         self._broken: BaseException | None = None
 
     def run(self) -> None:
-        """Carries out requests until the input ends."""
+        """Carries out requests until the input ends; coroutines that are under way then are cancelled."""
         while True:
             if self._under_way:
                 self._go_on()
+            if self._held and self._has_room:
+                self._take(self._held.popleft())
+                continue
             data = self._requests.next()
             if data is None:
-                return
-            self._take(decode(data, Request))
+                return self._end()
+            request = decode(data, Request)
+            if request.kind == "cancel":
+                self._cancel(request.id)
+            elif self._has_room:
+                self._take(request)
+            else:
+                self._held.append(request)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._under_way) < self._concurrency
+
+    def _cancel(self, id_: str) -> None:
+        """Cancels a coroutine whose caller gave it up; it is answered when it ends, at its deadline at the latest."""
+        if (task := self._under_way.get(id_)) is not None:
+            task.cancel()
+
+    def _end(self) -> None:
+        tasks = [*self._under_way.values()]
+        self._under_way.clear()  # nobody reads their answers
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CLEANUP_S))
 
     def _take(self, request: Request) -> None:
         # Outside of the event loop, so that a plain function may run its own.
@@ -159,7 +191,7 @@ class _Work:
         def ended(task: asyncio.Task[Answer]) -> None:
             timer.cancel()
             if self._under_way.pop(request.id, None) is not None:
-                self._answer(request.id, task.result)
+                self._answer(request.id, lambda: _CANCELLED if task.cancelled() else task.result())
             self._look_up()
 
         task.add_done_callback(ended)
@@ -187,16 +219,14 @@ class _Work:
             self._loop.stop()
 
     def _go_on(self) -> None:
-        """Runs coroutines until there is a request to read and room for it, or none is left."""
+        """Runs coroutines until there is a request to read, or room for one that was read, or none is left."""
         self._loop.call_soon(self._loop.stop)  # each a little, however many requests there are
         self._loop.run_forever()
         self._readable = False
         while self._under_way and not self._readable and self._broken is None:
-            may_read = len(self._under_way) < self._concurrency
-            if may_read and self._requests.is_there():
+            if self._requests.is_there() or (self._held and self._has_room):
                 return
-            if may_read:
-                self._loop.add_reader(self._requests.fd, self._stop_to_read)
+            self._loop.add_reader(self._requests.fd, self._stop_to_read)
             self._loop.run_forever()
             self._loop.remove_reader(self._requests.fd)
         if self._broken is not None:

@@ -2,7 +2,7 @@
 
 A worker holds several requests at once and answers each as soon as it is done, so the first request without an answer
 is the one that hangs. This does not hold for coroutines, which a worker runs concurrently and cancels at their
-deadlines: if such a worker hangs or dies, each of its coroutines is run again, alone.
+deadlines, or when their callers give up: if such a worker hangs or dies, each of its coroutines is run again, alone.
 """
 
 from __future__ import annotations
@@ -164,7 +164,23 @@ class Workers:
         self._work.set()
         for slot in sorted((slot for slot in self._slots if slot.begun and slot.worker.is_open), key=len):
             self._send(slot)  # `_go_on` waits for its answers
-        return await job.future
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._give_up(job)
+            raise
+
+    def _give_up(self, job: _Job) -> None:
+        """Nobody waits for a job any more: a coroutine is cancelled, and its place is free when it has ended. A plain
+        function goes on, to its deadline at most."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for slot in self._slots:
+            if job.id in slot.begun:
+                self._cancel(slot, job)
+
+    def _cancel(self, slot: _Slot, job: _Job) -> None:
+        slot.worker.send(frame(Request(job.id, "cancel", Task("", ()))))
 
     async def _start(self) -> tuple[Worker, Answer]:
         try:
@@ -263,8 +279,10 @@ class Workers:
             )
             return False
         if answer.kind == "begun":
-            slot.begun[answer.id] = slot.queue.pop(answer.id)
+            job = slot.begun[answer.id] = slot.queue.pop(answer.id)
             slot.runs_coroutines = True
+            if job.future.done():  # its caller gave up before
+                self._cancel(slot, job)
             return True
         self._settle(slot, slot.pop(answer.id), answer)
         if slot.ends and not slot:

@@ -83,7 +83,7 @@ class Conversation:
         policy = RecordingPolicy(self._generate, self._tokenizer)
         messages = [*self._messages, Message("user", text)]
         reply = await policy.chat(messages)
-        self._messages = [*messages, Message("assistant", reply.text)]
+        self._messages = [*messages, reply.message]
         answer = final_answer(reply.text)
         thinking = reply.text if answer is None else reply.text[: len(reply.text) - len(answer)]
         thinking = thinking.replace(THINK_OPEN, "").replace(THINK_CLOSE, "").strip()

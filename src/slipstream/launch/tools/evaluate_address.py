@@ -66,6 +66,12 @@ def evaluate_address(
         progress.message(f"asking {hide_userinfo(url)}")
         async with ChatServer(url, model, key) as server:
             found = await _evaluate(config, section, evaluation, environment, server, tasks, sampling, progress)
+            if server.num_stops_unknown:
+                progress.message(
+                    f"the server does not say which string of sampling.stop ended {server.num_stops_unknown} "
+                    "completions: their rewards did not see it",
+                    "warning",
+                )
             return replace(found, mean_length=server.num_tokens / max(1, server.num_counted)), server.model
 
     with StopRequest() as stop:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,14 +24,15 @@ from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.rollouts import (
-    RolloutRunner,
+from slipstream.orchestrator.failure_rate import (
+    RECENT_BATCHES,
+    FailureCounts,
     check_failures,
-    seed_of,
     warn_of_losses,
     warn_of_no_tokens,
 )
+from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.orchestrator.teacher import Scores
 from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
@@ -68,6 +70,7 @@ class Batcher:
     idle: IdleTime = field(default_factory=IdleTime)
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
+    _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 
@@ -176,7 +179,7 @@ class Batcher:
     def check(self, step: int, version: Version, groups: Sequence[list[Rollout]]) -> None:
         """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
         rollouts = [rollout for group in groups for rollout in group]
-        check_failures(rollouts, f"step {step}", self.max_reward_failures)
+        check_failures(rollouts, f"step {step}", self.max_reward_failures, self._recent_failures)
         for rollout in rollouts:
             for sequence in rollout.sequences:
                 if self.needs_logprobs and sequence.logprobs is None:

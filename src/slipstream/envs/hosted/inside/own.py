@@ -95,9 +95,16 @@ class _Policy:
         self._turns = turns
         self.state: Any = None
 
-    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Reply:
         """See `Policy`."""
         frame = {"op": "chat", "messages": msgspec.to_builtins(list(messages)), "max_tokens": max_tokens}
+        frame["tools"] = None if tools is None else list(tools)
         answer = await self._turns.ask(frame)
         if answer["op"] == "refused":
             raise ContextFull(answer["message"])

@@ -83,23 +83,19 @@ class ToolReader:
     async def read(self, request: GenerateRequest, output: Any) -> Reading:
         """Reads the calls in vLLM's finished output for `request`."""
         out = output.outputs[0]
-        token_ids, stop = list(out.token_ids), getattr(out, "stop_reason", None)
-        ended = out.finish_reason == "stop" and not isinstance(stop, str)
+        ended = out.finish_reason == "stop" and not isinstance(getattr(out, "stop_reason", None), str)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, self.read_tokens, request, token_ids, ended, stop if isinstance(stop, str) else ""
-        )
+        return await loop.run_in_executor(self._executor, self.read_tokens, request, list(out.token_ids), ended)
 
-    def read_tokens(self, request: GenerateRequest, token_ids: list[int], ended: bool, stop: str = "") -> Reading:
-        """Reads the calls in a completion. `ended`: its last token is the one that ends it. `stop`: the stop string
-        that ended it."""
+    def read_tokens(self, request: GenerateRequest, token_ids: list[int], ended: bool) -> Reading:
+        """Reads the calls in a completion. `ended`: its last token is the one that ends it, and no stop string is."""
         text = ""
         try:
             given = self._tools_of(request.tools)
             spoken = token_ids[:-1] if ended else token_ids
-            text = whole = _before(self._decode(spoken, keeps_special=False), stop)
+            text = whole = self._decode(spoken, keeps_special=False)
             if not self._special_ids.isdisjoint(spoken):
-                whole = _before(self._decode(spoken, keeps_special=True), stop)
+                whole = self._decode(spoken, keeps_special=True)
             begins_thinking = ends_in_thought(self._decode(request.prompt_ids[-_TAIL_TOKENS:], keeps_special=True))
             start, end = answer_start(whole, self._format, begins_thinking=begins_thinking)
             errors: list[Exception] = []
@@ -198,7 +194,3 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def _takes_cleanup(tokenizer: Any) -> bool:
     return hasattr(tokenizer, "clean_up_tokenization_spaces")
-
-
-def _before(text: str, stop: str) -> str:
-    return text.rpartition(stop)[0] if stop and stop in text else text
