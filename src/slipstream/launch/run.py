@@ -256,10 +256,20 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
 
 
 def _resume(log: RunLog, loop: TrainingLoop) -> None:
-    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command."""
-    latest = loop.store.latest()
-    if latest is not None:
-        loop.resume(latest)
+    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command. One that turns
+    out to be damaged once it is read is set aside, and the one before it is loaded."""
+    from slipstream.trainer.checkpoints.checkpoint import DamagedCheckpoint
+
+    while (latest := loop.store.latest()) is not None:
+        try:
+            loop.resume(latest)
+        except DamagedCheckpoint as damaged:
+            aside = loop.store.set_aside(latest)
+            if aside is None:
+                raise
+            log.warning(f"{damaged}: the run goes on from the one before, and this one is now {aside.name}")
+        else:
+            break
     for attempt in earlier_attempts(read_events(log.folder), log.lineage)[:1]:
         loop.trained_before_s = float(attempt["trained_s"])
     log.resumed(loop.step, checkpoint=latest.name if latest else None)

@@ -1,7 +1,8 @@
 """Verifies the weights in a run's folder, and in its live engine, against the fingerprints of what was trained.
 
 Guarantees: nothing is changed; every parameter is compared with the fingerprint of the trainer's own memory from when
-the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; a
+the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; the
+resume state is compared with the digests of its files; a
 live engine that applies a new version meanwhile is asked again, and every wait has a deadline.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slipstream.errors import ConfigError, DeadlineError, EngineError, WeightsError
+from slipstream.errors import ConfigError, DataError, DeadlineError, EngineError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.runlog import is_running, read_events, read_settings, read_tickets
@@ -78,7 +79,7 @@ def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) 
 def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdict]:
     digests, tickets = _digests(run), read_tickets(run)
     jobs: list[tuple[Path, Callable[[], Verdict]]] = []
-    for path in sorted((run / "checkpoints").glob("step-*")):
+    for path in CheckpointStore(run / "checkpoints").named():
         jobs.append((path, lambda path=path: _checkpoint(path, digests)))
     for ticket in tickets:
         folder = run / "weights" / ticket.version.name
@@ -113,13 +114,13 @@ def _digests(run: Path) -> dict[str, str]:
 
 def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
     began, proof = time.perf_counter(), CheckpointStore.read_fingerprints(path)
-    problems = list(filter(None, [damage(path)]))
+    problems = list(filter(None, [damage(path, whole="state/")]))
     version = ""
     try:
-        extra = CheckpointStore.read_extra(path)
+        extra = CheckpointStore.read_loop_state(path)
         version = f"{extra['lineage']}.{extra['step']}"
-    except (OSError, ValueError, KeyError):
-        pass  # `damage` reports it
+    except DataError as error:
+        problems = problems or [str(error)]
     problems += _differences(path / "weights", proof.parameters)
     published = digests.get(version)
     # An adapter is published scaled or merged, not as it is stored in the checkpoint.
