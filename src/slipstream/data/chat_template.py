@@ -97,6 +97,16 @@ class ChatTokenizer:
         self._silent_stops = frozenset(stop for stop in self._stops & self._special if not self.decode([stop]))
         """The end tokens that `decode` leaves out."""
 
+    @property
+    def end_tokens(self) -> tuple[tuple[int, ...], str]:
+        """The tokens that end generation, the one that ends a turn first; and its text, where the tokenizer may take it
+        for its own end token: not if the template writes that token, or the tokenizer appends it to every text."""
+        others = (stop for stop in self.stop_token_ids if stop != self.end_token_id)
+        is_used = "eos_token" in template_variables(self._tokenizer.chat_template)
+        is_used |= self._tokenizer.eos_token_id in self._tokenizer.encode("")
+        text = "" if is_used else str(self._tokenizer.convert_ids_to_tokens(self.end_token_id))
+        return (self.end_token_id, *others), text
+
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to the start of the assistant's next turn."""
         return self._apply(messages, generation_prompt=True)

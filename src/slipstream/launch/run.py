@@ -214,10 +214,16 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
 
         from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
         from slipstream.trainer.loop import TrainingLoop
+        from slipstream.weights.usage import EndTokens
 
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
-    store = CheckpointStore(run.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_weights)
+    store = CheckpointStore(
+        run.folder / "checkpoints",
+        config.run.keep_checkpoints,
+        config.run.keep_weights,
+        ends=EndTokens(*prepared.tokenizer.end_tokens),
+    )
     sampling = prepared.sampling() if prepared.uses_engine else SamplingParams(max_tokens=1)
     trained = _build_models(run, children, generation, sampling)
     reader = MatchingReader(prepared, order.items) if config.matching else SFTReader(prepared.examples, order.items)

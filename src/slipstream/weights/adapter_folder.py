@@ -59,6 +59,8 @@ class AdapterConfig:
     """Whether layers of a vision tower are targets too."""
     excluded: tuple[str, ...] = ()
     """Modules without targets, whatever the names in them (a vision tower that is not trained)."""
+    revision: str | None = None
+    """The commit of `base` where that is a hub id."""
 
     @property
     def scaling(self) -> float:
@@ -103,6 +105,7 @@ def write_adapter_folder(
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": config.base,
+            "revision": config.revision,
             "r": config.rank,
             "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
             "target_modules": list(config.target_modules),
@@ -163,7 +166,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
                 " it into its model with PEFT and train on that"
             )
     names = (targets,) if isinstance(targets, str) else tuple(targets or ())
-    return AdapterConfig(rank, alpha, names, base, dora=bool(content.get("use_dora")))
+    revision = content.get("revision")
+    return AdapterConfig(
+        rank, alpha, names, base, dora=bool(content.get("use_dora")), revision=str(revision) if revision else None
+    )
 
 
 def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import ModelConfig, RunConfig
+from slipstream.config.schema import TeacherConfig
 from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 
@@ -41,10 +43,30 @@ def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
 
 def hub_id(path: str) -> str:
     """Return the hub id whose snapshot `path` is; any other path unchanged."""
+    return hub_commit(path)[0]
+
+
+def hub_commit(path: str) -> tuple[str, str | None]:
+    """The hub id and the commit whose snapshot `path` is; any other path unchanged, and None."""
     parts = Path(path).parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        return parts[-3].removeprefix("models--").replace("--", "/")
-    return path
+        return parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
+    return path, None
+
+
+def check_base(model: ModelConfig, adapter: str | None) -> None:
+    """Raise `ConfigError` where `lora.path` was trained on another commit of the model."""
+    from slipstream.weights.adapter_folder import read_adapter_config
+
+    if adapter is None:
+        return
+    (name, commit), trained_on = hub_commit(model.path), read_adapter_config(Path(adapter))
+    is_commit = trained_on.revision is not None and re.fullmatch(r"[0-9a-f]{40}", trained_on.revision)
+    if is_commit and name == trained_on.base and commit != trained_on.revision:
+        raise ConfigError(
+            f"the adapter in lora.path = {adapter} was trained on commit {trained_on.revision} of {name}, and "
+            f'model.path is at {commit}: set model.revision = "{trained_on.revision}"'
+        )
 
 
 def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> None:
@@ -65,6 +87,18 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
             "tokenizer there, or save it with save_pretrained"
         )
+
+
+def find_teacher(config: RunConfig, *, weights: bool) -> TeacherConfig | None:
+    """The teacher with the snapshot of its hub id, see `find_model`."""
+    teacher = config.teacher
+    if teacher is None or teacher.path is None or not starts_teacher(config) or Path(teacher.path).is_dir():
+        return teacher
+    wanted = config.model.model_copy(update={"path": teacher.path, "revision": None})
+    try:
+        return teacher.model_copy(update={"path": find_model(wanted, weights=weights).path})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
 
 
 def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:

@@ -88,7 +88,7 @@ def find_deployable(named: str, base: str | None = None, *, trust_remote_code: b
     """Find the model `named`: a folder, see `weights_folder`, or a hub id. `base`: the base model of an adapter,
     instead of the one that the adapter's folder names."""
     from slipstream.trainer.model.loading import resolve_folder
-    from slipstream.weights.adapter_folder import is_adapter_folder, read_adapter_config
+    from slipstream.weights.adapter_folder import is_adapter_folder
 
     path = Path(named).expanduser()
     if not path.exists() and named.count("/") == 1 and not named.startswith((".", "~", "/")):
@@ -106,17 +106,30 @@ def find_deployable(named: str, base: str | None = None, *, trust_remote_code: b
     if adapter is None and base is not None:
         raise ConfigError(f"{named} is a whole model, so it has no base: leave out --base {base}")
     if adapter is not None:
-        base = base or read_adapter_config(adapter).base
-        if not base:
-            raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
-        try:
-            folder = resolve_folder(base)
-        except ConfigError as error:
-            raise ConfigError(
-                f"the adapter in {adapter} belongs to the model {base}, which is not there: name it with --base"
-            ) from error
+        folder = base_folder(adapter, base)
     check_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code), packing=False)
     return Deployable(name, str(folder), adapter, settings)
+
+
+def base_folder(adapter: Path, named: str | None = None) -> Path:
+    """The folder of the model that the adapter belongs to, of a hub id in the commit that it was trained on. `named`:
+    the model, instead of the one that the adapter's folder names."""
+    from slipstream.trainer.model.loading import resolve_folder
+    from slipstream.weights.adapter_folder import read_adapter_config
+
+    config, run = read_adapter_config(adapter), _run_settings(adapter)
+    base = named or config.base
+    if not base:
+        raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
+    # Adapters of older versions name no commit, and their run does.
+    recorded = run.get("model.revision") if run.get("model.path") == config.base else None
+    try:
+        return resolve_folder(base, (config.revision or recorded) if base == config.base else None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the adapter in {adapter} belongs to the model {base}{f' at {config.revision}' if config.revision else ''}"
+            ", which is not there: name it with --base"
+        ) from error
 
 
 def _name_of(path: Path) -> str:

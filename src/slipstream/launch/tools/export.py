@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.deployable import weights_folder
+from slipstream.launch.tools.deployable import base_folder, weights_folder
 from slipstream.weights.adapter_folder import (
     adapted_modules,
     is_adapter_folder,
@@ -16,6 +16,7 @@ from slipstream.weights.adapter_folder import (
     read_adapter_tensors,
 )
 from slipstream.weights.model_files import whole_folder, write_model_folder
+from slipstream.weights.usage import copy_usage
 
 
 def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_code: bool = False) -> Path:
@@ -42,15 +43,13 @@ def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_co
 def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:
     from slipstream.trainer.model.policy import PolicyModel
 
-    config = read_adapter_config(source)
-    if not config.base:
-        raise ConfigError(
-            f"the adapter in {source} does not say which model it belongs to: set base_model_name_or_path"
-        )
+    config, base = read_adapter_config(source), base_folder(source)
     tensors = read_adapter_tensors(source)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     dtype: Any = dtypes.pop() if dtypes in ({"float32"}, {"float16"}) else "bfloat16"
-    model = PolicyModel.load(config.base, dtype, trust_remote_code=trust_remote_code, packing=False)
+    model = PolicyModel.load(base, dtype, trust_remote_code=trust_remote_code, packing=False)
     # Whole names, from the tensors: an adapter made elsewhere may have a pattern as target_modules.
     model.add_adapter(replace(config, target_modules=adapted_modules(tensors), with_tower=True), source)
-    write_model_folder(out, model.named_weights(), model.folder, durable=True)
+    with whole_folder(out, durable=True) as temporary:
+        write_model_folder(temporary, model.named_weights(), model.folder)
+        copy_usage(source, temporary)

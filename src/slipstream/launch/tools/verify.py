@@ -9,6 +9,7 @@ live engine that applies a new version meanwhile is asked again, and every wait 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,8 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
             found.append(verdict)
     base = next((ticket.base for ticket in tickets if ticket.base), ())
     if base:
-        found.append(_base(Path(str(read_settings(run).get("model.path", ""))), base))
+        settings = read_settings(run)
+        found.append(_base(_downloaded(str(settings.get("model.path", "")), settings.get("model.revision")), base))
     if engine is not None or (is_running(run) and tickets):
         try:
             sockets = [engine] if engine is not None else _sockets(run)
@@ -156,6 +158,18 @@ def _base(folder: Path, base: tuple[ParameterSpec, ...]) -> Verdict:
 
     problems = _differences(folder, base, loaded)
     return _verdict(what, "", "", base, time.perf_counter() - began, problems)
+
+
+def _downloaded(path: str, revision: str | None) -> Path:
+    """The snapshot of a hub id in this machine's cache, in the commit that a run began with; any other path itself."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not Path(path).is_dir() and path.count("/") == 1:
+        with contextlib.suppress(HFValidationError):
+            file = try_to_load_from_cache(path, "config.json", revision=revision)
+            return Path(file).parent if isinstance(file, str) else Path(path)
+    return Path(path)
 
 
 def _verdict(

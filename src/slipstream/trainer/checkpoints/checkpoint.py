@@ -35,6 +35,7 @@ from slipstream.trainer.checkpoints.manifest import (
 )
 from slipstream.weights.fingerprint import digest
 from slipstream.weights.model_files import sync, told_of_the_disk
+from slipstream.weights.usage import EndTokens, write_usage
 
 if TYPE_CHECKING:
     from slipstream.trainer.critic import Critic
@@ -79,12 +80,13 @@ class SavesAll(SavesState, Protocol):
 
 class CheckpointStore:
     """The checkpoints of one run in `folder`. Keeps the newest `keep` with their resume state, and the weights of the
-    newest `keep_weights`. One writer at a time."""
+    newest `keep_weights`. One writer at a time. `ends`: what `weights/` is to say of end tokens."""
 
-    def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1) -> None:
+    def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1, ends: EndTokens | None = None) -> None:
         if keep < 1:
             raise ConfigError(f"keep is {keep}: a run without its last checkpoint cannot resume, keep 1 or more")
         self.folder = folder
+        self._ends = ends
         self.keep = keep
         self.keep_weights = max(keep, keep_weights)
         self.best_step: int | None = None
@@ -111,6 +113,8 @@ class CheckpointStore:
         final = self._path(step)
         with told_of_the_disk(final, temporary):
             parameters = learner.write_weights(temporary / "weights", source)
+            if self._ends is not None:
+                write_usage(temporary / "weights", source, self._ends)
             proof = Fingerprints(digest(parameters), parameters)
             (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
             learner.save(temporary / _STATE)
