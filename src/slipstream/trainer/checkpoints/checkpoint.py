@@ -283,11 +283,11 @@ def damage(path: Path, *, whole: str | None = None) -> str | None:
     stays cheap."""
     try:
         files = read_manifest(path).files
-        if lacking := {_FINGERPRINTS, f"{_STATE}/{_EXTRA}"} - files.keys():
-            return f"its manifest does not name {min(lacking)}"
         for name, facts in files.items():
             if found := difference(path / name, facts, whole=whole is not None and name.startswith(whole)):
                 return f"{name} {found}"
+        if lacking := {_FINGERPRINTS, f"{_STATE}/{_EXTRA}"} - files.keys():
+            return f"its manifest does not name {min(lacking)}"
         CheckpointStore.read_fingerprints(path)
         CheckpointStore.read_extra(path)
     except (DataError, OSError) as error:
