@@ -220,7 +220,7 @@ def serve_model(
         start_timeout_s=start_timeout,
     )
     screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-    deployable = find_deployable(model, base, trust_remote_code=trust_remote_code)
+    deployable = find_deployable(model, base, trust_remote_code=trust_remote_code, quantized=True)
     tokenizer = chat_tokenizer(deployable, ChatOptions(thinking=thinking, trust_remote_code=trust_remote_code))
     waiting = screen.status(f"starting vLLM's server on {escape(deployable.name)}")
 

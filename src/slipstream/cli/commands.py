@@ -297,9 +297,12 @@ def export(
     With --merged, merges the adapter into its base and writes a whole model. Prints the new folder.
     """
     from slipstream.launch.tools.export import export as write
+    from slipstream.launch.tools.export import remarks
 
     path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
     print_json({"folder": str(path)}) if json else tell(f"exported: {path}")
+    for text in remarks(Path(checkpoint), merged=merged):
+        tell(f"note: {text}", file=sys.stderr)
     return 0
 
 

@@ -8,8 +8,10 @@ the template appends after that token (a newline). Placeholders of images are ex
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -77,6 +79,7 @@ class ChatTokenizer:
         _check_template_kwargs(given, self._tokenizer)
         self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
         """The template's variables in every rendering."""
+        self._num_embeddings, self._placeholders = _embeddings(Path(self.path))
         self._turn_suffix = self._find_turn_suffix()
         self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
         """Whether the template has a variable that turns thinking on or off."""
@@ -96,6 +99,16 @@ class ChatTokenizer:
         )
         self._silent_stops = frozenset(stop for stop in self._stops & self._special if not self.decode([stop]))
         """The end tokens that `decode` leaves out."""
+
+    @property
+    def end_tokens(self) -> tuple[tuple[int, ...], str]:
+        """The tokens that end generation, the one that ends a turn first; and its text, where the tokenizer may take it
+        for its own end token: not if the template writes that token, or the tokenizer appends it to every text."""
+        others = (stop for stop in self.stop_token_ids if stop != self.end_token_id)
+        is_used = "eos_token" in template_variables(self._tokenizer.chat_template)
+        is_used |= self._tokenizer.eos_token_id in self._tokenizer.encode("")
+        text = "" if is_used else str(self._tokenizer.convert_ids_to_tokens(self.end_token_id))
+        return (self.end_token_id, *others), text
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to the start of the assistant's next turn."""
@@ -275,7 +288,21 @@ class ChatTokenizer:
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
+        self._check_embedded(token_ids)
         return self.images.expand(token_ids, images) if images else token_ids
+
+    def _check_embedded(self, token_ids: Sequence[int]) -> None:
+        """Refuse tokens that the model has no embedding of: some were added to the tokenizer alone."""
+        if max(token_ids, default=0) < self._num_embeddings:
+            return
+        beyond = [each for each in token_ids if each >= self._num_embeddings and each not in self._placeholders]
+        if beyond:
+            token = self._tokenizer.convert_ids_to_tokens(min(beyond))
+            raise DataError(
+                f"the token {token!r} is number {min(beyond)}, and the embedding of {self.path} has "
+                f"{self._num_embeddings} rows (its tokenizer has {len(self._tokenizer)} tokens): resize the embedding "
+                "with resize_token_embeddings, or use a text without that token"
+            )
 
     def _find_turn_suffix(self) -> list[int]:
         """What the template appends to an assistant's text, from the end token on."""
@@ -285,7 +312,7 @@ class ChatTokenizer:
                 self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
             )
         except DataError as error:
-            reason = " ".join(str(error.__cause__).split())
+            reason = " ".join(str(error.__cause__ or error).split())
             raise ConfigError(
                 f"model.path = {self.path}: the chat template cannot render a question and an answer ({reason}): "
                 f"{_REMEDY}"
@@ -317,6 +344,18 @@ class ChatTokenizer:
             named = None
         found.update(named if isinstance(named, list) else [] if named is None else [named])
         return tuple(sorted(found))
+
+
+def _embeddings(folder: Path) -> tuple[int, frozenset[int]]:
+    """The rows of the model's embedding as its config.json says, and the placeholders of images, which need none;
+    no bound where it does not say so."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return sys.maxsize, frozenset()
+    rows = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size") or sys.maxsize
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    return rows, frozenset(config[name] for name in names if config.get(name) is not None)
 
 
 def images_of(messages: Sequence[Message]) -> list[Media]:

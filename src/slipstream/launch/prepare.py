@@ -41,7 +41,7 @@ from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.images import check_images, image_tokens
-from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
+from slipstream.launch.preflight.model_folder import check_adapter, check_model, check_teacher, find_model, find_teacher
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.turns import check_turns
 from slipstream.launch.preflight.unknown_characters import source_of, unknown_characters
@@ -130,8 +130,9 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     _check_what_it_needs(config)
     check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
-    config = config.model_copy(update={"model": model})
+    config = config.model_copy(update={"model": model, "teacher": find_teacher(config, weights=weights)})
     check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
+    untrained = check_adapter(model, config.lora.path if config.lora else None)
     tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer)
     environment = load_environment(config.environment) if config.environment else None
@@ -198,7 +199,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         for item in derived
         if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
     ]
-    turns += _thinking(tokenizer, conversations)
+    turns += untrained + _thinking(tokenizer, conversations)
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)

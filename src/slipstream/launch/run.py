@@ -214,10 +214,16 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
 
         from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
         from slipstream.trainer.loop import TrainingLoop
+        from slipstream.weights.usage import EndTokens
 
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
-    store = CheckpointStore(run.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_weights)
+    store = CheckpointStore(
+        run.folder / "checkpoints",
+        config.run.keep_checkpoints,
+        config.run.keep_weights,
+        ends=EndTokens(*prepared.tokenizer.end_tokens),
+    )
     sampling = prepared.sampling() if prepared.uses_engine else SamplingParams(max_tokens=1)
     trained = _build_models(run, children, generation, sampling)
     reader = MatchingReader(prepared, order.items) if config.matching else SFTReader(prepared.examples, order.items)
@@ -256,10 +262,20 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
 
 
 def _resume(log: RunLog, loop: TrainingLoop) -> None:
-    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command."""
-    latest = loop.store.latest()
-    if latest is not None:
-        loop.resume(latest)
+    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command. One that turns
+    out to be damaged once it is read is set aside, and the one before it is loaded."""
+    from slipstream.trainer.checkpoints.checkpoint import DamagedCheckpoint
+
+    while (latest := loop.store.latest()) is not None:
+        try:
+            loop.resume(latest)
+        except DamagedCheckpoint as damaged:
+            aside = loop.store.set_aside(latest)
+            if aside is None:
+                raise
+            log.warning(f"{damaged}: the run goes on from the one before, and this one is now {aside.name}")
+        else:
+            break
     for attempt in earlier_attempts(read_events(log.folder), log.lineage)[:1]:
         loop.trained_before_s = float(attempt["trained_s"])
     log.resumed(loop.step, checkpoint=latest.name if latest else None)

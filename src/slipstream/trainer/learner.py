@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.config.bounds import GIB
-from slipstream.errors import TrainingError
+from slipstream.errors import TrainingError, one_line
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
 from slipstream.trainer.experts.replay import share_that_differs
 from slipstream.trainer.loss import Objective, sampled_logprobs
@@ -369,8 +369,16 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Load saved state, full tensors or this rank's shards, into `optimizer` and the random generators."""
+    """Load saved state, full tensors or this rank's shards, into `optimizer` and the random generators. Raises
+    TrainingError for what is no such state."""
+    if lacking := {"rng.cpu", f"{STATE_PREFIX}step"} - tensors.keys():
+        raise TrainingError(f"the saved state has no {min(lacking)}: resume from another checkpoint")
     optimizer.load_state({n.removeprefix(STATE_PREFIX): t for n, t in tensors.items() if n.startswith(STATE_PREFIX)})
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    try:
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors and device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    except (RuntimeError, TypeError) as error:
+        raise TrainingError(
+            f"the saved state of the random generators is none ({one_line(error)}): resume from another checkpoint"
+        ) from error

@@ -59,6 +59,8 @@ class AdapterConfig:
     """Whether layers of a vision tower are targets too."""
     excluded: tuple[str, ...] = ()
     """Modules without targets, whatever the names in them (a vision tower that is not trained)."""
+    revision: str | None = None
+    """The commit of `base` where that is a hub id."""
 
     @property
     def scaling(self) -> float:
@@ -82,6 +84,24 @@ def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(modules))
 
 
+def renamed(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """For each name, of a module or tensor, the one of `wanted` that it stands for: versions of transformers differ in
+    whether a vision-language model's decoder is `model`, `language_model.model` or `model.language_model`. A name
+    that fits none, or no single one, stays as it is."""
+    known, places = set(wanted), dict[str, list[str]]()
+    for name in known:
+        places.setdefault(_without_infix(name), []).append(name)
+    found: dict[str, str] = {}
+    for name in names:
+        fitting = [name] if name in known else places.get(_without_infix(name), [])
+        found[name] = fitting[0] if len(fitting) == 1 else name
+    return found if len({*found.values()}) == len(found) else {name: name for name in found}
+
+
+def _without_infix(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("base_model", "model", "language_model"))
+
+
 def selects(targets: Iterable[str], module: str) -> bool:
     """Whether some of PEFT's target names is the module's name or an end of it."""
     return any(f".{module}".endswith(f".{target}") for target in targets)
@@ -103,6 +123,7 @@ def write_adapter_folder(
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": config.base,
+            "revision": config.revision,
             "r": config.rank,
             "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
             "target_modules": list(config.target_modules),
@@ -163,7 +184,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
                 " it into its model with PEFT and train on that"
             )
     names = (targets,) if isinstance(targets, str) else tuple(targets or ())
-    return AdapterConfig(rank, alpha, names, base, dora=bool(content.get("use_dora")))
+    revision = content.get("revision")
+    return AdapterConfig(
+        rank, alpha, names, base, dora=bool(content.get("use_dora")), revision=str(revision) if revision else None
+    )
 
 
 def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -173,6 +197,13 @@ def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): save the adapter again") from None
+
+
+def changes_nothing(folder: Path) -> bool:
+    """Whether every B of the adapter in `folder` is zero, as before its first update."""
+    ends = (".lora_B.weight", ".lora_magnitude_vector")
+    read = {name: tensor for name, tensor in read_adapter_tensors(folder).items() if name.endswith(ends)}
+    return bool(read) and all(name.endswith(ends[0]) and not tensor.any() for name, tensor in read.items())
 
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
@@ -185,9 +216,9 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
 
 def check_adapter_fits(
     folder: Path, wanted_config: AdapterConfig, shapes: dict[str, tuple[int, ...]], origin: str = "lora"
-) -> None:
+) -> dict[str, str]:
     """Raise ConfigError unless the adapter in `folder` is of this kind, rank and alpha, and has exactly the tensors of
-    `shapes`."""
+    `shapes`. Returns for each of its names the one in `shapes`, see `renamed`."""
     found = read_adapter_config(folder)
     if found.dora != wanted_config.dora:
         kind, setting = ("DoRA", "true") if found.dora else ("plain LoRA", "false")
@@ -201,7 +232,9 @@ def check_adapter_fits(
                 f"{origin}.{name} = {wanted:g}, and the adapter in {folder} has {there:g}: "
                 f"set {origin}.{name} = {there:g}"
             )
-    theirs = read_adapter_shapes(folder)
+    stored = read_adapter_shapes(folder)
+    own = renamed(stored, shapes)
+    theirs = {own[name]: shape for name, shape in stored.items()}
     problems: list[str] = []
     for what, names in (("missing", shapes.keys() - theirs.keys()), ("unexpected", theirs.keys() - shapes.keys())):
         if names:
@@ -215,3 +248,4 @@ def check_adapter_fits(
             f"the adapter in {folder} does not fit model.path and {origin}.target_modules ({'; '.join(problems)}): its "
             f"own target_modules are {', '.join(sorted(found.target_modules))}"
         )
+    return own

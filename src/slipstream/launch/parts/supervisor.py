@@ -154,7 +154,8 @@ class Supervisor:
         if isinstance(found, str):
             text = f"{how}, and the run is not started again: {found}; continue with --resume"
             return self._gives_up(TrainerLost(text, exit_code=128 + number))
-        checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
+        names = (path.name for path in self._folder.glob("checkpoints/step-*"))
+        checkpoints = sorted(names, key=lambda name: (len(name.removesuffix(".old")), name))  # by step, not by text
         fields: dict[str, Any] = {
             "number": found.number,
             "checkpoint": checkpoints[-1] if checkpoints else None,

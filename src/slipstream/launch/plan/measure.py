@@ -20,7 +20,7 @@ from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFa
 from slipstream.launch.plan.machine import gpu_capability, measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.memory.last_run import last_run_memory
 from slipstream.launch.plan.vllm_version import read_engine
-from slipstream.launch.preflight.model_folder import hub_id
+from slipstream.launch.preflight.model_folder import hub_commit
 from slipstream.launch.recovery.shortages import find_shortages
 from slipstream.records import Message, Task
 from slipstream.records import Sequence as TokenSequence
@@ -165,8 +165,12 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
     lora = config.lora
     assert lora is not None
     targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
+    base, revision = hub_commit(config.model.path)
     return AdapterConfig(
-        lora.rank, lora.alpha, targets, hub_id(config.model.path), dora=lora.dora, with_tower=config.model.train_tower
+        *(lora.rank, lora.alpha, targets, base),
+        dora=lora.dora,
+        with_tower=config.model.train_tower,
+        revision=revision,
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import ModelConfig, RunConfig
+from slipstream.config.schema import TeacherConfig
 from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 
@@ -41,15 +44,42 @@ def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
 
 def hub_id(path: str) -> str:
     """Return the hub id whose snapshot `path` is; any other path unchanged."""
+    return hub_commit(path)[0]
+
+
+def hub_commit(path: str) -> tuple[str, str | None]:
+    """The hub id and the commit whose snapshot `path` is; any other path unchanged, and None."""
     parts = Path(path).parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        return parts[-3].removeprefix("models--").replace("--", "/")
-    return path
+        return parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
+    return path, None
 
 
-def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> None:
+def check_adapter(model: ModelConfig, adapter: str | None) -> list[str]:
+    """Raise `ConfigError` where `lora.path` was trained on another commit of the model. Returns a warning where it was
+    not trained at all."""
+    from slipstream.weights.adapter_folder import changes_nothing, read_adapter_config
+
+    if adapter is None:
+        return []
+    (name, commit), trained_on = hub_commit(model.path), read_adapter_config(Path(adapter))
+    is_commit = trained_on.revision is not None and re.fullmatch(r"[0-9a-f]{40}", trained_on.revision)
+    if is_commit and name == trained_on.base and commit != trained_on.revision:
+        raise ConfigError(
+            f"the adapter in lora.path = {adapter} was trained on commit {trained_on.revision} of {name}, and "
+            f'model.path is at {commit}: set model.revision = "{trained_on.revision}"'
+        )
+    if not changes_nothing(Path(adapter)):
+        return []
+    return [
+        f"every B of the adapter in lora.path = {adapter} is zero, so it was not trained and changes nothing: give a "
+        "trained one, or leave out lora.path"
+    ]
+
+
+def check_model(model: ModelConfig, *, packing: bool, weights: bool = True, quantized: bool = False) -> None:
     """Raise `ConfigError` unless the folder `model.path` is a complete causal language model; without `weights`, these
-    may be missing."""
+    may be missing. `quantized`: its weights may be quantized, as no trainer loads and no fingerprint names them."""
     folder = Path(model.path)
     _refuse_missing(folder)
     if not folder.is_dir():
@@ -58,13 +88,26 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
     from slipstream.trainer.model.loading import check_architecture
 
     check_architecture(folder, model.trust_remote_code, packing=packing)
-    if weights:
-        _check_weights(folder)
+    names = _check_weights(folder) if weights else []
+    if not quantized:
+        _refuse_quantized(folder, names)
     if not model.trust_remote_code and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
         raise ConfigError(
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
             "tokenizer there, or save it with save_pretrained"
         )
+
+
+def find_teacher(config: RunConfig, *, weights: bool) -> TeacherConfig | None:
+    """The teacher with the snapshot of its hub id, see `find_model`."""
+    teacher = config.teacher
+    if teacher is None or teacher.path is None or not starts_teacher(config) or Path(teacher.path).is_dir():
+        return teacher
+    wanted = config.model.model_copy(update={"path": teacher.path, "revision": None})
+    try:
+        return teacher.model_copy(update={"path": find_model(wanted, weights=weights).path})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
 
 
 def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
@@ -148,8 +191,33 @@ def _is_run(folder: Path) -> bool:
     return (folder / "events.jsonl").is_file() or (folder / "manifest.json").is_file()
 
 
-def _check_weights(folder: Path) -> None:
-    """Raise `ConfigError` unless all files that the index names exist, and every file is as long as its header says."""
+def _refuse_quantized(folder: Path, tensors: Sequence[str]) -> None:
+    """Raise `ConfigError` for a checkpoint that its config, or the types of its `tensors`, say is quantized."""
+    values: dict[str, Any] = _read_json(folder / "config.json")
+    parts = [part for part in (values, values.get("text_config")) if isinstance(part, dict)]
+    given = [part[name] for part in parts for name in _QUANTIZATION if part.get(name)]
+    if not given and not tensors:
+        return
+    method = given[0].get("quant_method") if given and isinstance(given[0], dict) else None
+    remedy = "" if tensors else ", or remove quantization_config from its config.json if the weights are not quantized"
+    raise ConfigError(
+        f'model.path = "{folder}" is quantized ({method or (tensors[0] if tensors else given[0])}), and the weights '
+        f"that are trained and verified have 16 or 32 bits: give its unquantized checkpoint{remedy}"
+    )
+
+
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+def _is_quantized(name: str, dtype: str) -> bool:
+    """Whether a stored tensor holds quantized weights; integers and masks are buffers in many models."""
+    packed = dtype in ("U8", "I8", "I32") or dtype.startswith(("F8", "F6", "F4"))
+    return packed and re.search(r"weight|_blocks|packed", name.rpartition(".")[2]) is not None
+
+
+def _check_weights(folder: Path) -> list[str]:
+    """Raise `ConfigError` unless all files that the index names exist, and every file is as long as its header says.
+    Returns the names and types of quantized tensors, which may be none."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -171,12 +239,15 @@ def _check_weights(folder: Path) -> None:
         raise ConfigError(
             f'model.path = "{folder}" has no weights (*.safetensors){hint or ": save or download the model again"}'
         )
+    quantized: list[str] = []
     for file in files:
         try:
-            with safe_open(file, framework="numpy"):
-                pass
+            with safe_open(file, framework="numpy") as tensors:
+                types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+            quantized += [f"{name} is {kind}" for name, kind in types.items() if _is_quantized(name, kind)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is not a whole file of weights ({error}): save or download it again") from error
+    return quantized
 
 
 def _read_json(file: Path) -> Any:

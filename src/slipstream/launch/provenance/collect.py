@@ -28,14 +28,10 @@ from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.digests import FileDigests
 from slipstream.launch.provenance.imports import files_of
 from slipstream.launch.provenance.record import Source
+from slipstream.weights.usage import TOKENIZER_FILES
 
 _NAME, _TOOLS, _MCP = "environment.name", "environment.tools", "mcp:"
 _KINDS: Mapping[str, SourceKind] = {_NAME: "environment", _TOOLS: "tools"}
-_TOKENIZER = (
-    *("tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "*tokeniz*.py", "tekken.json"),
-)
-"""Files of a model folder that decide its tokens."""
 
 
 def sources_of(prepared: Prepared, digests: FileDigests) -> tuple[Source, ...]:
@@ -212,7 +208,7 @@ def _data(read: DataRead, digests: FileDigests) -> Iterator[Source]:
 def _tokenizer(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
     """The model's tokenizer files, and the chat template as it is used."""
     folder = Path(prepared.config.model.path)
-    files = sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()})
+    files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
     for path in files:
         yield _file("tokenizer", "model.path", str(path.relative_to(folder)), path, digests)
     template = hashlib.sha256(prepared.tokenizer.template.encode("utf-8", "surrogatepass")).hexdigest()

@@ -32,7 +32,7 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
             )
         return 0
     CheckpointStore.check_format(latest)
-    extra = CheckpointStore.read_extra(latest)
+    extra = CheckpointStore.read_loop_state(latest)
     step, watch = int(extra["step"]), EarlyStop(config.evaluation)
     watch.load(extra["early_stop"])
     # A run that was stopped in its last evaluation still has to make it.

@@ -84,11 +84,13 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
     return replace(loaded, config=with_values(loaded.config, {"model.path": str(folder)}))
 
 
-def find_deployable(named: str, base: str | None = None, *, trust_remote_code: bool = False) -> Deployable:
+def find_deployable(
+    named: str, base: str | None = None, *, trust_remote_code: bool = False, quantized: bool = False
+) -> Deployable:
     """Find the model `named`: a folder, see `weights_folder`, or a hub id. `base`: the base model of an adapter,
-    instead of the one that the adapter's folder names."""
+    instead of the one that the adapter's folder names. `quantized`: see `check_model`."""
     from slipstream.trainer.model.loading import resolve_folder
-    from slipstream.weights.adapter_folder import is_adapter_folder, read_adapter_config
+    from slipstream.weights.adapter_folder import is_adapter_folder
 
     path = Path(named).expanduser()
     if not path.exists() and named.count("/") == 1 and not named.startswith((".", "~", "/")):
@@ -101,22 +103,36 @@ def find_deployable(named: str, base: str | None = None, *, trust_remote_code: b
         path = resolve_folder(named)
     folder = weights_folder(path)
     name = named.rstrip("/") if not Path(named).expanduser().exists() else _name_of(path)
-    settings = _run_settings(folder)
+    settings = run_settings(folder)
     adapter = folder if is_adapter_folder(folder) else None
     if adapter is None and base is not None:
         raise ConfigError(f"{named} is a whole model, so it has no base: leave out --base {base}")
     if adapter is not None:
-        base = base or read_adapter_config(adapter).base
-        if not base:
-            raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
-        try:
-            folder = resolve_folder(base)
-        except ConfigError as error:
-            raise ConfigError(
-                f"the adapter in {adapter} belongs to the model {base}, which is not there: name it with --base"
-            ) from error
-    check_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code), packing=False)
+        folder = base_folder(adapter, base)
+    model = ModelConfig(path=str(folder), trust_remote_code=trust_remote_code)
+    check_model(model, packing=False, quantized=quantized)
     return Deployable(name, str(folder), adapter, settings)
+
+
+def base_folder(adapter: Path, named: str | None = None) -> Path:
+    """The folder of the model that the adapter belongs to, of a hub id in the commit that it was trained on. `named`:
+    the model, instead of the one that the adapter's folder names."""
+    from slipstream.trainer.model.loading import resolve_folder
+    from slipstream.weights.adapter_folder import read_adapter_config
+
+    config, run = read_adapter_config(adapter), run_settings(adapter)
+    base = named or config.base
+    if not base:
+        raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
+    # Adapters of older versions name no commit, and their run does.
+    recorded = run.get("model.revision") if run.get("model.path") == config.base else None
+    try:
+        return resolve_folder(base, (config.revision or recorded) if base == config.base else None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the adapter in {adapter} belongs to the model {base}{f' at {config.revision}' if config.revision else ''}"
+            ", which is not there: name it with --base"
+        ) from error
 
 
 def _name_of(path: Path) -> str:
@@ -126,7 +142,7 @@ def _name_of(path: Path) -> str:
     return (names or parts or ["model"])[-1]
 
 
-def _run_settings(weights: Path) -> dict[str, Any]:
+def run_settings(weights: Path) -> dict[str, Any]:
     """Read the settings of the run that these weights are a checkpoint of; empty where there is none."""
     run = weights.resolve().parent.parent.parent
     is_checkpoint = weights.name == "weights" and (run / "events.jsonl").is_file()

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.deployable import weights_folder
+from slipstream.launch.tools.deployable import base_folder, run_settings, weights_folder
 from slipstream.weights.adapter_folder import (
     adapted_modules,
+    changes_nothing,
     is_adapter_folder,
     read_adapter_config,
     read_adapter_tensors,
+    renamed,
 )
 from slipstream.weights.model_files import whole_folder, write_model_folder
+from slipstream.weights.usage import copy_usage
 
 
 def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_code: bool = False) -> Path:
@@ -39,18 +42,45 @@ def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_co
     return out
 
 
+def remarks(checkpoint: Path, *, merged: bool = False) -> list[str]:
+    """What an export of `checkpoint` does not say, and who uses it has to know."""
+    source = weights_folder(checkpoint)
+    settings, found = run_settings(source), list[str]()
+    if is_adapter_folder(source) and not merged:
+        config = read_adapter_config(source)
+        if Path(config.base).is_absolute():
+            found.append(
+                f"the adapter names its base by a path of this machine, {config.base}: on another one name the base "
+                "with --base, or export with --merged"
+            )
+        found.append(
+            "an adapter's end tokens are in its generation_config.json, which vllm serve reads with "
+            "--generation-config FOLDER; slipstream serve-model needs no option"
+        )
+        if changes_nothing(source):
+            found.append("every B of the adapter is zero, so it changes nothing")
+    given = {name: settings[name] for name in _PROMPT if settings.get(name) not in (None, "", {})}
+    if given:
+        listed = ", ".join(f"{name} = {value!r}" for name, value in given.items())
+        found.append(f"prompts were rendered with {listed}, which the folder does not say: give it to the server too")
+    return found
+
+
+_PROMPT = ("model.thinking", "model.chat_template_kwargs", "environment.system_prompt")
+"""Settings that decide how prompts are rendered, and are no part of a chat template."""
+
+
 def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:
     from slipstream.trainer.model.policy import PolicyModel
 
-    config = read_adapter_config(source)
-    if not config.base:
-        raise ConfigError(
-            f"the adapter in {source} does not say which model it belongs to: set base_model_name_or_path"
-        )
+    config, base = read_adapter_config(source), base_folder(source)
     tensors = read_adapter_tensors(source)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     dtype: Any = dtypes.pop() if dtypes in ({"float32"}, {"float16"}) else "bfloat16"
-    model = PolicyModel.load(config.base, dtype, trust_remote_code=trust_remote_code, packing=False)
+    model = PolicyModel.load(base, dtype, trust_remote_code=trust_remote_code, packing=False)
     # Whole names, from the tensors: an adapter made elsewhere may have a pattern as target_modules.
-    model.add_adapter(replace(config, target_modules=adapted_modules(tensors), with_tower=True), source)
-    write_model_folder(out, model.named_weights(), model.folder, durable=True)
+    own = renamed(adapted_modules(tensors), [name for name, _ in model.network.named_modules()])
+    model.add_adapter(replace(config, target_modules=tuple(own.values()), with_tower=True), source)
+    with whole_folder(out, durable=True) as temporary:
+        write_model_folder(temporary, model.named_weights(), model.folder)
+        copy_usage(source, temporary)

@@ -210,7 +210,7 @@ def _way_to(run: Path, step: int, config: PlannedConfig) -> tuple[Path | None, t
             f"= {number}): {remedy}"
         )
     checkpoint = CheckpointStore(run / "checkpoints").latest(until=step)
-    first = 0 if checkpoint is None else int(CheckpointStore.read_extra(checkpoint)["step"])
+    first = 0 if checkpoint is None else int(CheckpointStore.read_loop_state(checkpoint)["step"])
     missing = [each for each in range(first, step) if each not in kept]
     if missing:
         begins = START if checkpoint is None else checkpoint.name

@@ -103,6 +103,8 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         "max-num-seqs": settings.max_num_seqs,
         # By default older versions answer requests from any web site that the user visits.
         "allowed-origins": "[]",
+        # A base model, and so an adapter of one, may name another end token than its chat template has.
+        "override-generation-config": json.dumps({"eos_token_id": list(tokenizer.stop_token_ids)}),
     }
     if on_cpu:
         values["kv-cache-memory-bytes"] = settings.kv_cache_bytes

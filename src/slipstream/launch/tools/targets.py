@@ -110,6 +110,7 @@ def with_model(loaded: Loaded, model: str) -> Loaded:
     modules = adapted_modules(read_adapter_shapes(folder))
     values = {
         "model.path": deployable.model,
+        "model.revision": None,  # it is another repository's, or the folder's own
         "lora.path": str(folder.resolve()),
         "lora.rank": adapter.rank,
         "lora.alpha": float(adapter.alpha),

@@ -1,13 +1,15 @@
 """Verifies the weights in a run's folder, and in its live engine, against the fingerprints of what was trained.
 
 Guarantees: nothing is changed; every parameter is compared with the fingerprint of the trainer's own memory from when
-the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; a
+the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; the
+resume state is compared with the digests of its files; a
 live engine that applies a new version meanwhile is asked again, and every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slipstream.errors import ConfigError, DeadlineError, EngineError, WeightsError
+from slipstream.errors import ConfigError, DataError, DeadlineError, EngineError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.runlog import is_running, read_events, read_settings, read_tickets
@@ -78,7 +80,7 @@ def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) 
 def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdict]:
     digests, tickets = _digests(run), read_tickets(run)
     jobs: list[tuple[Path, Callable[[], Verdict]]] = []
-    for path in sorted((run / "checkpoints").glob("step-*")):
+    for path in CheckpointStore(run / "checkpoints").named():
         jobs.append((path, lambda path=path: _checkpoint(path, digests)))
     for ticket in tickets:
         folder = run / "weights" / ticket.version.name
@@ -92,7 +94,8 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
             found.append(verdict)
     base = next((ticket.base for ticket in tickets if ticket.base), ())
     if base:
-        found.append(_base(Path(str(read_settings(run).get("model.path", ""))), base))
+        settings = read_settings(run)
+        found.append(_base(_downloaded(str(settings.get("model.path", "")), settings.get("model.revision")), base))
     if engine is not None or (is_running(run) and tickets):
         try:
             sockets = [engine] if engine is not None else _sockets(run)
@@ -113,13 +116,13 @@ def _digests(run: Path) -> dict[str, str]:
 
 def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
     began, proof = time.perf_counter(), CheckpointStore.read_fingerprints(path)
-    problems = list(filter(None, [damage(path)]))
+    problems = list(filter(None, [damage(path, whole="state/")]))
     version = ""
     try:
-        extra = CheckpointStore.read_extra(path)
+        extra = CheckpointStore.read_loop_state(path)
         version = f"{extra['lineage']}.{extra['step']}"
-    except (OSError, ValueError, KeyError):
-        pass  # `damage` reports it
+    except DataError as error:
+        problems = problems or [str(error)]
     problems += _differences(path / "weights", proof.parameters)
     published = digests.get(version)
     # An adapter is published scaled or merged, not as it is stored in the checkpoint.
@@ -155,6 +158,18 @@ def _base(folder: Path, base: tuple[ParameterSpec, ...]) -> Verdict:
 
     problems = _differences(folder, base, loaded)
     return _verdict(what, "", "", base, time.perf_counter() - began, problems)
+
+
+def _downloaded(path: str, revision: str | None) -> Path:
+    """The snapshot of a hub id in this machine's cache, in the commit that a run began with; any other path itself."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not Path(path).is_dir() and path.count("/") == 1:
+        with contextlib.suppress(HFValidationError):
+            file = try_to_load_from_cache(path, "config.json", revision=revision)
+            return Path(file).parent if isinstance(file, str) else Path(path)
+    return Path(path)
 
 
 def _verdict(

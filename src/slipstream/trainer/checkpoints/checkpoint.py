@@ -2,16 +2,15 @@
 
 `step-000012/weights/` is a Hugging Face folder (with LoRA an adapter in PEFT's format), `step-000012/state/` the resume
 state (safetensors and JSON; no pickle), `step-000012/fingerprints.json` the fingerprints of the live weights, and
-`step-000012/manifest.json` the list of files. An older checkpoint loses its state before its weights. Guarantees: a
-kill at any moment leaves every complete checkpoint unchanged; `latest` skips incomplete and damaged ones; an older
-checkpoint, or its state, is removed only when a newer one is complete. The loop defines the content of `extra` (data
-position, lineage).
+`step-000012/manifest.json` the list of files with their digests. An older checkpoint loses its state before its
+weights. Guarantees: a kill at any moment leaves every complete checkpoint unchanged; `latest` skips incomplete and
+damaged ones; `load` reads nothing that is not as it was written; an older checkpoint, or its state, is removed only
+when a newer one is complete. The loop defines the content of `extra` (data position, lineage).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -24,14 +23,24 @@ import msgspec
 from slipstream.errors import ConfigError, DataError, TrainingError
 from slipstream.records import ParameterSpec
 from slipstream.runlog.files import write_whole
+from slipstream.trainer.checkpoints.manifest import (
+    MANIFEST,
+    FileFacts,
+    Manifest,
+    check_loop_state,
+    decoded,
+    difference,
+    facts_of,
+    read_manifest,
+)
 from slipstream.weights.fingerprint import digest
 from slipstream.weights.model_files import sync, told_of_the_disk
+from slipstream.weights.usage import EndTokens, write_usage
 
 if TYPE_CHECKING:
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.learner import Learner
 
-_MANIFEST = "manifest.json"
 _STATE = "state"
 _EXTRA = "state.json"
 _FINGERPRINTS = "fingerprints.json"
@@ -39,8 +48,11 @@ _CRITIC = "critic"
 _FORMAT = 1
 """Version of the format of `state/` and `extra`; incremented when older ones cannot be resumed from."""
 _STEP = re.compile(r"step-\d+(\.old)?")
-_HASHED_BYTES = 1 << 20
-"""Files up to this size are checked by SHA-256, larger ones by size only, so that checks stay cheap."""
+_DAMAGED = "damaged-"
+
+
+class DamagedCheckpoint(TrainingError):
+    """A checkpoint has files that are not as they were written."""
 
 
 class Fingerprints(msgspec.Struct, frozen=True):
@@ -68,12 +80,13 @@ class SavesAll(SavesState, Protocol):
 
 class CheckpointStore:
     """The checkpoints of one run in `folder`. Keeps the newest `keep` with their resume state, and the weights of the
-    newest `keep_weights`. One writer at a time."""
+    newest `keep_weights`. One writer at a time. `ends`: what `weights/` is to say of end tokens."""
 
-    def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1) -> None:
+    def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1, ends: EndTokens | None = None) -> None:
         if keep < 1:
             raise ConfigError(f"keep is {keep}: a run without its last checkpoint cannot resume, keep 1 or more")
         self.folder = folder
+        self._ends = ends
         self.keep = keep
         self.keep_weights = max(keep, keep_weights)
         self.best_step: int | None = None
@@ -100,6 +113,8 @@ class CheckpointStore:
         final = self._path(step)
         with told_of_the_disk(final, temporary):
             parameters = learner.write_weights(temporary / "weights", source)
+            if self._ends is not None:
+                write_usage(temporary / "weights", source, self._ends)
             proof = Fingerprints(digest(parameters), parameters)
             (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
             learner.save(temporary / _STATE)
@@ -147,7 +162,7 @@ class CheckpointStore:
     def latest(self, *, resumable: bool = True, until: int | None = None) -> Path | None:
         """The newest complete checkpoint, of step `until` or before if given, that can be resumed from, or with
         `resumable` false, that has weights; None if there is none."""
-        for path in reversed(self._named()):
+        for path in reversed(self.named()):
             if until is not None and _step_of(path) > until:
                 continue
             if damage(path) is None and (has_state(path) or not resumable):
@@ -157,23 +172,23 @@ class CheckpointStore:
     def resumable_steps(self) -> list[int]:
         """The steps of the checkpoints that have their resume state, whole or not, in order; any thread may ask."""
         found: set[int] = set()
-        for path in self._named():
-            with contextlib.suppress(OSError, ValueError, KeyError):  # it may be being removed
+        for path in self.named():
+            with contextlib.suppress(DataError):  # it may be being removed
                 if has_state(path):
                     found.add(_step_of(path))
         return sorted(found)
 
     def why_none(self) -> str:
         """Why the newest checkpoint cannot be resumed from; empty if there is no checkpoint."""
-        named = self._named()
+        named = self.named()
         return f"{named[-1].name}: {damage(named[-1]) or 'only its weights are kept'}" if named else ""
 
     def load(self, path: Path, learner: Learner, critic: Critic | None = None) -> dict[str, Any]:
-        """Load the checkpoint's state into `learner` and return its `extra`. Raises `TrainingError` if it is damaged or
-        has only weights left, and as `check_format` does."""
-        reason = damage(path)
+        """Load the checkpoint's state into `learner` and return its `extra`. Raises `DamagedCheckpoint` before anything
+        is loaded, `TrainingError` if it has only weights left, and as `check_format` does."""
+        reason = damage(path, whole="")
         if reason is not None:
-            raise TrainingError(f"checkpoint {path} is damaged: {reason}")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {reason}")
         if not has_state(path):
             raise TrainingError(f"checkpoint {path} has only its weights: resume from the newest, or start a new run")
         self.check_format(path)
@@ -182,15 +197,32 @@ class CheckpointStore:
         learner.load(path / _STATE)
         return self.read_extra(path)
 
+    def set_aside(self, path: Path) -> Path | None:
+        """Rename a damaged checkpoint, which then is none of the store's, and return its new folder; None, and nothing
+        is changed, where no earlier one can be resumed from."""
+        if self.latest(until=_step_of(path) - 1) is None:
+            return None
+        final = path.with_name(f"{_DAMAGED}{path.name}")
+        if final.exists():
+            shutil.rmtree(final)
+        return path.rename(final)
+
     @staticmethod
     def read_extra(path: Path) -> dict[str, Any]:
-        """The `extra` of the complete checkpoint in `path`."""
-        return json.loads((path / _STATE / _EXTRA).read_text(encoding="utf-8"))
+        """The `extra` of the complete checkpoint in `path`. Raises `DataError` where it is damaged."""
+        return decoded(path / _STATE / _EXTRA, dict[str, Any])
+
+    @classmethod
+    def read_loop_state(cls, path: Path) -> dict[str, Any]:
+        """The same of a checkpoint of a loop, with all that it needs to go on."""
+        extra = cls.read_extra(path)
+        check_loop_state(extra, path / _STATE / _EXTRA)
+        return extra
 
     @staticmethod
     def check_format(path: Path) -> None:
         """Raise `ConfigError` if the state has the format of another version of Slipstream."""
-        found = json.loads((path / _MANIFEST).read_text(encoding="utf-8")).get("format", "none")
+        found = read_manifest(path).format
         if found != _FORMAT:
             raise ConfigError(
                 f"checkpoint {path} has state of format {found} and this Slipstream reads {_FORMAT}: resume with the "
@@ -201,11 +233,7 @@ class CheckpointStore:
     def read_fingerprints(path: Path) -> Fingerprints:
         """The recorded fingerprints of the weights of the checkpoint in `path`. Raises `DataError` when they are
         missing or damaged."""
-        file = path / _FINGERPRINTS
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=Fingerprints)
-        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{file} is damaged ({error}): use another checkpoint") from error
+        return decoded(path / _FINGERPRINTS, Fingerprints)
 
     def _step_aside(self, final: Path) -> None:
         """Free the name of a checkpoint that is written again. Folders cannot be replaced atomically, so that a
@@ -220,7 +248,7 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         final.rename(replaced)
 
-    def _named(self) -> list[Path]:
+    def named(self) -> list[Path]:
         """Folders that look like checkpoints, oldest step first, a replaced one before its replacement."""
         found = {path: _STEP.fullmatch(path.name) for path in self.folder.glob("step-*")}
         return sorted(
@@ -230,12 +258,12 @@ class CheckpointStore:
 
     def _remove_old(self, newest: Path) -> None:
         """Remove old checkpoints, or their state, once `newest` is complete. Damaged ones do not count as kept."""
-        others = [path for path in self._named() if path != newest and damage(path) is None]
+        others = [path for path in self.named() if path != newest and damage(path) is None]
         resumable = [path for path in others if has_state(path)]
         with_state = {newest, *resumable[max(0, len(resumable) - self.keep + 1) :]}
         kept = with_state | {*others[max(0, len(others) - self.keep_weights + 1) :]}
         kept |= {self._path(step) for step in (self.best_step, self.candidate_step) if step is not None}
-        for path in self._named():
+        for path in self.named():
             if path not in kept or path.suffix == ".old":
                 # Renamed first: an interrupted removal must not leave what looks like a checkpoint.
                 doomed = path.with_name(f".unfinished-{path.name}")
@@ -249,28 +277,27 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").removesuffix(".old"))
 
 
-def damage(path: Path) -> str | None:
-    """Why the checkpoint in `path` cannot be used; None if every file of its manifest exists and is intact."""
+def damage(path: Path, *, whole: str | None = None) -> str | None:
+    """Why the checkpoint in `path` cannot be used; None if every file of its manifest exists and is intact. `whole`:
+    files whose name begins with this are read to their end, larger ones are else checked by size only, so that a look
+    stays cheap."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, dict[str, Any]] = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"its manifest cannot be read ({error})"
-    for name, facts in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["size_bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, not {facts['size_bytes']}"
-        if "sha256" in facts and _sha256(file) != facts["sha256"]:
-            return f"{name} has other contents than when it was written"
+        files = read_manifest(path).files
+        for name, facts in files.items():
+            if found := difference(path / name, facts, whole=whole is not None and name.startswith(whole)):
+                return f"{name} {found}"
+        if lacking := {_FINGERPRINTS, f"{_STATE}/{_EXTRA}"} - files.keys():
+            return f"its manifest does not name {min(lacking)}"
+        CheckpointStore.read_fingerprints(path)
+        CheckpointStore.read_extra(path)
+    except (DataError, OSError) as error:
+        return str(error)
     return None
 
 
 def has_state(path: Path) -> bool:
     """Whether the complete checkpoint in `path` has its resume state."""
-    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    return any(map(_is_state, manifest["files"]))
+    return any(map(_is_state, read_manifest(path).files))
 
 
 def _is_state(name: str) -> bool:
@@ -280,9 +307,9 @@ def _is_state(name: str) -> bool:
 
 def _remove_state(path: Path) -> None:
     """Remove the resume state of the checkpoint in `path`, which stays complete at every moment."""
-    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not _is_state(name)}
-    _replace_manifest(path, manifest)
+    manifest = read_manifest(path)
+    kept = {name: facts for name, facts in manifest.files.items() if not _is_state(name)}
+    _replace_manifest(path, msgspec.structs.replace(manifest, files=kept))
     # Also what an interrupted removal left.
     for file in (path / _STATE).iterdir():
         if file.is_dir():
@@ -293,22 +320,14 @@ def _remove_state(path: Path) -> None:
 
 def _write_manifest(folder: Path, step: int) -> None:
     """Write the last file of a checkpoint, and sync everything in it to disk."""
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, FileFacts] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
-        size = path.stat().st_size
-        facts: dict[str, Any] = {"size_bytes": size}
-        if size <= _HASHED_BYTES:
-            facts["sha256"] = _sha256(path)
-        files[path.relative_to(folder).as_posix()] = facts
-    _replace_manifest(folder, {"format": _FORMAT, "step": step, "files": files})
+        files[path.relative_to(folder).as_posix()] = facts_of(path)
+    _replace_manifest(folder, Manifest(files, step, _FORMAT))
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
 
 
-def _replace_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1).encode())
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _replace_manifest(folder: Path, manifest: Manifest) -> None:
+    write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.errors import TrainingError, first_line
 from slipstream.trainer.optim.base import local_tensor
 from slipstream.weights.model_files import stream_tensors
 
@@ -54,7 +55,16 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], rank: int) -> None:
 
 def read_state(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
     """Read the state that any number of ranks wrote: this rank's shard (a local tensor) of what `place` returns a
-    DTensor for, the rest in full."""
+    DTensor for, the rest in full. Raises `TrainingError` for files that cannot be read."""
+    try:
+        return _read_state(folder, place)
+    except (SafetensorError, OSError) as error:
+        raise TrainingError(
+            f"the state in {folder} cannot be read ({first_line(error)}): resume from another checkpoint"
+        ) from error
+
+
+def _read_state(folder: Path, place: Place | None) -> dict[str, Tensor]:
     if place is None and not any(folder.glob(_SHARDS)):
         return load_file(folder / TENSORS_FILE)
     from torch.distributed import checkpoint as dcp

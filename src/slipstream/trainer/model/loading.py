@@ -199,6 +199,13 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
     architectures = list(getattr(config, "architectures", None) or [])
     custom = bool(getattr(config, "auto_map", None))
     if getattr(config, "is_encoder_decoder", False) or not (custom or known & set(architectures)):
+        if any(name.endswith("ForCausalLM") for name in architectures):
+            has = " or ".join(_as_tuple(mapping.get(config.model_type, ()))) or "none"
+            raise ConfigError(
+                f"the config.json of model.path {path!r} names {', '.join(architectures)} for the model_type "
+                f"{config.model_type!r}, for which transformers has {has}: correct one of them, or install another "
+                "version of transformers"
+            )
         raise ConfigError(
             f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, "
             "not a causal language model: give one that generates text"

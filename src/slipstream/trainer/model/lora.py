@@ -166,10 +166,10 @@ class Adapter:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load the adapter in `folder`. Raises ConfigError unless names and shapes are equal."""
-        check_adapter_fits(folder, self.config, self.shapes())
+        names = check_adapter_fits(folder, self.config, self.shapes())
         live = dict(self.named_weights())
         for name, tensor in read_adapter_tensors(folder).items():
-            live[name].copy_(tensor)
+            live[names[name]].copy_(tensor)
 
     @contextmanager
     def switched(self, on: bool) -> Generator[None]:

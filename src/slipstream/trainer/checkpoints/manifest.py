@@ -1,0 +1,136 @@
+"""What a checkpoint consists of: its manifest, and what the loop needs of its `state.json`.
+
+Guarantees: what another program wrote there, or a damaged disk, is one sentence and no other exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from slipstream.errors import DataError
+
+MANIFEST = "manifest.json"
+HASHED_BYTES = 1 << 20
+"""Files up to this size are checked by SHA-256 whenever a checkpoint is looked at; the checksum of a larger one is
+compared where it is loaded, exported or verified."""
+_PIECE_BYTES = 64 << 20
+_THREADS = 8
+
+T = TypeVar("T")
+
+
+class FileFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file of a checkpoint as it was written."""
+
+    size_bytes: int
+    sha256: str = ""
+    """Of a file of up to `HASHED_BYTES`."""
+    checksum: str = ""
+    """Of a larger file, see `checksum_of`; empty in checkpoints of older versions."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The files of a checkpoint by name, and the format of its state."""
+
+    files: dict[str, FileFacts]
+    step: int = 0
+    format: int | str = "none"
+
+
+class _EarlyStop(msgspec.Struct):
+    last: float | None
+    best: float | None
+    best_step: int | None
+    num_worse: int
+
+
+class _LoopState(msgspec.Struct):
+    """What a resume reads of `state.json`, of which the loop also keeps more."""
+
+    step: int
+    lineage: int
+    trained_steps: int
+    quiet_steps: int
+    num_items: int
+    identity: dict[str, str]
+    evaluated_step: int
+    early_stop: _EarlyStop
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`. Raises `DataError` where there is none or it is damaged."""
+    return decoded(folder / MANIFEST, Manifest)
+
+
+def check_loop_state(extra: dict[str, Any], file: Path) -> None:
+    """Raise `DataError` unless the loop can go on from `extra`, the content of `file`."""
+    try:
+        msgspec.convert(extra, _LoopState)
+    except msgspec.ValidationError as error:
+        raise _damaged(file, error) from error
+
+
+def decoded(file: Path, kind: type[T]) -> T:
+    """The content of a JSON file of a checkpoint. Raises `DataError` where it cannot be read as `kind`."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> DataError:
+    return DataError(f"{file} is damaged ({error}): use another checkpoint")
+
+
+def facts_of(file: Path) -> FileFacts:
+    """Size and digest of a file."""
+    size = file.stat().st_size
+    if size <= HASHED_BYTES:
+        return FileFacts(size, sha256=_sha256(file))
+    return FileFacts(size, checksum=checksum_of(file))
+
+
+def difference(file: Path, facts: FileFacts, *, whole: bool) -> str:
+    """How `file` differs from when it was written; empty where it does not. `whole`: the content of a larger one is
+    read too."""
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    if size != facts.size_bytes:
+        return f"has {size} bytes, not {facts.size_bytes}"
+    small = facts.sha256 and _sha256(file) != facts.sha256
+    if small or (whole and facts.checksum and checksum_of(file) != facts.checksum):
+        return "has other contents than when it was written"
+    return ""
+
+
+def checksum_of(file: Path) -> str:
+    """The digest of the CRC-32 of each 64 MiB of a file. It finds damage, not an attack, and takes a fraction of the
+    time that the disk takes for the file: pieces are read by several threads."""
+    size = file.stat().st_size
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            sums = pool.map(lambda start: _crc32(handle, start), range(0, size, _PIECE_BYTES))
+            text = b"".join(each.to_bytes(4, "big") for each in sums)
+    finally:
+        os.close(handle)
+    return hashlib.sha256(text).hexdigest()
+
+
+def _crc32(handle: int, start: int) -> int:
+    found = 0
+    for place in range(start, start + _PIECE_BYTES, HASHED_BYTES):
+        found = zlib.crc32(os.pread(handle, HASHED_BYTES, place), found)
+    return found
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
