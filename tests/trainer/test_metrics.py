@@ -20,7 +20,7 @@ from slipstream.trainer.metrics import (
     logprob_differences,
     prompt_of,
     rollout_metrics,
-    skipped_tokens,
+    skipped_batch,
     worst_engine_mean,
 )
 
@@ -198,8 +198,14 @@ def test_what_clipping_and_importance_sampling_took_is_seen(metrics, is_cut):
 
 
 def test_tokens_of_a_skipped_batch_are_not_trained_on():
-    assert skipped_tokens({"tokens/trained": 7.0}) == {"tokens/trained": 0.0, "dropped_tokens/skipped": 7.0}
-    assert skipped_tokens({"reward/mean": 7.0}) == {}
+    batch = records.Batch(0, records.Version(0, 0), [rollout("g", 1.0, 3), rollout("g", 1.0, 2), rollout("h", 0.0, 2)])
+    assert skipped_batch(batch, rollout_metrics(batch)) == {
+        "tokens/trained": 0.0,
+        "dropped/skipped": 3.0,
+        "dropped_groups/skipped": 2.0,
+        "dropped_tokens/skipped": 7.0,
+    }
+    assert skipped_batch(batch, {"reward/mean": 7.0}) == {}
 
 
 def test_the_mean_of_the_worst_engine_is_over_its_tokens():

@@ -1,6 +1,7 @@
 """The ledger of a run's groups of rollouts: `ledger.sqlite` in the run folder, written by the orchestrator.
 
-Every group ends exactly once: `trained` at a step, `dropped` for a reason, or `cancelled` for one. Before that it is
+Every group ends exactly once: `trained` at a step, `dropped` for a reason (`failed`: all of its rollouts did), or
+`cancelled` for one. In a run without resumes the sums are those of `metrics.jsonl`. Before that a group is
 `running`, `ready` (finished) or `batched`. Finished groups are stored whole until no crash can need them. The next
 attempt of a run that died uses them again (`kept`): those of weights that its checkpoint descends from, if fresh.
 
@@ -23,8 +24,9 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.records import Rollout, encode_rollouts
+from slipstream.records import TRAINABLE_OUTCOMES, Rollout, encode_rollouts
 from slipstream.runlog.files import cannot_write
+from slipstream.runlog.reader import read_metrics
 
 FILE = "ledger.sqlite"
 """Of the only orchestrator, or the first; that of the second is `ledger-1.sqlite`."""
@@ -44,6 +46,11 @@ CREATE TABLE rollouts (id TEXT NOT NULL, lineage INTEGER NOT NULL, data BLOB NOT
 """
 _ENDS = "CREATE TABLE IF NOT EXISTS ends (lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, reason TEXT NOT NULL)"
 """Ledgers of format 1 have it from the first attempt on that came to its end."""
+_FAILED = """CREATE TABLE IF NOT EXISTS failed (
+    id TEXT NOT NULL, lineage INTEGER NOT NULL, reason TEXT NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (id, lineage, reason)
+) WITHOUT ROWID"""
+"""The failed rollouts of groups that finished, by outcome. In older ledgers a group's tokens have theirs, too."""
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
 
@@ -55,7 +62,8 @@ class Entry:
     reason: str
     num_groups: int
     num_tokens: int
-    """Sampled tokens; of a group that did not finish, none are counted."""
+    """Sampled tokens; of a group that did not finish, none are counted. Those of rollouts that failed are `dropped`
+    for their outcome, in an entry of its own that has no groups."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +104,14 @@ class Ledger:
         orchestrator: int = 0,
         later: Callable[[float, Callable[[], None]], object] | None = None,
         keep_bytes: bool = False,
-        on_drop: Callable[[str, int], None] = lambda reason, tokens: None,
+        on_drop: Callable[[str, Mapping[str, int]], None] = lambda reason, tokens: None,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
         on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
         `later` calls a function in so many seconds, in the thread that writes; without it all is written at once.
         `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch. `on_drop` is told
-        of each group of an earlier attempt that is dropped, with its reason and its sampled tokens."""
+        of each group of an earlier attempt that is dropped: its reason, and its sampled tokens by reason."""
         self._on_drop = on_drop
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
         self._later, self._keep_bytes = later, keep_bytes
@@ -124,6 +132,7 @@ class Ledger:
                 self._data.execute(f"PRAGMA user_version = {_FORMAT}")
             elif found != _FORMAT:
                 raise ConfigError(f"{path} has format {found}, and this Slipstream reads {_FORMAT}: start a new run")
+            self._data.execute(_FAILED)
             self.survivors = self._survivors()
             self._take_over(repr(sorted(shape.items())))
 
@@ -140,7 +149,7 @@ class Ledger:
         lineage, oldest, tokens, data = row
         if oldest + self._staleness < step or not is_in_time(oldest):
             self._set(group, "dropped", "stale", lineage=lineage)
-            self._on_drop("stale", tokens)
+            self._tell_drop("stale", group, lineage, tokens)
             return None
         self._set(group, "ready", lineage=lineage)
         return oldest, _decoder.decode(data)
@@ -154,7 +163,11 @@ class Ledger:
     def finish(self, group: str, rollouts: Sequence[Rollout]) -> None:
         """All rollouts of a group have ended."""
         steps = [_step_of(s.version) for rollout in rollouts for q in rollout.sequences for s in q.versions]
-        tokens = sum(rollout.num_sampled for rollout in rollouts)
+        tokens = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
+        failed = Counter[str]()
+        for rollout in rollouts:
+            if rollout.outcome not in TRAINABLE_OUTCOMES:
+                failed[rollout.outcome] += rollout.num_sampled
         data = encode_rollouts(rollouts, keep=self._keep_bytes)
         oldest, newest = min(steps, default=self._first), max(steps, default=self._first)
         self._write_soon(
@@ -163,6 +176,7 @@ class Ledger:
                 (oldest, newest, tokens, group, self._lineage),
             ),
             ("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, data)),
+            *(("INSERT INTO failed VALUES (?, ?, ?, ?)", (group, self._lineage, *each)) for each in failed.items()),
         )
 
     def drop(self, group: str, reason: str) -> None:
@@ -226,13 +240,17 @@ class Ledger:
         for group, lineage, tokens, data in left:
             if data is None or last is None or last[0] != shape or not self._descends(_decoder.decode(data)):
                 state, reason = "dropped", "other settings" if last and last[0] != shape else "undone by a resume"
-                self._on_drop(reason, tokens)
+                self._tell_drop(reason, group, lineage, tokens)
             else:
                 state, reason = "kept", ""
             self._data.execute(
                 "UPDATE groups SET state = ?, reason = ?, step = NULL WHERE id = ? AND lineage = ?",
                 (state, reason, group, lineage),
             )
+
+    def _tell_drop(self, reason: str, group: str, lineage: int, tokens: int) -> None:
+        query = "SELECT reason, tokens FROM failed WHERE id = ? AND lineage = ?"
+        self._on_drop(reason, {reason: tokens, **dict(self._data.execute(query, (group, lineage)).fetchall())})
 
     def _survivors(self) -> dict[int, int]:
         """For each earlier lineage, the newest of its versions that this attempt's weights descend from."""
@@ -310,31 +328,54 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 
 
 def balance(folder: Path) -> Balance | None:
-    """Where the groups of the run in `folder` are; None without a ledger. Raises DataError if it cannot be read."""
+    """Where the groups of the run in `folder` are; None without a ledger. Those of batches that taught nothing, which
+    `metrics.jsonl` knows, are dropped as `skipped`. Raises DataError if it cannot be read."""
     paths = [folder / FILE, *sorted(folder.glob(_OTHERS))]
     if not paths[0].is_file():
         return None
-    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
     found: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
+    skipped = msgspec.json.encode(_skipped_steps(folder)).decode()
     for path in paths:
-        for state, reason, num_groups, num_tokens in _read(path, query):
+        for state, reason, num_groups, num_tokens in _read(path, _OF_GROUPS, skipped):
             found[state, reason] += num_groups
             tokens[state, reason] += num_tokens
+        if _has_table(path, "failed"):
+            for reason, num_tokens in _read(path, "SELECT reason, SUM(tokens) FROM failed GROUP BY reason"):
+                found["dropped", reason] += 0
+                tokens["dropped", reason] += num_tokens
     return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)), _end_of(paths[0]))
 
 
+_OF_GROUPS = """
+WITH ended AS (SELECT *, state = 'trained' AND step IN (SELECT value FROM json_each(?)) AS taught_nothing FROM groups)
+SELECT iif(taught_nothing, 'dropped', state), iif(taught_nothing, 'skipped', reason), COUNT(*), SUM(tokens)
+FROM ended GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+
+def _skipped_steps(folder: Path) -> list[int]:
+    """The batches on which no optimizer step was made; a row is of the step after its batch."""
+    if not (folder / "metrics.jsonl").is_file():
+        return []
+    return [row["step"] - 1 for row in read_metrics(folder) if row.get("train/skipped")]
+
+
+def _has_table(path: Path, name: str) -> bool:
+    return bool(_read(path, "SELECT name FROM sqlite_master WHERE name = ?", name))
+
+
 def _end_of(path: Path) -> str:
-    if not _read(path, "SELECT name FROM sqlite_master WHERE name = 'ends'"):
+    if not _has_table(path, "ends"):
         return ""
     query = "SELECT ends.step, reason FROM ends WHERE lineage = (SELECT MAX(lineage) FROM attempts)"
     return "".join(f"at step {step}: {reason or 'no reason was given'}" for step, reason in _read(path, query))
 
 
-def _read(path: Path, query: str) -> list[tuple[Any, ...]]:
+def _read(path: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
-            return data.execute(query).fetchall()
+            return data.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise DataError(f"{path} cannot be read ({error}): it is no ledger, or was not begun") from error
 

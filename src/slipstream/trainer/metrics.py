@@ -84,10 +84,17 @@ def _saw(part: str, rollout: records.Rollout) -> bool:
     return not part or any(name == part or name.startswith(f"{part}/") for name in rollout.metrics)
 
 
-def skipped_tokens(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What changes in a batch's metrics when nothing is trained on it."""
+def skipped_batch(batch: records.Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+    """What changes in the metrics of a batch when nothing is trained on it."""
     tokens = metrics.get("tokens/trained")
-    return {} if tokens is None else {"tokens/trained": 0.0, "dropped_tokens/skipped": tokens}
+    if tokens is None:
+        return {}
+    return {
+        "tokens/trained": 0.0,
+        "dropped/skipped": metrics["rollout/num"],
+        "dropped_groups/skipped": float(len({rollout.group_id for rollout in batch.rollouts})),
+        "dropped_tokens/skipped": tokens,
+    }
 
 
 def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float], step: int) -> dict[str, float]:

@@ -30,6 +30,9 @@ from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger
 
+_FAILED = "failed"
+"""Why a group is dropped in which no rollout can be trained on."""
+
 
 def group_name(step: int, place: int) -> str:
     """The id of the group of one task of the data order."""
@@ -132,11 +135,18 @@ class Batcher:
         The groups must have passed `check`. `made`: what was generated meanwhile."""
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
-        dropped, lost = losses(groups, reasons)
+        failed = {
+            group[0].group_id: _FAILED
+            for group in chosen
+            if all(rollout.outcome not in TRAINABLE_OUTCOMES for rollout in group)
+        }
+        for group_id, reason in failed.items():
+            self.drop(group_id, reason)
+        dropped, lost = losses(groups, {**reasons, **failed})
         num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         if self.ledger is not None:
-            self.ledger.batch(step, [group[0].group_id for group in chosen])
+            self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id not in failed])
         return Batch(
             step=step,
             version=version,
