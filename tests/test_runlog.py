@@ -325,10 +325,17 @@ def test_the_first_row_of_a_resume_adds_to_the_step_that_it_begins_with_and_repl
 
 SPARSE = st.dictionaries(
     st.sampled_from(
-        (
-            "dropped/stale dropped_groups/surplus retry/late rollout/stop_length_fraction train/skipped "
-            "reward/non_finite reward/a/not_applicable reward/unclosed_thinking task/a/dropped"
-        ).split()
+        [
+            "dropped/stale",
+            "dropped_groups/surplus",
+            "retry/late",
+            "rollout/stop_length_fraction",
+            "train/skipped",
+            "reward/non_finite",
+            "reward/a/not_applicable",
+            "reward/unclosed_thinking",
+            "task/a/dropped",
+        ]
     ),
     st.floats(0.0, 1.0),
 )
