@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slipstream.config.bounds import GIB
+from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import OptimizerName
 from slipstream.launch.plan.facts import ModelFacts
 
@@ -24,6 +25,12 @@ EIGHT_BIT_BLOCK = 256
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
     """The live weights."""
     return model.num_parameters * BYTES_OF[dtype]
+
+
+def engine_bytes_per_gpu(config: PlannedConfig, model: ModelFacts) -> int:
+    """Weights and KV cache of an engine on each of its GPUs, as torch counts them there: without the CUDA context."""
+    weights = -(-weights_bytes(model, config.model.dtype) // config.inference.tensor_parallel_size)
+    return weights + int(config.inference.kv_cache_gib * GIB)
 
 
 def training_state_bytes(
