@@ -63,19 +63,19 @@ def training_state_bytes(
 
 def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelFacts | None) -> int:
     """fp32 gradients, fp32 masters (not for `adamw_bf16`) and optimizer state: two moments; for `muon` one, and two of
-    embeddings and LM head; for `adamw_8bit` a byte each and two scales a block. `model` is None for an adapter."""
+    embeddings and LM head; with 8 bits a byte each and two scales a block. `model` is None for an adapter."""
     masters = 0 if optimizer == "adamw_bf16" else 4
     if optimizer == "muon":
         vocabulary = _vocabulary_parameters(model) if model else 0
         return (4 + masters + 4) * num_parameters + 4 * vocabulary
-    if optimizer == "adamw_8bit":
+    if optimizer in ("adamw_8bit", "adamw_paged_8bit"):
         return (4 + masters + 2) * num_parameters + 2 * 4 * num_parameters // EIGHT_BIT_BLOCK
     return (4 + masters + 8) * num_parameters
 
 
 def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
     """Optimizer moments that can move from a GPU to the CPU's memory."""
-    return 8 * model.num_decoding if optimizer == "adamw_paged" else 0
+    return {"adamw_paged": 8, "adamw_paged_8bit": 2}.get(optimizer, 0) * model.num_decoding
 
 
 def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None) -> int:
