@@ -7,28 +7,10 @@ import slipstream
 
 from .metrics_page import documented, undocumented
 
-GROUPS = [
-    "reward",
-    "rollout",
-    "train",
-    "eval",
-    "probe",
-    "mismatch",
-    "staleness",
-    "value",
-    "idle",
-    "update",
-    "checkpoint",
-    "memory",
-    "throughput",
-    "tokens",
-    "dropped",
-    "dropped_groups",
-    "dropped_tokens",
-    "retry",
-    "task",
-    "teacher",
-]
+GROUPS = (
+    "reward|rollout|train|eval|probe|mismatch|staleness|value|idle|update|checkpoint|memory|throughput|tokens|dropped"
+    "|dropped_groups|dropped_tokens|retry|task|teacher"
+)
 SOURCE = Path(slipstream.__file__).parent
 ELSEWHERE = {"detection", "matching", "view", "report", "cli", "tools"}
 """Rollout matching has a page of its own (docs/detection.md), which names some in short; the others write none."""
@@ -36,7 +18,7 @@ ELSEWHERE = {"detection", "matching", "view", "report", "cli", "tools"}
 
 def written():
     """Literals that look like a metric, with a letter for each part that is computed."""
-    literal = re.compile(rf'"((?:{"|".join(GROUPS)})/[\w@.{{}}\[\]/ ]*[\w}}])"')
+    literal = re.compile(rf'"((?:{GROUPS})/[\w@.{{}}\[\]/ ]*[\w}}])"')
     found = {}
     for path in SOURCE.rglob("*.py"):
         if not ELSEWHERE & set(path.relative_to(SOURCE).parts):

@@ -74,6 +74,8 @@ async def test_a_group_that_an_earlier_attempt_finished_is_not_made_again(tmp_pa
     assert [rollout.id for rollout in batch.rollouts][2:4] == ["3.1.0", "3.1.1"]
     assert hooks.num_ended == 6, "progress counts what is there already"
     assert batch.metrics["tokens/generated"] == 4 * 2
+    seconds = batch.metrics["time/generate_s"]
+    assert batch.metrics["throughput/generated_tokens_per_s"] == pytest.approx(4 * 2 / seconds)
 
 
 OUTCOMES = st.sampled_from(["done", "done", "truncated", "reward_error", "environment_error", "engine_error"])

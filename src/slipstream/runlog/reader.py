@@ -25,7 +25,8 @@ ROLLOUT_COUNTS = ("non_finite", "metrics_left_out")
 ROLLOUT_FLAGS = ("not_applicable", "unclosed_thinking")
 """Ends of names of metrics that only some rollouts have: numbers of things, and 1 where something is so."""
 _SPARSE = re.compile(
-    rf"({'|'.join(COUNTS)}).+|rollout/(stop_.+|groups_cancelled)|train/skipped|task/.+/dropped|task/left_out"
+    rf"({'|'.join(COUNTS)}).+|rollout/(stop_.+|groups_cancelled|thinking_length|turns)|train/skipped|checkpoint/skipped"
+    r"|idle/.+_s|staleness/age_\d+|task/.+/dropped|task/left_out"
     rf"|reward/(.+/)?({'|'.join((*ROLLOUT_COUNTS, *ROLLOUT_FLAGS))})"
 )
 
@@ -115,8 +116,13 @@ def _merged(first: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_sparse(name: str) -> bool:
-    """Whether a row has a metric only where there is something: a row of rollouts that lacks it has a 0."""
+    """Whether a row has a metric only where there is something: for a row of a batch that lacks it, see `plain`."""
     return _SPARSE.fullmatch(name) is not None
+
+
+def plain(name: str) -> float:
+    """What a sparse metric is where there is nothing to tell."""
+    return 1.0 if name == "rollout/turns" else 0.0
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from slipstream.errors import ConfigError, FailureClass, Interrupted, Slipstream
 from slipstream.records import Ticket
 from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, cannot_write, read_lines, reserve, write_whole
 from slipstream.runlog.heartbeat import LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS
-from slipstream.runlog.reader import ExitReport, ExitStatus, is_sparse, read_exit
+from slipstream.runlog.reader import ExitReport, ExitStatus, is_sparse, plain, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
 _EXIT = "exit.json"
-_OF_ROLLOUTS = "rollout/num"
+_OF_BATCHES = {"rollout/num", "train/loss"}
 _EXIT_BYTES = 8192
 """Disk space reserved for `exit.json`, so that a run that fills the disk can still write it."""
 _PACKAGES = {
@@ -196,8 +196,8 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Writes the row of a step: `values`, noted and counted numbers, and phase times since the last row; returns
-        these. Names are `group/name`. A count or share that a row of rollouts lacks and an earlier one had is 0: plots
-        would join the others. A value that is not finite becomes null, and a warning event names it."""
+        these. Names are `group/name`. A count or share that a batch's row lacks and an earlier one had is 0: plots would
+        join the others. A value that is not finite becomes null, and a warning event names it."""
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
             numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
@@ -205,8 +205,8 @@ class RunLog:
             for taken in (self._phase_seconds, self._noted, self._counted):
                 taken.clear()
             self._sparse.update(filter(is_sparse, numbers))
-            if _OF_ROLLOUTS in numbers:
-                numbers = dict.fromkeys(self._sparse, 0.0) | numbers
+            if not _OF_BATCHES.isdisjoint(numbers):
+                numbers = {name: plain(name) for name in self._sparse} | numbers
         return self.add_metrics(step, numbers)
 
     def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:

@@ -60,12 +60,15 @@ class Batcher:
     share: Share = field(default_factory=Share)
     """Which groups of each batch are made here."""
     idle: IdleTime = field(default_factory=IdleTime)
+    _reused: set[str] = field(default_factory=set[str])
+    """Groups of the batch in the making that an earlier attempt has generated."""
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
+        self._reused.clear()
         size, groups = len(tasks), await self._round(step, version, 0, tasks, len(tasks))
         chosen, reasons, metrics = groups, dict[str, str](), dict[str, float]()
         if self.refills is not None:
@@ -79,7 +82,8 @@ class Batcher:
             chosen, reasons, metrics = choice.groups, choice.reasons, choice.metrics
             for group, reason in reasons.items():
                 self.drop(group, reason)
-        made = Generated.of(groups, time.monotonic() - started)
+        new = (group for group in groups if group[0].group_id not in self._reused)
+        made = Generated.of(new, time.monotonic() - started)
         return self.batch(step, version, groups, chosen, reasons, metrics, made)
 
     async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
@@ -195,7 +199,10 @@ class Batcher:
 
         async def group(place: int, task: Task) -> list[Rollout]:
             kept = self.kept(group_name(step, place), step)
-            return kept[1] if kept is not None else await self.group(step, place, task)
+            if kept is None:
+                return await self.group(step, place, task)
+            self._reused.add(group_name(step, place))
+            return kept[1]
 
         places = (self.share.place(own, size) for own in range(first, first + len(tasks)))
         groups = await all_of(group(place, task) for place, task in zip(places, tasks, strict=True))
