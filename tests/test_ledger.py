@@ -136,7 +136,7 @@ def test_weights_that_were_lost_made_what_is_lost(tmp_path):
     crashed(tmp_path, old=["0.1"], lost=["0.1", "0.2"])
     told = []
     again = ledger(tmp_path, 1, 1, on_drop=lambda *drop: told.append(drop))
-    assert told == [("undone by a resume", 4)]
+    assert told == [("undone by a resume", {"undone by a resume": 4})]
     assert again.survivors == {0: 1}
     assert again.kept("old", 1) is not None
     assert again.kept("lost", 1) is None
@@ -157,7 +157,7 @@ def test_what_is_too_old_is_dropped(tmp_path):
     assert again.kept("old", 2) is None
     assert again.kept("young", 2) is not None
     assert states(tmp_path)["dropped", "stale"] == (1, 2)
-    assert told == [("stale", 2)]
+    assert told == [("stale", {"stale": 2})]
 
 
 def test_training_that_a_resume_undoes_is_made_again_from_the_same_rollouts(tmp_path):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import runlog
@@ -309,6 +309,52 @@ def test_rows_of_one_step_are_merged(tmp_path):
         log.metrics(1, {"eval/accuracy": 1.0})
     [row] = runlog.read_metrics(log.folder)
     assert (row["reward/mean"], row["eval/accuracy"]) == (0.5, 1.0)
+
+
+def test_the_first_row_of_a_resume_adds_to_the_step_that_it_begins_with_and_replaces_nothing(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.metrics(1, {"rollout/num": 4.0, "time/update_s": 1.0, "retry/late": 3.0, "dropped_tokens/stale": 5.0})
+    with RunLog.create(tmp_path / "run", resume=True) as log:
+        log.resumed(1)
+        log.count({"dropped_tokens/stale": 2.0, "dropped_groups/stale": 1.0})
+        log.metrics(1, {"time/update_s": 60.0, "probe/abs_logprob_diff": 0.5})
+    [row] = runlog.read_metrics(log.folder)
+    assert (row["time/update_s"], row["probe/abs_logprob_diff"], row["retry/late"]) == (1.0, 0.5, 3.0)
+    assert (row["dropped_tokens/stale"], row["dropped_groups/stale"], row["lineage"]) == (7.0, 1.0, 0)
+
+
+SPARSE = st.dictionaries(
+    st.sampled_from(
+        [
+            "dropped/stale",
+            "dropped_groups/surplus",
+            "retry/late",
+            "rollout/stop_length_fraction",
+            "train/skipped",
+            "reward/non_finite",
+            "reward/a/not_applicable",
+            "reward/unclosed_thinking",
+            "task/a/dropped",
+        ]
+    ),
+    st.floats(0.0, 1.0),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(SPARSE, st.booleans(), st.booleans()), min_size=1, max_size=8))
+def test_a_mean_over_the_rows_of_what_only_some_have_is_one_over_all_from_the_first_on(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    log, seen = RunLog.create(folder), set()
+    for step, (values, has_rollouts, ends) in enumerate(rows):
+        values |= {"rollout/num": 1.0, "reward/sums": 0.5} if has_rollouts else {}
+        row = log.metrics(step, values)
+        assert row == (dict.fromkeys(seen, 0.0) if has_rollouts else {}) | values
+        seen |= values.keys() - {"rollout/num", "reward/sums"}
+        if ends:
+            log.close()
+            log = RunLog.create(folder, resume=True)
+    log.close()
 
 
 def test_numbers_that_come_later_are_of_their_step_and_have_nothing_of_the_next_row(tmp_path):

@@ -361,11 +361,14 @@ def test_threads_may_call_anything_at_once(make):
     assert view.num_messages["warning"] == 400
 
 
-def test_which_view_is_made():
+def test_which_view_is_made(monkeypatch):
     assert isinstance(make_view("auto", terminal()), RichView)
     assert isinstance(make_view("auto", Console(file=io.StringIO())), PlainView)
     assert isinstance(make_view("plain", terminal()), PlainView)
     assert isinstance(make_view("rich", Console(file=io.StringIO())), RichView)
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # as kernels of notebooks do
+        monkeypatch.setenv(variable, "1")
+        assert isinstance(make_view("auto"), PlainView)
     silent = make_view("none")
     assert isinstance(silent, NullView)
     exercise(silent)

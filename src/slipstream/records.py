@@ -369,7 +369,7 @@ class ApplyReport(msgspec.Struct, frozen=True):
     """How long running requests got no token: from the last token before the update to the first after it; 0 if none
     was running."""
     memory_bytes: int = 0
-    """Memory that the engine's workers have allocated on their GPUs, as torch counts it."""
+    """Memory that the engine's workers have allocated on their GPUs, as torch counts it; of several the most."""
 
     def and_of(self, base: ApplyReport) -> ApplyReport:
         """Combines the report on an adapter, this one, with the report on its base."""

@@ -3,11 +3,14 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
-from slipstream.api.protocol import Call
+from slipstream.api.child import _sample
+from slipstream.api.protocol import Call, Outcome
 from slipstream.api.run import Job, Run
 from slipstream.inference import child_process
+from slipstream.records import Message, Rollout, Sequence
 
 CHILD = """
 import os, signal, sys, time
@@ -82,3 +85,15 @@ end()
     run.follow()
     assert seen == [(1, 1), (2, None)]
     assert run.wait() is run
+
+
+def test_a_sample_of_an_evaluation_is_one_of_a_run_without_its_tokens_and_can_be_sent():
+    calls = ({"function": {"name": "look", "arguments": {"at": "\ud800"}}},)
+    turns = [Message("assistant", "\udfff", tool_calls=calls), Message("user", "go on")]
+    made = Rollout("eval.3", "t3", "eval.3", [Sequence([1], [True])], reward=0.5, outcome="done", turns=turns)
+    made.prompt, made.completion, made.answer = "2+2?", "<think>\ud800</think>4", "4"
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(Outcome(samples=[_sample(made)])), type=Outcome).samples[0]
+    assert (sent["id"], sent["task"], sent["prompt"], sent["answer"]) == ("eval.0.3", "t3", "2+2?", "4")
+    assert (sent["completion"], sent["reward"], sent["outcome"]) == ("<think>\\ud800</think>4", 0.5, "done")
+    assert sent["turns"][0]["tool_calls"][0]["function"]["arguments"] == {"at": "\\ud800"}
+    assert not {"step", "version", "sequences"} & sent.keys()

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 from tests.data.conftest import CHATML
 
@@ -25,6 +27,13 @@ def trained_text(chat, sequence):
 def test_the_prompt_is_the_template_with_the_assistants_turn_opened(chat):
     text = chat._tokenizer.decode(chat.render([USER]))
     assert text == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_of_prompts_beyond_the_context_transformers_says_nothing(chat, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    chat._tokenizer.model_max_length = 100
+    assert len(chat.render([Message("user", "a" * 200)])) > 200
+    assert not caplog.records
 
 
 def test_training_tokens_begin_with_the_rendered_prompt_and_end_with_the_end_token(chat):

@@ -17,6 +17,7 @@ from slipstream.config import (
 )
 from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
+from slipstream.config.traits import BY_BITSANDBYTES
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.build import build_optimizer
@@ -140,13 +141,17 @@ def test_moments_that_may_leave_a_gpu_are_not_planned_there(folder):
     plain, paged = (with_values(CONFIG, {"training.optimizer": name}) for name in ("adamw", "adamw_paged"))
     for config in (plain, paged):
         assert training_state(config, "float32", known) == training_state(plain, "float32", known)
+    small, both = (with_values(CONFIG, {"training.optimizer": name}) for name in ("adamw_8bit", "adamw_paged_8bit"))
+    assert training_state(both, "float32", known) == training_state(small, "float32", known)
+    two_bytes = training_state(small, "float32", on_gpu) - training_state(both, "float32", on_gpu)
+    assert two_bytes == 2 * known.model.num_parameters
     moments = 8 * known.model.num_parameters
     assert training_state(plain, "float32", on_gpu) - training_state(paged, "float32", on_gpu) == moments
     notes = {note.name: note.how for note in make_plan(paged, on_gpu).notes}
     assert "are in the CPU's memory as far as the GPU has no room" in notes["memory of the trainer"]
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_paged"])
+@pytest.mark.parametrize("name", sorted(BY_BITSANDBYTES))
 def test_some_need_a_library(monkeypatch, name):
     config = with_values(CONFIG, {"training.optimizer": name})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

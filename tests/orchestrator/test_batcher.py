@@ -1,19 +1,29 @@
 """The batch of a step: what it counts of all that was generated, what the ledger learns of it, and parts of a batch."""
 
 import asyncio
+import tempfile
 import time
+from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.errors import TrainingError
 from slipstream.inference.scripted import ScriptedEngine
+from slipstream.launch.generation import drop_metrics
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
+from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Rollout, Sequence, Version, VersionSpan
+from slipstream.runlog import COUNTS, RunLog, read_metrics
 from slipstream.runlog.ledger import Ledger, balance
+from slipstream.sinks.prometheus import Totals
+from slipstream.trainer.metrics import rollout_metrics, skipped_batch
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_orchestrator import END, SAMPLING, TASKS, Odd, make_batcher, make_runner, say
@@ -64,6 +74,70 @@ async def test_a_group_that_an_earlier_attempt_finished_is_not_made_again(tmp_pa
     assert [rollout.id for rollout in batch.rollouts][2:4] == ["3.1.0", "3.1.1"]
     assert hooks.num_ended == 6, "progress counts what is there already"
     assert batch.metrics["tokens/generated"] == 4 * 2
+    seconds = batch.metrics["time/generate_s"]
+    assert batch.metrics["throughput/generated_tokens_per_s"] == pytest.approx(4 * 2 / seconds)
+
+
+OUTCOMES = st.sampled_from(["done", "done", "truncated", "reward_error", "environment_error", "engine_error"])
+GROUPS = st.lists(st.lists(st.tuples(OUTCOMES, st.integers(0, 5)), min_size=1, max_size=3), max_size=4)
+ENDS = st.sampled_from(["batch", "batch", "batch", "no_signal", "surplus"])
+BATCHES = st.lists(st.tuples(GROUPS, st.lists(ENDS, min_size=4, max_size=4), st.booleans()), min_size=1, max_size=4)
+
+
+def rollouts_of(group_id, kinds):
+    return [
+        Rollout(
+            f"{group_id}.{number}", "t", group_id, [Sequence([1] * (size + 1), [False] + [True] * size)], 1.0, outcome
+        )
+        for number, (outcome, size) in enumerate(kinds)
+    ]
+
+
+@settings(max_examples=15, deadline=None)
+@given(GROUPS, BATCHES)
+def test_ledger_rows_and_counters_agree_on_what_became_of_every_group_and_token(left, batches):
+    with tempfile.TemporaryDirectory() as scratch, RunLog.create(Path(scratch) / "run") as log:
+        earlier = Ledger(log.folder, 0, 0, staleness=0, shape={"of": "another run"})
+        for number, kinds in enumerate(left):
+            earlier.begin(f"9.{number}")
+            earlier.finish(f"9.{number}", rollouts_of(f"9.{number}", kinds))
+        earlier.close(0)
+        drop = lambda reason, tokens: log.count(drop_metrics(reason, tokens))  # noqa: E731
+        ledger = Ledger(log.folder, 1, 0, staleness=0, shape={}, on_drop=drop)
+        batcher, totals = make_batcher(None, ledger=ledger), Totals()
+        log.listen(lambda step, row: totals.add(row))
+        for step, (groups, ends, teaches) in enumerate(batches):
+            made = [rollouts_of(f"{step}.{number}", kinds) for number, kinds in enumerate(groups)]
+            for group in made:
+                ledger.begin(group[0].group_id)
+                ledger.finish(group[0].group_id, group)
+            reasons = {group[0].group_id: end for group, end in zip(made, ends, strict=False) if end != "batch"}
+            for group_id, reason in reasons.items():
+                batcher.drop(group_id, reason)
+            chosen = [group for group in made if group[0].group_id not in reasons]
+            batch = batcher.batch(step, Version(1, step), made, chosen, reasons, {}, Generated.of(made, 1.0))
+            row = batch.metrics | rollout_metrics(batch)
+            log.metrics(step + 1, row if teaches else row | skipped_batch(batch, row) | {"train/skipped": 1.0})
+            ledger.trained(step + 1)
+        ledger.close(len(batches), is_whole=True)
+        rows, entries = read_metrics(log.folder), balance(log.folder).entries
+        sums = Counter()
+        for row in rows:
+            sums.update({name: value for name, value in row.items() if name.startswith(("tokens/", *COUNTS))})
+        trained = sum(entry.num_tokens for entry in entries if entry.state == "trained")
+        assert trained == sums["tokens/trained"] == totals.tokens
+        dropped = [entry for entry in entries if entry.state == "dropped"]
+        names = {entry.reason.replace(" ", "_"): entry for entry in dropped}
+        for group, value in (("dropped_tokens", "num_tokens"), ("dropped_groups", "num_groups")):
+            found = {name.partition("/")[2]: number for name, number in sums.items() if name.startswith(f"{group}/")}
+            expected = {reason: getattr(entry, value) for reason, entry in names.items()}
+            assert {k: n for k, n in found.items() if n} == {k: n for k, n in expected.items() if n}
+            assert {k: n for k, n in totals.by_reason[group].items() if n} == {k: n for k, n in found.items() if n}
+        assert sum(entry.num_groups for entry in entries) == len(left) + sum(len(groups) for groups, *_ in batches)
+        sizes = [
+            size for groups in (left, *(groups for groups, *_ in batches)) for kinds in groups for _, size in kinds
+        ]
+        assert sum(entry.num_tokens for entry in entries) == sum(sizes), "each token is in one entry"
 
 
 def refills_of(tasks, most=1):

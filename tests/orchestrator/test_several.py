@@ -51,7 +51,8 @@ def batch(step, name, reward=1.0, **metrics):
 def test_a_batch_of_two_parts():
     first = batch(4, "a", **{"time/generate_s": 2.0, "throughput/rollouts_per_s": 3.0, "rollout/drawn_groups": 1.0})
     second = batch(4, "b", **{"time/generate_s": 5.0, "throughput/rollouts_per_s": 4.0, "rollout/drawn_groups": 3.0})
-    first.metrics["idle/engine_s"], second.metrics["idle/engine_s"] = 3.0, 1.0
+    first.metrics |= {"idle/engine_s": 3.0, "idle/engine_environment_s": 3.0, "idle/trainer_s": 0.0}
+    second.metrics |= {"idle/engine_s": 2.0, "idle/engine_update_s": 2.0, "idle/trainer_s": 4.0}
     first.metrics["reward/drawn_mean"], second.metrics["reward/drawn_mean"] = 0.0, 1.0
     first.dropped, second.dropped = {"timeout": 1, "no_signal": 2}, {"timeout": 3}
     first.draws, second.draws, second.version = [4, 9], [6], Version(0, 2)
@@ -63,13 +64,16 @@ def test_a_batch_of_two_parts():
         "time/generate_s": 5.0,
         "throughput/rollouts_per_s": (2 * 3.0 + 5 * 4.0) / 5,
         "rollout/drawn_groups": 4.0,
-        "reward/drawn_mean": 0.75,
+        "reward/drawn_mean": 0.25,
         "staleness/mean": 1.0,
         "staleness/max": 1.0,
         "staleness/mixed_fraction": 0.0,
         "staleness/age_0": 0.0,
         "staleness/age_1": 1.0,
         "idle/engine_s": 3.0,
+        "idle/engine_environment_s": 3.0,
+        "idle/engine_update_s": 0.0,
+        "idle/trainer_s": 4.0,
     }
     assert join([first]) is first
     with pytest.raises(ValueError, match="several steps"):

@@ -15,7 +15,7 @@ from slipstream.runlog import RunLog, heartbeat, read_events
 from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks.prometheus import CONTENT_TYPE, Family, MetricsServer, families_of, render
 
-ROW = {"rollout/num": 8.0, "rollout/length": 2.5, "dropped/stale": 3.0, "retry/late": 1.0, "reward/mean": 0.25}
+ROW = {"rollout/num": 8.0, "tokens/trained": 20.0, "dropped/stale": 3.0, "retry/late": 1.0, "reward/mean": 0.25}
 
 
 def get(url):

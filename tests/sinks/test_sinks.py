@@ -1,6 +1,7 @@
 """Every sink gets every row and can be read back; one that fails, hangs or is missing costs the run nothing."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import struct
@@ -11,6 +12,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, EngineError, Interrupted, StartsAgain
 from slipstream.runlog import RunLog, read_events, read_metrics
@@ -151,6 +154,17 @@ def test_tensorboard_forgets_what_was_made_again(run):
     assert rows == [(0, 0.0), (1, 0.25), (2, 2.0), (3, 2.25), (4, 2.5)]
 
 
+def test_tensorboard_keeps_the_step_that_a_resume_goes_on_from(run):
+    with MetricSinks(["tensorboard"], run, Log()) as sinks:
+        put_all(sinks, [{"reward/mean": 0.0}, {"reward/mean": 0.25}, {"reward/mean": 0.5}])
+    time.sleep(1.1)  # the file's name is the second in which it was opened
+    with MetricSinks(["tensorboard"], dataclasses.replace(run, lineage=1, resumed_from=1), Log()) as sinks:
+        put_all(sinks, [{"probe/abs_logprob_diff": 0.125}, {"reward/mean": 2.0}], 1)
+    rows = tensorboard_rows(run.folder / "tensorboard")
+    assert rows["reward/mean"] == [(0, 0.0), (1, 0.25), (2, 2.0)]
+    assert rows["probe/abs_logprob_diff"] == [(1, 0.125)]
+
+
 def leveldb_records(log, at, block=32768, header=7):
     """The records of a LevelDB log (its doc/log_format.md), which wandb's files are, after `at` bytes of their own."""
     record = b""
@@ -245,11 +259,63 @@ def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
     assert (resumed.run_id, exit_code) == (run.run_id, 3)
 
 
+def wandb_rows(told):
+    """As W&B does: what comes for a step before the newest is lost, and of one step the last value counts."""
+    rows = {}
+    for step, values in told:
+        if step >= max(rows, default=0):
+            rows[step] = rows.get(step, {}) | values
+    return rows
+
+
+LATE = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=6)
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.booleans(), LATE)
+def test_wandb_has_each_evaluation_and_the_first_row_of_each_step(starting_step, first, is_missing, steps):
+    """Of a run that goes on from `first` where W&B has the rows before `starting_step`. An evaluation goes on beside
+    each step that begins one, and is taken before the next one begins, as `trainer.evaluations` does."""
+    told, running, evaluated = [], None, {}
+    run = SimpleNamespace(log=lambda values, step: told.append((step, values)))
+    sink = WandB.__new__(WandB)
+    sink._run, sink._first, sink._step, sink._evaluated = run, starting_step, starting_step, -1
+    sink._resumed_from = first
+
+    def evaluate(step):
+        sink.write(step, 0.0, {"eval/accuracy": step / 8})
+        if step >= starting_step or step == first:
+            evaluated[step] = step / 8
+
+    sink.write(first, 0.0, {"probe/abs_logprob_diff": 0.5} | ({"eval/accuracy": first / 8} if is_missing else {}))
+    if is_missing:
+        evaluated[first] = first / 8
+    for step, (begins, ends) in enumerate(steps, start=first + 1):
+        if begins and running is not None:
+            evaluate(running)
+            running = None
+        sink.write(step, 0.0, {"reward/mean": step / 8})
+        running = step if begins else running
+        if ends and running is not None and running < step:
+            evaluate(running)
+            running = None
+    last = first + len(steps)
+    if last >= starting_step:
+        evaluate(last)  # of a run that ends early
+    rows = wandb_rows([(starting_step, {}), *told])
+    found = {row["eval/step"]: row["eval/accuracy"] for row in rows.values() if "eval/step" in row}
+    assert found == evaluated
+    rewards = {step: row["reward/mean"] for step, row in rows.items() if "reward/mean" in row}
+    assert rewards == {step: step / 8 for step in range(max(first + 1, starting_step), last + 1)}
+
+
 def test_wandb_gets_an_evaluation_that_comes_later_with_its_newest_step(tmp_path, monkeypatch):
     told = []
     run = SimpleNamespace(
+        starting_step=0,
+        url="https://wandb.example/us/sorting/runs/key",
         log=lambda values, step: told.append((step, values)),
         define_metric=lambda name, step_metric: told.append((name, step_metric)),
+        finish=lambda exit_code: None,
     )
     library = SimpleNamespace(init=lambda **options: run, Table=dict, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", library)
@@ -258,8 +324,13 @@ def test_wandb_gets_an_evaluation_that_comes_later_with_its_newest_step(tmp_path
     sink.write(7, 2.0, {"reward/mean": 0.75, "eval/accuracy": 0.5})
     sink.write(4, 3.0, {"eval/accuracy": 0.25})
     sink.write_samples(4, 3.0, [])
-    assert [(step, values.get("eval/step")) for step, values in told[1:4]] == [(4, None), (7, 7), (7, 4)]
-    assert (told[0], told[4][0]) == (("eval/*", "eval/step"), 7)
+    assert [(step, values.get("eval/step")) for step, values in told[1:4]] == [(4, None), (7, 7), (8, 4)]
+    assert (told[0], told[4][0]) == (("eval/*", "eval/step"), 8)
+    log, said = Log(), []
+    with MetricSinks(["wandb"], Run(tmp_path, 0, {}, "key"), log, tell=said.append):
+        wait_until(lambda: said)
+    assert log.events[0] == {"kind": "sink_opened", "name": "wandb", "url": run.url}
+    assert said == [f"metrics in wandb: {run.url}"]
 
 
 def test_trackio_keeps_every_row_in_its_local_store(tmp_path):

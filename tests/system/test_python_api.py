@@ -84,6 +84,7 @@ def test_a_model_is_evaluated_without_a_run(model):
     assert (found.accuracy, found.num_tasks) == (1.0, 7)
     assert found.interval[0] < 1.0 == found.interval[1]
     assert found.metrics["eval/reward"] == 1.0
+    assert [(sample["reward"], bool(sample["prompt"])) for sample in found.samples] == [(1.0, True)] * 7
 
 
 @pytest.mark.full

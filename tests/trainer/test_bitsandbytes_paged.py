@@ -7,7 +7,7 @@ from torch import nn
 from slipstream.errors import TrainingError
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW
+from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW, MasterPagedAdamW8bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
@@ -35,6 +35,24 @@ def test_it_is_adamw():
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
+def test_with_eight_bits_it_is_adamw_with_eight_bits():
+    torch.manual_seed(0)
+    networks = [nn.Linear(128, 128) for _ in range(2)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    kinds = (MasterPagedAdamW8bit, MasterAdamW8bit)
+    optimizers = [k(n.named_parameters(), weight_decay=0.1) for k, n in zip(kinds, networks, strict=True)]
+    for _ in range(4):
+        gradient = torch.randn(128, 128)
+        for network, optimizer in zip(networks, optimizers, strict=True):
+            ((network.weight * gradient).sum() + network.bias.sum()).backward()
+            optimizer.prepare(1e-2)
+            optimizer.commit()
+    paged, other = (optimizer.state() for optimizer in optimizers)
+    assert paged["state1.weight"].dtype == torch.uint8
+    assert all(torch.equal(paged[name], other[name]) for name in other)
+    assert torch.equal(networks[0].weight, networks[1].weight)
+
+
 @pytest.mark.parametrize("kinds", [(MasterPagedAdamW, MasterAdamW8bit), (MasterAdamW8bit, MasterPagedAdamW)])
 def test_moments_of_the_other_kind_are_refused(kinds):
     networks = [nn.Linear(128, 64) for _ in kinds]
@@ -48,10 +66,11 @@ def test_moments_of_the_other_kind_are_refused(kinds):
     made.load_state(saved)
 
 
+@pytest.mark.parametrize("kind", [MasterPagedAdamW, MasterPagedAdamW8bit])
 def test_an_interrupted_run_is_the_same_bit_for_bit_and_its_moments_are_where_the_library_wants_them(
-    make_learner, make_batch, tmp_path
+    make_learner, make_batch, tmp_path, kind
 ):
-    whole, first, resumed = (make_learner(kind=MasterPagedAdamW, weight_decay=0.1) for _ in range(3))
+    whole, first, resumed = (make_learner(kind=kind, weight_decay=0.1) for _ in range(3))
     for seed in range(4):
         advance(whole, make_batch(seed=seed))
     for seed in range(2):
@@ -78,12 +97,12 @@ def test_an_interrupted_run_is_the_same_bit_for_bit_and_its_moments_are_where_th
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_on_a_gpu_its_moments_are_in_managed_memory_and_it_is_adamw(weight_decay, tmp_path):
+@pytest.mark.parametrize("kinds", [(MasterPagedAdamW, MasterAdamW), (MasterPagedAdamW8bit, MasterAdamW8bit)])
+def test_on_a_gpu_its_moments_are_in_managed_memory_and_it_is_adamw(weight_decay, kinds):
     """On GPUs bitsandbytes decays what the update has made, torch what was before it: rate ** 2 * decay a step."""
     rate, steps = 1e-2, 6
     networks = [nn.Linear(512, 512, device="cuda") for _ in range(2)]
     networks[1].load_state_dict(networks[0].state_dict())
-    kinds = (MasterPagedAdamW, MasterAdamW)
     optimizers = [k(n.named_parameters(), weight_decay=weight_decay) for k, n in zip(kinds, networks, strict=True)]
     for number in range(steps):
         gradient = torch.randn(512, 512, device="cuda")

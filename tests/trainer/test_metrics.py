@@ -5,9 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream import records
+from slipstream.envs.base import Score
+from slipstream.envs.rewards.contract import NotApplicable, Reward
 from slipstream.envs.rewards.functions import _as_verl_score
+from slipstream.envs.rewards.rubric import Part, WeightedParts
 from slipstream.errors import TrainingError
 from slipstream.trainer.batch_trainer import BatchTrainer
 from slipstream.trainer.metrics import (
@@ -15,7 +20,7 @@ from slipstream.trainer.metrics import (
     logprob_differences,
     prompt_of,
     rollout_metrics,
-    skipped_tokens,
+    skipped_batch,
     worst_engine_mean,
 )
 
@@ -43,6 +48,49 @@ def test_those_that_a_reward_function_of_verl_gave_are_counted_too():
     assert score.metrics == {"good": 2.0, "non_finite": 2.0}
     found = rollout_metrics(batch_of(score.metrics, {"good": 4.0}, score.metrics))
     assert (found["reward/good"], found["reward/non_finite"]) == (8 / 3, 4.0)
+    part = rollout_metrics(batch_of({"a": 1.0, "a/non_finite": 2.0}, {"a": 1.0, "non_finite": 1.0}, {"a": 1.0}))
+    assert (part["reward/non_finite"], "reward/a/non_finite" in part) == (3.0, False)
+
+
+NUMBERS = st.lists(st.tuples(st.sampled_from(["graded", "abstained", "another task"]), st.booleans()), min_size=1)
+
+
+@given(NUMBERS)
+def test_a_flag_is_a_share_of_the_rollouts_that_it_could_be_raised_for(kinds):
+    rows = []
+    for kind, is_open in kinds:
+        row = {"unclosed_thinking": 1.0} if is_open else {}
+        if kind == "graded":
+            row |= {"sums": 0.5, "sums/unclosed_thinking": 1.0} if is_open else {"sums": 2.0}
+        rows.append(row | ({"sums/not_applicable": 1.0} if kind == "abstained" else {}))
+    found = rollout_metrics(batch_of(*rows))
+    num = {kind: sum(each == kind for each, _ in kinds) for kind in ("graded", "abstained")}
+    num_open = sum(is_open for _, is_open in kinds)
+    of_sums = [is_open for kind, is_open in kinds if kind == "graded"]
+    seen = num["graded"] + num["abstained"]
+    assert found.get("reward/unclosed_thinking", 0.0) == num_open / len(kinds)
+    assert found.get("reward/sums/not_applicable", 0.0) == (num["abstained"] / seen if seen else 0.0)
+    assert found.get("reward/sums/unclosed_thinking", 0.0) == (sum(of_sums) / seen if seen else 0.0)
+    if of_sums:
+        assert found["reward/sums"] == pytest.approx(sum(0.5 if each else 2.0 for each in of_sums) / len(of_sums))
+
+
+def test_the_parts_of_a_rubric_that_abstain_for_half_of_the_rows_say_so():
+    def half(kind):
+        def reward(task, completion):
+            if task.info["kind"] != kind:
+                raise NotApplicable("another kind")
+            return Score(1.0)
+
+        found = Reward()
+        found.name, found.__class__ = kind, type(kind, (Reward,), {"__call__": staticmethod(reward)})
+        return Part(found)
+
+    rubric = WeightedParts([half("sum"), half("word")])
+    tasks = [records.Task(f"{n}", [], info={"kind": "sum" if n < 7 else "word"}) for n in range(16)]
+    found = rollout_metrics(batch_of(*(rubric(task, "").metrics for task in tasks)))
+    assert (found["reward/sum/not_applicable"], found["reward/word/not_applicable"]) == (9 / 16, 7 / 16)
+    assert found["reward/sum"] == found["reward/word"] == 1.0
 
 
 def test_the_staleness_of_each_task_is_over_its_tokens():
@@ -57,7 +105,8 @@ def test_the_staleness_of_each_task_is_over_its_tokens():
 
 
 def test_what_only_some_optimizer_steps_of_a_batch_measure_is_averaged_over_those():
-    rows = iter([({"a": 1.0}, True), ({"a": 3.0, "mismatch/at_position_64": 5.0}, True), ({"a": 9.0}, False)])
+    first, second = {"a": 1.0, "train/overflows": 1.0}, {"a": 3.0, "train/overflows": 2.0}
+    rows = iter([(first, True), ({**second, "mismatch/at_position_64": 5.0}, True), ({"a": 9.0}, False)])
     training = SimpleNamespace(updates_per_batch=3, epochs_per_batch=1)
     trainer = SimpleNamespace(
         config=SimpleNamespace(training=training),
@@ -65,7 +114,7 @@ def test_what_only_some_optimizer_steps_of_a_batch_measure_is_averaged_over_thos
         optimizer_step=lambda step, number, may_be_zero: next(rows),
     )
     found = BatchTrainer.optimizer_steps(trainer, [(0, None), (1, None), (2, None)], 0)
-    assert found == ({"a": 2.0, "mismatch/at_position_64": 5.0}, 1)
+    assert found == ({"a": 2.0, "train/overflows": 3.0, "mismatch/at_position_64": 5.0}, 1), "counts are summed up"
 
 
 def rollout(group, reward, size=1, outcome="done", **fields):
@@ -89,6 +138,7 @@ def test_rewards_lengths_and_outcomes_of_what_is_trained_on():
         "rollout/length": 3.0,
         "rollout/length_max": 4.0,
         "rollout/truncated_fraction": pytest.approx(1 / 3),
+        "rollout/stop_answer_fraction": pytest.approx(2 / 3),
         "rollout/num": 3.0,
         "tokens/trained": 9.0,
     }
@@ -107,7 +157,8 @@ def test_turns_thinking_and_why_episodes_ended_are_told_where_there_is_something
     both = of(rollout("g", 1.0, stop="answer"), rollout("g", 1.0, stop="length"))
     assert (both["rollout/stop_answer_fraction"], both["rollout/stop_length_fraction"]) == (0.5, 0.5)
     plain = of(rollout("g", 1.0, stop="length"), rollout("g", 1.0, stop="length"))
-    assert not any(name.startswith(("rollout/turns", "rollout/thinking", "rollout/stop")) for name in plain)
+    assert not any(name.startswith(("rollout/turns", "rollout/thinking")) for name in plain)
+    assert plain["rollout/stop_length_fraction"] == 1.0
 
 
 def test_each_task_of_which_groups_were_drawn_has_its_own_numbers():
@@ -147,8 +198,14 @@ def test_what_clipping_and_importance_sampling_took_is_seen(metrics, is_cut):
 
 
 def test_tokens_of_a_skipped_batch_are_not_trained_on():
-    assert skipped_tokens({"tokens/trained": 7.0}) == {"tokens/trained": 0.0, "dropped_tokens/skipped": 7.0}
-    assert skipped_tokens({"reward/mean": 7.0}) == {}
+    batch = records.Batch(0, records.Version(0, 0), [rollout("g", 1.0, 3), rollout("g", 1.0, 2), rollout("h", 0.0, 2)])
+    assert skipped_batch(batch, rollout_metrics(batch)) == {
+        "tokens/trained": 0.0,
+        "dropped/skipped": 3.0,
+        "dropped_groups/skipped": 2.0,
+        "dropped_tokens/skipped": 7.0,
+    }
+    assert skipped_batch(batch, {"reward/mean": 7.0}) == {}
 
 
 def test_the_mean_of_the_worst_engine_is_over_its_tokens():

@@ -57,6 +57,9 @@ class Evaluation:
     num_tasks: int
     metrics: dict[str, float] = field(repr=False)
     """All numbers, as they stand in `metrics.jsonl`."""
+    samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], repr=False)
+    """The completions, as `Run.samples` has them: task, prompt, right answer, completion, reward and outcome. Those of
+    one task follow one another."""
 
 
 def train(
@@ -156,7 +159,7 @@ def evaluate(
         raise error_of(outcome)
     found: dict[str, float] = outcome.summary
     interval = (found["eval/accuracy_low"], found["eval/accuracy_high"])
-    return Evaluation(found["eval/accuracy"], interval, int(found["eval/num_tasks"]), found)
+    return Evaluation(found["eval/accuracy"], interval, int(found["eval/num_tasks"]), found, outcome.samples)
 
 
 def new_model(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,7 +18,12 @@ from slipstream.config.python_objects import give
 from slipstream.errors import Interrupted, SlipstreamError, StartsAgain
 from slipstream.inference.child_process import leave
 from slipstream.inference.plugin import lifeline
+from slipstream.records import Rollout
+from slipstream.runlog import sample_of
 from slipstream.runlog.redaction import hide_userinfo
+from slipstream.runlog.writer import without_surrogates
+
+_OF_A_RUN = ("step", "version", "sequences")
 
 if TYPE_CHECKING:
     from slipstream.progress import Progress
@@ -53,7 +58,8 @@ def _carry_out(call: Call, last_words: Callable[[SlipstreamError], None]) -> Out
             from slipstream.launch.prepare import prepare
             from slipstream.launch.tools.evaluate import evaluate_model
 
-            return Outcome(evaluate_model(prepare(loaded), _progress(call)).metrics())
+            found = evaluate_model(prepare(loaded), _progress(call))
+            return Outcome(found.metrics(), [_sample(rollout) for rollout in found.rollouts])
         from slipstream.launch.start import run_training
 
         _, summary = run_training(
@@ -66,6 +72,12 @@ def _carry_out(call: Call, last_words: Callable[[SlipstreamError], None]) -> Out
         return _failed(error)
     except KeyboardInterrupt:
         return Outcome(error="Interrupted", message="interrupted", exit_code=Interrupted.exit_code)
+
+
+def _sample(rollout: Rollout) -> dict[str, Any]:
+    """As in `samples.jsonl`, without what says which step and tokens of a run it is of."""
+    whole = msgspec.to_builtins(sample_of(rollout, 0, ""))
+    return without_surrogates({name: value for name, value in whole.items() if name not in _OF_A_RUN})
 
 
 def _progress(call: Call) -> Progress:

@@ -76,7 +76,7 @@ LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
-OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_paged", "muon"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_paged", "adamw_paged_8bit", "muon"]
 Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
 
@@ -290,9 +290,10 @@ class TrainingConfig(Section):
     rounding so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with 8-bit optimizer
     states (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA
     moves to the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight
-    bytes a parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with masters: matrices move by their momentum made
-    orthogonal, at AdamW's learning rates; embeddings, head, vectors and experts that a layer keeps in one parameter are
-    AdamW's. It keeps one moment for two. Over `training.ranks` only `adamw` and `adamw_bf16`."""
+    bytes a parameter less. `adamw_paged_8bit`: both, six bytes less and up to two more. `muon` (Jordan 2024; arXiv
+    2502.16982), with masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; embeddings,
+    head, vectors and experts that a layer keeps in one parameter are AdamW's. It keeps one moment for two. Over
+    `training.ranks` only `adamw` and `adamw_bf16`."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
     learning_rate: bounds.Rate | Literal["auto"] = "auto"

@@ -11,6 +11,9 @@ from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
 
+BY_BITSANDBYTES = frozenset({"adamw_8bit", "adamw_paged", "adamw_paged_8bit"})
+"""Optimizers that need this library."""
+
 
 def planned_config(config: RunConfig) -> PlannedConfig:
     """`config` without any `auto`: its recipe's choices in [algorithm], and the defaults of `config.planned` for every

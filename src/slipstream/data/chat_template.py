@@ -73,6 +73,8 @@ class ChatTokenizer:
             raise ConfigError(
                 f"model.path = {self.path}: no tokenizer can be loaded ({first_line(error)}): correct it"
             ) from error
+        # Slipstream itself says which prompts are too long, and leaves them out.
+        self._tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
         given = dict(template_kwargs or {})

@@ -430,5 +430,5 @@ def worst_report(
         verify_s=max(report.verify_s for report in reports),
         num_bytes=max(report.num_bytes for report in reports),
         stall_s=max(report.stall_s for report in reports),
-        memory_bytes=sum(report.memory_bytes for report in reports),
+        memory_bytes=max(report.memory_bytes for report in reports),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import PlannedConfig, RunConfig
-from slipstream.config.traits import uses_critic
+from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.records import SamplingParams
@@ -314,14 +314,15 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
     }
     if training.optimizer == "adamw_bf16":
         return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
-    if training.optimizer == "adamw_8bit":
-        from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit
+    if training.optimizer in BY_BITSANDBYTES:
+        from slipstream.trainer.optim import bitsandbytes
 
-        return MasterAdamW8bit(named, **options)
-    if training.optimizer == "adamw_paged":
-        from slipstream.trainer.optim.bitsandbytes import MasterPagedAdamW
-
-        return MasterPagedAdamW(named, **options)
+        kinds = {
+            "adamw_8bit": bitsandbytes.MasterAdamW8bit,
+            "adamw_paged": bitsandbytes.MasterPagedAdamW,
+            "adamw_paged_8bit": bitsandbytes.MasterPagedAdamW8bit,
+        }
+        return kinds[training.optimizer](named, **options)
     if training.optimizer == "muon":
         return MasterMuon(named, network, momentum=training.muon_momentum, **options)
     return MasterAdamW(named, **options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -269,10 +269,11 @@ def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:
     }
 
 
-def drop_metrics(reason: str, num_tokens: int) -> dict[str, float]:
-    """Metrics of a group that the ledger drops."""
-    name = reason.replace(" ", "_")
-    return {f"dropped_groups/{name}": 1.0, f"dropped_tokens/{name}": float(num_tokens)}
+def drop_metrics(reason: str, tokens: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of a group that the ledger drops; `tokens` by reason, since rollouts of it may have failed."""
+    names = {each: each.replace(" ", "_") for each in (reason, *tokens)}
+    found = {f"dropped_tokens/{names[each]}": float(number) for each, number in tokens.items()}
+    return {f"dropped_groups/{names[reason]}": 1.0, **found}
 
 
 def _mixture_shape(config: PlannedConfig, lineage: int) -> dict[str, Any]:

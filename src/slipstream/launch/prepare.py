@@ -18,7 +18,7 @@ from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunCon
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
-from slipstream.config.traits import measures_loss, rolls_out, uses_engine
+from slipstream.config.traits import BY_BITSANDBYTES, measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
@@ -246,7 +246,7 @@ def _check_what_it_needs(config: RunConfig) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     name = config.training.optimizer
-    if name not in ("adamw_8bit", "adamw_paged"):
+    if name not in BY_BITSANDBYTES:
         return
     spec = importlib.util.find_spec("bitsandbytes")
     # A plain folder of that name in the current one is found too: it has no origin.

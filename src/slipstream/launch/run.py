@@ -127,7 +127,8 @@ def train(
             progress.message(f"left out: {count} ({reason})")
         if changed:
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
-        with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
+        described = run_of(folder, log.lineage, read_settings(folder), step if resume else None)
+        with MetricSinks(prepared.config.run.sinks, described, log, tell=progress.message) as sinks:
             log.listen(sinks.put)
             if prepared.config.run.sink_samples:
                 log.on_sample(sinks.put_sample)

@@ -23,6 +23,7 @@ from slipstream.launch.children import RunContext
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.matching.reader import MatchingReader
 from slipstream.launch.matching.schedule import generates_for
+from slipstream.launch.plan.memory.sizes import GIB, engine_bytes_per_gpu
 from slipstream.launch.startup.stages import WAIT
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader, Takes
@@ -118,9 +119,14 @@ class RunHooks(TrainerHooks):
             verify_s=report.verify_s,
             num_bytes=report.num_bytes,
             stall_s=report.stall_s,
+            memory_bytes=report.memory_bytes,
         )
         if report.stall_s:
             self._log.note({"update/stall_s": report.stall_s})
+        if report.memory_bytes:
+            took = report.memory_bytes / self._config.inference.tensor_parallel_size
+            planned = engine_bytes_per_gpu(self._config, self._run.prepared.facts.model)
+            self._log.note({"memory/engine_gib": took / GIB, "memory/engine_planned_gib": planned / GIB})
         self._log.note(metrics)
 
     def version_evaluated(self, step: int, evaluation: Evaluation) -> None:

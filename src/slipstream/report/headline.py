@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,16 @@ def headline(record: RunRecord) -> Headline:
         gained=difference_interval(before, after) if before and after else None,
         reward=(rewards[0], rewards[-1]) if rewards else None,
         probe=max(_values(record, "probe/abs_logprob_diff"), default=None),
-        dropped=round(sum(value_of(row, name) or 0.0 for row in record.rows for name in row if "dropped/" in name)),
+        dropped=round(math.fsum(num for row in record.rows for name in row if (num := _dropped(row, name)))),
         skipped=round(sum(_values(record, "train/skipped"))),
         digest=f"{version.get('version', '')} {version.get('digest', '')}".strip(),
     )
+
+
+def _dropped(row: dict[str, Any], name: str) -> float:
+    """Rollouts dropped, but for those of skipped steps, which are counted as such."""
+    counts = name.startswith("dropped/") and name != "dropped/skipped"
+    return (value_of(row, name) or 0.0) if counts else 0.0
 
 
 def difference_interval(before: Accuracy, after: Accuracy) -> tuple[float, float, float]:

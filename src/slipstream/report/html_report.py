@@ -38,7 +38,8 @@ def page(records: Sequence[RunRecord]) -> str:
     """The HTML text of the report on one run, or on several side by side."""
     names = _names(records)
     if len(records) == 1:
-        title = names[0]
+        facts = ", ".join(value for _, value in identity(records[0]))
+        title = f"{names[0]}: {facts}" if facts else names[0]
         body = _single(records[0])
     else:
         title = ", ".join(names)

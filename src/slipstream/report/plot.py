@@ -173,7 +173,7 @@ def _x_labels(across: Scale) -> Html:
     labels = [
         h("span", number(tick), style=f"left:{100 * across.place(tick):.2f}%") for tick in across.ticks if tick >= 0
     ]
-    return h("div", labels, class_="x", aria_hidden="true")
+    return h("div", labels, h("span", "step", class_="axis-name"), class_="x", aria_hidden="true")
 
 
 def tick_text(value: float, ticks: Sequence[float]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slipstream.runlog import COUNTS
 from slipstream.runlog.evaluations import sources_of
 
 MAX_POINTS = 400
@@ -190,7 +191,6 @@ _OWN = "What your reward returned under this name, or your environment measured:
 _MAX_OWN = 8
 """Most panels of reward components in the first group; the others are with all other metrics."""
 _DROPPED, _DROPPED_TOKENS, _RETRY = "dropped/", "dropped_tokens/", "retry/"
-_COUNTS = (_DROPPED, _DROPPED_TOKENS, "dropped_groups/", _RETRY)
 _OTHER = Group("All other metrics", "", ())
 _TIMES = "time/"
 _REWARD = "reward/"
@@ -228,7 +228,7 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
     rest = sorted(
         name
         for name in present - shown
-        if not name.startswith((_TIMES, *_COUNTS)) and not _is_figure(name) and not _TASK.fullmatch(name)
+        if not name.startswith((_TIMES, *COUNTS)) and not _is_figure(name) and not _TASK.fullmatch(name)
     )
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
     found: list[Group] = []

@@ -25,7 +25,10 @@ from slipstream.exports import exported
 if TYPE_CHECKING:
     from slipstream.runlog.reader import (
         ACCURACY,
+        COUNTS,
         REWARD,
+        ROLLOUT_COUNTS,
+        ROLLOUT_FLAGS,
         ExitReport,
         ExitStatus,
         RunStatus,
@@ -47,8 +50,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCURACY",
+    "COUNTS",
     "REDACTED",
     "REWARD",
+    "ROLLOUT_COUNTS",
+    "ROLLOUT_FLAGS",
     "EventLog",
     "ExitReport",
     "ExitStatus",
@@ -79,8 +85,8 @@ __getattr__ = exported(
     __name__,
     {
         "reader": (
-            "ACCURACY REWARD ExitReport ExitStatus RunStatus RunSummary holds_run is_running list_runs "
-            "read_events read_exit read_metrics read_samples read_settings summarize"
+            "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary holds_run "
+            "is_running list_runs read_events read_exit read_metrics read_samples read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",
         "redaction": "REDACTED",

@@ -1,6 +1,7 @@
 """The ledger of a run's groups of rollouts: `ledger.sqlite` in the run folder, written by the orchestrator.
 
-Every group ends exactly once: `trained` at a step, `dropped` for a reason, or `cancelled` for one. Before that it is
+Every group ends exactly once: `trained` at a step, `dropped` for a reason (`failed`: all of its rollouts did), or
+`cancelled` for one. In a run without resumes the sums are those of `metrics.jsonl`. Before that a group is
 `running`, `ready` (finished) or `batched`. Finished groups are stored whole until no crash can need them. The next
 attempt of a run that died uses them again (`kept`): those of weights that its checkpoint descends from, if fresh.
 
@@ -25,8 +26,9 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.records import Rollout, encode_rollouts
+from slipstream.records import TRAINABLE_OUTCOMES, Rollout, encode_rollouts
 from slipstream.runlog.files import UNDECODABLE, cannot_write, disk_errors, open_own
+from slipstream.runlog.reader import read_metrics
 
 FILE = "ledger.sqlite"
 """Of the only orchestrator, or the first; that of the second is `ledger-1.sqlite`."""
@@ -50,6 +52,11 @@ _OF_THE_DISK = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
 }
+_FAILED = """CREATE TABLE IF NOT EXISTS failed (
+    id TEXT NOT NULL, lineage INTEGER NOT NULL, reason TEXT NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (id, lineage, reason)
+) WITHOUT ROWID"""
+"""The failed rollouts of groups that finished, by outcome. In older ledgers a group's tokens have theirs, too."""
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
 
@@ -61,7 +68,8 @@ class Entry:
     reason: str
     num_groups: int
     num_tokens: int
-    """Sampled tokens; of a group that did not finish, none are counted."""
+    """Sampled tokens; of a group that did not finish, none are counted. Those of rollouts that failed are `dropped`
+    for their outcome, in an entry of its own that has no groups."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +110,14 @@ class Ledger:
         orchestrator: int = 0,
         later: Callable[[float, Callable[[], None]], object] | None = None,
         keep_bytes: bool = False,
-        on_drop: Callable[[str, int], None] = lambda reason, tokens: None,
+        on_drop: Callable[[str, Mapping[str, int]], None] = lambda reason, tokens: None,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
         on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
         `later` calls a function in so many seconds, in the thread that writes; without it all is written at once.
         `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch. `on_drop` is told
-        of each group of an earlier attempt that is dropped, with its reason and its sampled tokens."""
+        of each group of an earlier attempt that is dropped: its reason, and its sampled tokens by reason."""
         self._on_drop = on_drop
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
         self._later, self._keep_bytes = later, keep_bytes
@@ -131,6 +139,7 @@ class Ledger:
                 self._data.execute(f"PRAGMA user_version = {_FORMAT}")
             elif found != _FORMAT:
                 raise ConfigError(f"{path} has format {found}, and this Slipstream reads {_FORMAT}: start a new run")
+            self._data.execute(_FAILED)
             self.survivors = self._survivors()
             self._take_over(repr(sorted(shape.items())))
 
@@ -148,11 +157,11 @@ class Ledger:
         lineage, oldest, tokens, data = row
         if oldest + self._staleness < step or not is_in_time(oldest):
             self._set(group, "dropped", "stale", lineage=lineage)
-            self._on_drop("stale", tokens)
+            self._tell_drop("stale", group, lineage, tokens)
             return None
         if (rollouts := _decoded(data)) is None:
             self._set(group, "dropped", "damaged", lineage=lineage)
-            self._on_drop("damaged", tokens)
+            self._tell_drop("damaged", group, lineage, tokens)
             return None
         self._set(group, "ready", lineage=lineage)
         return oldest, rollouts
@@ -166,7 +175,11 @@ class Ledger:
     def finish(self, group: str, rollouts: Sequence[Rollout]) -> None:
         """All rollouts of a group have ended."""
         steps = [_step_of(s.version) for rollout in rollouts for q in rollout.sequences for s in q.versions]
-        tokens = sum(rollout.num_sampled for rollout in rollouts)
+        tokens = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
+        failed = Counter[str]()
+        for rollout in rollouts:
+            if rollout.outcome not in TRAINABLE_OUTCOMES:
+                failed[rollout.outcome] += rollout.num_sampled
         data = encode_rollouts(rollouts, keep=self._keep_bytes)
         oldest, newest = min(steps, default=self._first), max(steps, default=self._first)
         self._write_soon(
@@ -175,6 +188,7 @@ class Ledger:
                 (oldest, newest, tokens, group, self._lineage),
             ),
             ("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, data)),
+            *(("INSERT INTO failed VALUES (?, ?, ?, ?)", (group, self._lineage, *each)) for each in failed.items()),
         )
 
     def drop(self, group: str, reason: str) -> None:
@@ -239,7 +253,7 @@ class Ledger:
             reason = self._why_dropped(data, last is not None and last[0] != shape)
             state = "dropped" if reason else "kept"
             if reason:
-                self._on_drop(reason, tokens)
+                self._tell_drop(reason, group, lineage, tokens)
             self._data.execute(
                 "UPDATE groups SET state = ?, reason = ?, step = NULL WHERE id = ? AND lineage = ?",
                 (state, reason, group, lineage),
@@ -255,6 +269,9 @@ class Ledger:
         if rollouts is None:
             return "damaged"
         return "" if self._descends(rollouts) else "undone by a resume"
+    def _tell_drop(self, reason: str, group: str, lineage: int, tokens: int) -> None:
+        query = "SELECT reason, tokens FROM failed WHERE id = ? AND lineage = ?"
+        self._on_drop(reason, {reason: tokens, **dict(self._data.execute(query, (group, lineage)).fetchall())})
 
     def _survivors(self) -> dict[int, int]:
         """For each earlier lineage, the newest of its versions that this attempt's weights descend from."""
@@ -343,31 +360,54 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 
 
 def balance(folder: Path) -> Balance | None:
-    """Where the groups of the run in `folder` are; None without a ledger. Raises DataError if it cannot be read."""
+    """Where the groups of the run in `folder` are; None without a ledger. Those of batches that taught nothing, which
+    `metrics.jsonl` knows, are dropped as `skipped`. Raises DataError if it cannot be read."""
     paths = [folder / FILE, *(_path_of(folder, other) for other in _others(folder))]
     if not paths[0].is_file():
         return None
-    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
     found: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
+    skipped = msgspec.json.encode(_skipped_steps(folder)).decode()
     for path in paths:
-        for state, reason, num_groups, num_tokens in _read(path, query):
+        for state, reason, num_groups, num_tokens in _read(path, _OF_GROUPS, skipped):
             found[state, reason] += num_groups
             tokens[state, reason] += num_tokens
+        if _has_table(path, "failed"):
+            for reason, num_tokens in _read(path, "SELECT reason, SUM(tokens) FROM failed GROUP BY reason"):
+                found["dropped", reason] += 0
+                tokens["dropped", reason] += num_tokens
     return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)), _end_of(paths[0]))
 
 
+_OF_GROUPS = """
+WITH ended AS (SELECT *, state = 'trained' AND step IN (SELECT value FROM json_each(?)) AS taught_nothing FROM groups)
+SELECT iif(taught_nothing, 'dropped', state), iif(taught_nothing, 'skipped', reason), COUNT(*), SUM(tokens)
+FROM ended GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+
+def _skipped_steps(folder: Path) -> list[int]:
+    """The batches on which no optimizer step was made; a row is of the step after its batch."""
+    if not (folder / "metrics.jsonl").is_file():
+        return []
+    return [row["step"] - 1 for row in read_metrics(folder) if row.get("train/skipped")]
+
+
+def _has_table(path: Path, name: str) -> bool:
+    return bool(_read(path, "SELECT name FROM sqlite_master WHERE name = ?", name))
+
+
 def _end_of(path: Path) -> str:
-    if not _read(path, "SELECT name FROM sqlite_master WHERE name = 'ends'"):
+    if not _has_table(path, "ends"):
         return ""
     query = "SELECT ends.step, reason FROM ends WHERE lineage = (SELECT MAX(lineage) FROM attempts)"
     return "".join(f"at step {step}: {reason or 'no reason was given'}" for step, reason in _read(path, query))
 
 
-def _read(path: Path, query: str) -> list[tuple[Any, ...]]:
+def _read(path: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
-            return data.execute(query).fetchall()
+            return data.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise DataError(f"{path} cannot be read ({error}): it is no ledger, or was not begun") from error
 
@@ -377,7 +417,7 @@ def _decoded(data: Any) -> list[Rollout] | None:
     try:
         rollouts = _decoder.decode(data)
         for name in {span.version for rollout in rollouts for q in rollout.sequences for span in q.versions}:
-            int(name.partition(".")[0]), _step_of(name)
+            _ = int(name.partition(".")[0]), _step_of(name)
     except (*UNDECODABLE, ValueError, TypeError):
         return None
     return rollouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,16 @@ EVENT = {**LINE, "kind": str}
 """Fields of every event."""
 STEP = {**LINE, "step": int}
 """Fields of every row of metrics, and of every sample of a step."""
+COUNTS = ("dropped/", "dropped_groups/", "dropped_tokens/", "retry/")
+"""Groups of metrics that are counts by reason, of what happened since the row before."""
+ROLLOUT_COUNTS = ("non_finite", "metrics_left_out")
+ROLLOUT_FLAGS = ("not_applicable", "unclosed_thinking")
+"""Ends of names of metrics that only some rollouts have: numbers of things, and 1 where something is so."""
+_SPARSE = re.compile(
+    rf"({'|'.join(COUNTS)}).+|rollout/(stop_.+|groups_cancelled|thinking_length|turns)|train/skipped|checkpoint/skipped"
+    r"|idle/.+_s|staleness/age_\d+|task/.+/dropped|task/left_out"
+    rf"|reward/(.+/)?({'|'.join((*ROLLOUT_COUNTS, *ROLLOUT_FLAGS))})"
+)
 
 ExitStatus = Literal["finished", "failed", "interrupted"]
 RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged", "unreadable"]
@@ -88,7 +99,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """One row for each step of the surviving history, in order.
 
     Steps of an earlier lineage after the step from which a later one resumed are left out: they were repeated. Rows of
-    one step are merged: values are the last written, `lineage` and `time` those of the first row.
+    one step are merged: values are the last written, but of a later lineage, which begins with that step's weights,
+    only what the step lacks; counts add up; `lineage` and `time` are those of the first row.
     """
     return metrics_of(read_lines(Path(folder) / "metrics.jsonl", needs=STEP), read_events(folder))
 
@@ -97,9 +109,28 @@ def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> lis
     """`read_metrics` for lines that were already read."""
     rows: dict[int, dict[str, Any]] = {}
     for row in _surviving(lines, _after(_resumed_from(events))):
-        first = rows.setdefault(row["step"], row)
-        rows[row["step"]] = {**first, **row, "lineage": first["lineage"], "time": first["time"]}
+        first = rows.get(row["step"])
+        rows[row["step"]] = row if first is None else _merged(first, row)
     return [rows[step] for step in sorted(rows)]
+
+
+def _merged(first: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    is_resumed = further["lineage"] > first["lineage"]
+    both = {**further, **first} if is_resumed else {**first, **further}
+    for name in first.keys() & further.keys():
+        if name.startswith(COUNTS):
+            both[name] = (first[name] or 0.0) + (further[name] or 0.0)
+    return both | {"lineage": first["lineage"], "time": first["time"]}
+
+
+def is_sparse(name: str) -> bool:
+    """Whether a row has a metric only where there is something: for a row of a batch that lacks it, see `plain`."""
+    return _SPARSE.fullmatch(name) is not None
+
+
+def plain(name: str) -> float:
+    """What a sparse metric is where there is nothing to tell."""
+    return 1.0 if name == "rollout/turns" else 0.0
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:

@@ -32,12 +32,13 @@ from slipstream.runlog.files import (
     write_whole,
 )
 from slipstream.runlog.heartbeat import LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS
-from slipstream.runlog.reader import EVENT, STEP, ExitReport, ExitStatus, read_exit
+from slipstream.runlog.reader import EVENT, STEP, ExitReport, ExitStatus, is_sparse, plain, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
 _EXIT = "exit.json"
+_OF_BATCHES = {"rollout/num", "train/loss"}
 _EXIT_BYTES = 8192
 """Disk space reserved for `exit.json`, so that a run that fills the disk can still write it."""
 _PACKAGES = {
@@ -94,6 +95,8 @@ class RunLog:
         self._progress_at = time.time()
         self._noted: dict[str, float] = {}
         self._counted: dict[str, float] = {}
+        self._sparse: set[str] = set()
+        """Those metrics of the run so far that not every row has."""
         self._step = 0
         self.held_version: int | None = None
         """The step of a version that an engine stays on, whose ticket is kept."""
@@ -102,7 +105,8 @@ class RunLog:
         self._warning_listeners: list[Callable[[str], None]] = []
         self._sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
         events = read_lines(folder / _EVENTS, needs=EVENT)
-        rows = [*events, *read_lines(folder / _METRICS, needs=STEP)]
+        rows = [*events, *(metrics := read_lines(folder / _METRICS, needs=STEP))]
+        self._sparse.update(name for row in metrics for name in row if is_sparse(name))
         self.num_restarts = sum(event.get("kind") == "restart" for event in events)
         """Automatic restarts of the run, over all lineages."""
         self._starts_again = bool(events) and events[-1].get("kind") == "restart"
@@ -206,13 +210,17 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Writes the row of a step: `values`, noted and counted numbers, and phase times since the last row; returns
-        these. Names are `group/name`. A value that is not finite becomes null, and a warning event names it."""
+        these. Names are `group/name`. A count or share that a row lacks and an earlier one had is 0: plots would
+        join the others. A value that is not finite becomes null, and a warning event names it."""
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
             numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
             numbers.update({name: numbers.get(name, 0.0) + value for name, value in self._counted.items()})
             for taken in (self._phase_seconds, self._noted, self._counted):
                 taken.clear()
+            self._sparse.update(filter(is_sparse, numbers))
+            if not _OF_BATCHES.isdisjoint(numbers):
+                numbers = {name: plain(name) for name in self._sparse} | numbers
         return self.add_metrics(step, numbers)
 
     def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:

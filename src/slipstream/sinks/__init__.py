@@ -69,12 +69,14 @@ class MetricSinks:
         targets: Mapping[str, Callable[[Run], Sink]] = TARGETS,
         max_waiting: int = MAX_WAITING,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`tell` is called with where each sink shows the run, from its thread."""
         self._log = log
         self._close_timeout_s = close_timeout_s
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._step = 0
-        self._workers = [_Worker(name, targets[name], run, log, max_waiting) for name in dict.fromkeys(names)]
+        self._workers = [_Worker(name, targets[name], run, log, max_waiting, tell) for name in dict.fromkeys(names)]
 
     def put(self, step: int, values: Mapping[str, float | None]) -> None:
         """Passes a step's metrics to every sink. Numbers of an earlier step may come later."""
@@ -125,8 +127,17 @@ class _Row:
 class _Worker:
     """One sink in its own thread, which also imports the library."""
 
-    def __init__(self, name: str, make: Callable[[Run], Sink], run: Run, log: Log, max_waiting: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Run], Sink],
+        run: Run,
+        log: Log,
+        max_waiting: int,
+        tell: Callable[[str], None],
+    ) -> None:
         self.name = name
+        self._tell = tell
         self.num_put = 0
         self.num_written = 0
         self._make = make
@@ -169,6 +180,9 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is reported)
             self._fail(f"cannot be opened ({one_line(error)})")
             return
+        if (url := getattr(sink, "url", "")) and not self._abandoned:
+            self._log.event("sink_opened", name=self.name, url=url)
+            self._tell(f"metrics in {self.name}: {url}")
         while not (self._ends.is_set() and self._rows.empty()):
             try:
                 row = self._rows.get(timeout=0.1)
@@ -196,10 +210,10 @@ class _Worker:
             )
 
 
-def run_of(folder: Path, lineage: int, settings: Mapping[str, Any]) -> Run:
+def run_of(folder: Path, lineage: int, settings: Mapping[str, Any], resumed_from: int | None = None) -> Run:
     """The description of the run in `folder` for sinks; `settings` are those of the run folder, without secrets."""
     project, name, entity = (str(settings.get(f"run.{key}", "")) for key in ("project", "name", "entity"))
     with open_regular(folder / "events.jsonl") as file:
         first = file.readline()  # time, process and host of its first process: no other run has it
     key = hashlib.blake2b(first, digest_size=6).hexdigest()
-    return Run(folder.resolve(), lineage, dict(settings), key, project, name, entity)
+    return Run(folder.resolve(), lineage, dict(settings), key, project, name, entity, resumed_from)

@@ -92,9 +92,9 @@ class Totals:
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one row of metrics. A batch that was skipped was not trained on."""
         if not row.get("train/skipped"):
-            num = row.get("rollout/num") or 0.0
-            self.rollouts += num
-            self.tokens += round(num * (row.get("rollout/length") or 0.0)) or row.get("train/num_tokens") or 0.0
+            self.rollouts += row.get("rollout/num") or 0.0
+            sampled, written = row.get("tokens/trained"), row.get("train/num_tokens")
+            self.tokens += (written if sampled is None else sampled) or 0.0
         self.generated += row.get("tokens/generated") or 0.0
         for name, value in row.items():
             group, _, reason = name.partition("/")

@@ -27,10 +27,12 @@ class Run:
     name: str = ""
     entity: str = ""
     """These three as the run file has them; empty if it has not."""
+    resumed_from: int | None = None
+    """The step of the checkpoint that this process goes on from; None where it begins at the start."""
 
 
 class Sink(Protocol):
-    """Receives metrics; used by one thread."""
+    """Receives metrics; used by one thread. It may have a `url`, where people look at them."""
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step, or further ones of an earlier step; `when` is Unix time. May raise."""
@@ -70,15 +72,17 @@ class TensorBoard:
         self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._text = importlib.import_module("tensorboard.plugins.text.metadata").create_summary_metadata("", "")
         self._tensor = importlib.import_module("tensorboard.util.tensor_util").make_tensor_proto
-        self._is_first = True
+        self._is_first, self._resumed_from = True, run.resumed_from
         self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """See `Sink`."""
         if self._is_first:
-            # Marks an earlier lineage's rows from this step on as superseded.
+            # Marks an earlier lineage's rows from this step on as superseded. That of the step which is gone on from
+            # stays: what comes of that step now is added to it.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._writer.add_event(self._event.Event(wall_time=when, step=step, session_log=start))
+            made_again = step if self._resumed_from is None else self._resumed_from + 1
+            self._writer.add_event(self._event.Event(wall_time=when, step=made_again, session_log=start))
             self._is_first = False
         points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._event.Event(wall_time=when, step=step, summary=self._summary(value=points)))
@@ -107,8 +111,9 @@ def _always(line: str) -> bool:
 
 class WandB:
     """A run of Weights & Biases; its files are in the run folder's `wandb/`. A resumed run goes on under the same id,
-    and W&B leaves out the rows of steps that it already has. So an evaluation that comes later than its step's row
-    goes to the newest step; charts of evaluations are over `eval/step`, the step that was evaluated.
+    and W&B keeps its first row of a step. So an evaluation that comes later than its step's row, or at the beginning
+    of a resume, goes to the newest step; one that would replace another there to the next one. Charts of evaluations
+    are over `eval/step`, the step that was evaluated.
 
     Without a login it is offline, to be sent later with `wandb sync`. WANDB_MODE, WANDB_PROJECT, WANDB_NAME,
     WANDB_ENTITY and WANDB_RUN_ID are heeded where the run file says nothing. Only metrics, settings and samples go
@@ -141,13 +146,26 @@ class WandB:
                 x_save_requirements=False,
             ),
         )
-        self._step = 0
+        self.url = self._run.url or ""
+        self._first = self._step = self._run.starting_step
+        self._resumed_from, self._evaluated = run.resumed_from, -1
+        """The newest step in W&B that has an evaluation."""
         self._run.define_metric("eval/*", step_metric="eval/step")
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """See `Sink`."""
-        own = {"eval/step": step} if any(name.startswith("eval/") for name in values) else {}
-        self._run.log({**values, **own, "time/unix_s": when}, step=self._newest(step))
+        evaluation = {name: value for name, value in values.items() if name.startswith("eval/")}
+        is_known = step < self._first
+        if is_known and not (evaluation and step == self._resumed_from):
+            return
+        place = self._newest(step)
+        if evaluation:
+            is_alone = is_known or len(evaluation) == len(values)
+            if is_alone and place == self._evaluated:
+                place = self._newest(place + 1)
+            self._evaluated = place
+            evaluation["eval/step"] = step
+        self._run.log({**({} if is_known else values), **evaluation, "time/unix_s": when}, step=place)
 
     def write_samples(self, step: int, when: float, samples: Sequence[Mapping[str, Any]]) -> None:
         """See `Sink`."""

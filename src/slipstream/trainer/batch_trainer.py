@@ -26,6 +26,9 @@ from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
 from slipstream.trainer.packing import StepBatch, make_step_batches
 
+_SUMS = ("train/num_tokens", "train/num_sequences", "train/overflows")
+"""Counts of an optimizer step; all other metrics are means over the batch's steps."""
+
 
 class NoSignal(Enum):
     """Why a batch trains nothing: the reason, and advice for the user."""
@@ -154,8 +157,8 @@ class BatchTrainer:
         )
 
     def optimizer_steps(self, steps: Sequence[tuple[int, StepBatch]], batch_step: int) -> tuple[dict[str, float], int]:
-        """Make one optimizer step per `(index in the batch, step batch)`. Returns the mean metrics of the steps that
-        were applied, or of all if none was, and how many were skipped because their gradient was zero."""
+        """Make one optimizer step per `(index in the batch, step batch)`. Returns the metrics of the steps that were
+        applied, or of all if none was, as means or sums, and how many were skipped because their gradient was zero."""
         training = self.config.training
         self.on_optimizer_steps(len(steps))
         per_batch = training.updates_per_batch * training.epochs_per_batch
@@ -167,8 +170,9 @@ class BatchTrainer:
         rows = applied or skipped
         names = dict.fromkeys(name for row in rows for name in row)
         # Not each step has tokens of every position and probability.
-        means = {name: statistics.fmean(row[name] for row in rows if name in row) for name in names}
-        return means, len(skipped)
+        values = {name: [row[name] for row in rows if name in row] for name in names}
+        found = {name: math.fsum(own) if name in _SUMS else statistics.fmean(own) for name, own in values.items()}
+        return found, len(skipped)
 
     def optimizer_step(self, step: StepBatch, number: int, *, may_be_zero: bool) -> tuple[dict[str, float], bool]:
         """Compute the gradient of `step` and apply it. Returns its metrics, and whether it was applied: a gradient of

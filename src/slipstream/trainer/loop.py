@@ -45,7 +45,7 @@ from slipstream.trainer.metrics import (
     logprob_differences,
     prompt_of,
     refuse_difference,
-    skipped_tokens,
+    skipped_batch,
     worst_engine_mean,
 )
 from slipstream.trainer.signal_watch import SignalWatch
@@ -325,7 +325,7 @@ class TrainingLoop:
         result = self._trainer.train(batch)
         self.draws.use(batch.draws)
         if result.no_signal is not None:
-            return result.metrics | skipped_tokens(result.metrics) | self._skip(batch.step, result.no_signal)
+            return result.metrics | skipped_batch(batch, result.metrics) | self._skip(batch.step, result.no_signal)
         self._trained_steps += 1
         self.log.repeats("train")
         if not result.is_critic_only:

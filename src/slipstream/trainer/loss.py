@@ -139,6 +139,8 @@ class PolicyObjective(OneForward):
         per_token_N, old_N = policy.loss_N, inputs.old_logprobs_N
         sums = {
             "entropy": entropy_N.detach().sum(),
+            "logprob": logprobs_N.detach().sum(),
+            "old_logprob": old_N.sum(),
             "ratio": torch.exp(policy.log_ratio_N).sum(),
             "ratio_histogram": log_ratio_histogram(policy.log_ratio_N),
             **{name: mask_N.sum() for name, mask_N in policy.counts.items()},

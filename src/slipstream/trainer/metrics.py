@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import MismatchError, TrainingError
+from slipstream.runlog import ROLLOUT_COUNTS, ROLLOUT_FLAGS
 from slipstream.trainer.learner import Scores
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
@@ -38,18 +39,7 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         return metrics
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_sampled for rollout in rollouts]
-    components: dict[str, list[float]] = {}
-    num_not_finite = 0.0
-    for rollout in rollouts:
-        num_not_finite += rollout.metrics.get(records.NON_FINITE, 0.0)
-        for name, value in rollout.metrics.items():
-            if not math.isfinite(value):
-                num_not_finite += 1
-            elif name != records.NON_FINITE:
-                components.setdefault(name, []).append(value)
-    metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in components.items()}
-    if num_not_finite:
-        metrics[f"reward/{records.NON_FINITE}"] = num_not_finite
+    metrics |= _of_components(rollouts)
     metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -62,8 +52,7 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "tokens/trained": float(sum(lengths)),
     }
     stops = Counter(rollout.stop for rollout in rollouts if rollout.stop)
-    if set(stops) not in (set(), {"answer"}, {"length"}):  # which the truncated fraction tells
-        metrics |= {f"rollout/stop_{stop}_fraction": count / len(rollouts) for stop, count in stops.items()}
+    metrics |= {f"rollout/stop_{stop}_fraction": count / len(rollouts) for stop, count in stops.items()}
     if any(rollout.num_turns > 1 for rollout in rollouts):
         metrics["rollout/turns"] = statistics.fmean(rollout.num_turns for rollout in rollouts)
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
@@ -71,10 +60,43 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     return metrics | _by_task(rollouts, batch.metrics, batch.step)
 
 
-def skipped_tokens(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What changes in a batch's metrics when nothing is trained on it."""
+def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
+    """Of what rewards and environments measured: means over the rollouts that have a number, sums of counts, and of
+    flags the part of the rollouts that they could be raised for: those that the named part of a rubric saw."""
+    counts, values = Counter[str](), dict[str, list[float]]()
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            kind = name.rpartition("/")[2]
+            if not math.isfinite(value):
+                counts[records.NON_FINITE] += 1
+            elif kind in ROLLOUT_COUNTS:
+                counts[kind] += value
+            else:
+                values.setdefault(name, []).append(value)
+    found = {f"reward/{kind}": float(count) for kind, count in counts.items() if count}
+    for name, own in values.items():
+        part, _, kind = name.rpartition("/")
+        size = sum(_saw(part, rollout) for rollout in rollouts) if kind in ROLLOUT_FLAGS else len(own)
+        found[f"reward/{name}"] = math.fsum(own) / size
+    return found
+
+
+def _saw(part: str, rollout: records.Rollout) -> bool:
+    """Whether a part of a rubric has graded a rollout or abstained; without a name it is the only one."""
+    return not part or any(name == part or name.startswith(f"{part}/") for name in rollout.metrics)
+
+
+def skipped_batch(batch: records.Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+    """What changes in the metrics of a batch when nothing is trained on it."""
     tokens = metrics.get("tokens/trained")
-    return {} if tokens is None else {"tokens/trained": 0.0, "dropped_tokens/skipped": tokens}
+    if tokens is None:
+        return {}
+    return {
+        "tokens/trained": 0.0,
+        "dropped/skipped": metrics["rollout/num"],
+        "dropped_groups/skipped": float(len({rollout.group_id for rollout in batch.rollouts})),
+        "dropped_tokens/skipped": tokens,
+    }
 
 
 def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float], step: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ that fails is switched off and keeps the reason in `failure`. Numbers come from 
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 from rich.console import Console
@@ -33,8 +34,9 @@ ViewKind = Literal["auto", "rich", "plain", "none"]
 
 
 def make_view(kind: ViewKind = "auto", console: Console | None = None) -> Progress:
-    """The view of that kind; `auto` is `rich` in a terminal and `plain` in a file or pipe."""
-    console = console or Console(emoji=False)
+    """The view of that kind; `auto` is `rich` in a terminal and `plain` in a file, a pipe or a notebook."""
+    # Kernels of notebooks set FORCE_COLOR, by which rich takes a pipe to them for a terminal.
+    console = console or Console(emoji=False, force_terminal=None if sys.stdout.isatty() else False)
     if kind == "auto":
         kind = "rich" if console.is_terminal and not console.is_dumb_terminal else "plain"
     if kind == "none":

@@ -50,7 +50,7 @@ COLUMNS = (
     Column("probe diff", ("probe/abs_logprob_diff",), ".2g"),
     Column("loss", ("train/loss",), ".4f"),
     Column("grad norm", ("train/grad_norm",), ".3g"),
-    Column("tokens/s", ("throughput/generated_tokens_per_s", "throughput/tokens_per_s"), ",.0f"),
+    Column("tokens/s", ("throughput/generated_tokens_per_s",), ",.0f"),
     Column("step s", (STEP_TIME,), ".1f"),
 )
 

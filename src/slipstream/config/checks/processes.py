@@ -115,6 +115,7 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
     whole = {
         "muon": "whole matrices",
         "adamw_8bit": "whole weights, in blocks of 256",
+        "adamw_paged_8bit": "whole weights, in blocks of 256",
         "adamw_paged": "moments in memory that the CUDA driver moves, of whole weights",
     }
     if optimizer in whole:

@@ -134,7 +134,7 @@ REFUSED: dict[str, str] = {
     "algorithm.group_size",
     "steps_per_generation": f"{_MINI_BATCH}, which is steps_per_generation / gradient_accumulation_steps",
     "warmup_ratio": "set training.warmup_steps, in optimizer steps",
-    "optim": 'set training.optimizer: "adamw", "adamw_bf16", "adamw_8bit", "adamw_paged" or "muon"',
+    "optim": 'set training.optimizer: "adamw", "adamw_bf16", "adamw_8bit", "adamw_paged", "adamw_paged_8bit" or "muon"',
     "bf16": 'set model.dtype = "bfloat16"; training.optimizer = "adamw" keeps float32 master weights',
     "fp16": 'set model.dtype = "float16"; training.optimizer = "adamw" keeps float32 master weights',
     "loss_type": 'set algorithm.normalize ("sequence" for grpo, "token" for dapo, "constant" for dr_grpo); '

@@ -263,12 +263,13 @@ def _train(
 
 
 def _one_step(trainer: BatchTrainer, run: Path, step: int) -> tuple[dict[str, float], str]:
-    result = trainer.train(read_batch(run, step)[0])
+    batch = read_batch(run, step)[0]
+    result = trainer.train(batch)
     if result.no_signal is None:
         return result.metrics, ""
-    from slipstream.trainer.metrics import skipped_tokens
+    from slipstream.trainer.metrics import skipped_batch
 
-    return result.metrics | skipped_tokens(result.metrics) | {"train/skipped": 1.0}, result.no_signal.reason
+    return result.metrics | skipped_batch(batch, result.metrics) | {"train/skipped": 1.0}, result.no_signal.reason
 
 
 def _check_frozen(identity: Mapping[str, str], trained: Trained) -> None:

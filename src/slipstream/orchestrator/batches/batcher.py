@@ -38,6 +38,9 @@ from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger
 
+_FAILED = "failed"
+"""Why a group is dropped in which no rollout can be trained on."""
+
 
 def group_name(step: int, place: int) -> str:
     """The id of the group of one task of the data order."""
@@ -71,12 +74,15 @@ class Batcher:
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
     _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
+    _reused: set[str] = field(default_factory=set[str])
+    """Groups of the batch in the making that an earlier attempt has generated."""
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
+        self._reused.clear()
         size, groups = len(tasks), await self._round(step, version, 0, tasks, len(tasks))
         chosen, reasons, metrics = groups, dict[str, str](), dict[str, float]()
         if self.refills is not None:
@@ -90,7 +96,8 @@ class Batcher:
             chosen, reasons, metrics = choice.groups, choice.reasons, choice.metrics
             for group, reason in reasons.items():
                 self.drop(group, reason)
-        made = Generated.of(groups, time.monotonic() - started)
+        new = (group for group in groups if group[0].group_id not in self._reused)
+        made = Generated.of(new, time.monotonic() - started)
         return self.batch(step, version, groups, chosen, reasons, metrics, made)
 
     async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
@@ -147,15 +154,18 @@ class Batcher:
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
         self._has_warned = self._has_warned or warn_of_no_tokens(rollouts, f"step {step}", self.hooks.warn)
-        dropped, lost = losses(groups, reasons)
+        failed = {
+            group[0].group_id: _FAILED
+            for group in chosen
+            if all(rollout.outcome not in TRAINABLE_OUTCOMES for rollout in group)
+        }
+        for group_id, reason in failed.items():
+            self.drop(group_id, reason)
+        dropped, lost = losses(groups, {**reasons, **failed})
         num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         if self.ledger is not None:
-            used = {rollout.group_id for rollout in kept}
-            for group in chosen:
-                if group[0].group_id not in used:  # nothing of it is trained on
-                    self.drop(group[0].group_id, group[0].outcome)
-            self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id in used])
+            self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id not in failed])
         return Batch(
             step=step,
             version=version,
@@ -199,7 +209,10 @@ class Batcher:
 
         async def group(place: int, task: Task) -> list[Rollout]:
             kept = self.kept(group_name(step, place), step)
-            return kept[1] if kept is not None else await self.group(step, place, task)
+            if kept is None:
+                return await self.group(step, place, task)
+            self._reused.add(group_name(step, place))
+            return kept[1]
 
         places = (self.share.place(own, size) for own in range(first, first + len(tasks)))
         groups = await all_of(group(place, task) for place, task in zip(places, tasks, strict=True))

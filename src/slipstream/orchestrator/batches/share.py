@@ -16,10 +16,13 @@ from slipstream.records import Batch
 
 T = TypeVar("T")
 _GENERATE_S = "time/generate_s"
-_RATE, _LARGEST = "throughput/", ("time/", "idle/", "rollout/refills")
+_RATE, _LARGEST = "throughput/", ("time/", "rollout/refills")
+_SIDES = ("engine", "trainer")
+"""Of each side, the idle seconds as a whole and those by reason, which add up to them."""
 _OF_GROUPS = "reward/drawn_mean"
 """A mean over the rollouts of the groups that were drawn."""
-_DRAWN = "rollout/drawn_groups"
+_LEFT_OUT = ("no_signal", "surplus")
+"""Why rollouts that could be trained on are not in the batch."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Share:
 
 def join(parts: Sequence[Batch]) -> Batch:
     """The batch of one step, of the parts of all orchestrators in their order. Times are the longest, rates are over
-    these, counts are summed up."""
+    these, idle time is that of the orchestrator with the most, counts are summed up."""
     if len(parts) == 1:
         return parts[0]
     if len(steps := {part.step for part in parts}) > 1:
@@ -57,14 +60,18 @@ def join(parts: Sequence[Batch]) -> Batch:
     for name in names:
         values = [part.metrics[name] for part in parts if name in part.metrics]
         metrics[name] = max(values) if name.startswith(_LARGEST) else sum(values)
+    for side in _SIDES:
+        worst = max(parts, key=lambda part: part.metrics.get(f"idle/{side}_s", 0.0))
+        metrics |= {name: worst.metrics.get(name, 0.0) for name in names if name.startswith(f"idle/{side}_")}
     for name in names:
         if name.startswith(_RATE):
             totals = (part.metrics[name] * part.metrics[_GENERATE_S] for part in parts if name in part.metrics)
             metrics[name] = sum(totals) / metrics[_GENERATE_S]
     if _OF_GROUPS in names:
         weighed = [part for part in parts if _OF_GROUPS in part.metrics]
-        num_drawn = sum(part.metrics[_DRAWN] for part in weighed)
-        metrics[_OF_GROUPS] = sum(part.metrics[_OF_GROUPS] * part.metrics[_DRAWN] for part in weighed) / num_drawn
+        sizes = [len(part.rollouts) + sum(part.dropped.get(why, 0) for why in _LEFT_OUT) for part in weighed]
+        total = sum(size * part.metrics[_OF_GROUPS] for size, part in zip(sizes, weighed, strict=True))
+        metrics[_OF_GROUPS] = total / max(1, sum(sizes))
     dropped: Counter[str] = Counter()
     for part in parts:
         dropped.update(part.dropped)

@@ -1,4 +1,4 @@
-"""AdamW of the bitsandbytes library on fp32 master weights: with 8-bit optimizer states, or with paged fp32 ones.
+"""AdamW of the bitsandbytes library on fp32 master weights: with 8-bit optimizer states, with paged ones, or both.
 
 8-bit states (arXiv 2110.02861) are quantized in blocks of 256 values, each with its own scale; parameters with fewer
 than 4,096 elements keep fp32 states. This saves six bytes per parameter. Paged states, of parameters with 100,000
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from bitsandbytes.optim import AdamW8bit, PagedAdamW32bit
+from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit, PagedAdamW32bit
 from torch import Tensor
 
 from slipstream.trainer.optim.base import MasterOptimizer, NamedParameters, RateOf, one_rate
@@ -58,13 +58,8 @@ class MasterAdamW8bit(_BitsandbytesAdamW):
         return "absmax1" not in memory and memory["state1"].numel() >= _MIN_8BIT_ELEMENTS
 
 
-class MasterPagedAdamW(_BitsandbytesAdamW):
-    """AdamW with fp32 optimizer states in CUDA managed memory."""
-
-    rule = PagedAdamW32bit
-
-    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
-        return "absmax1" in memory
+class _PagedAdamW(_BitsandbytesAdamW):
+    """Loaded optimizer states too are in CUDA managed memory."""
 
     def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
         if key not in ("state1", "state2"):
@@ -72,3 +67,18 @@ class MasterPagedAdamW(_BitsandbytesAdamW):
         rule: Any = self._rules[self._rule_of[name]][0]
         buffer: Tensor = rule.get_state_buffer(self._holders[name], dtype=value.dtype)
         return buffer.copy_(value)
+
+
+class MasterPagedAdamW(_PagedAdamW):
+    """AdamW with fp32 optimizer states in CUDA managed memory."""
+
+    rule = PagedAdamW32bit
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        return "absmax1" in memory
+
+
+class MasterPagedAdamW8bit(_PagedAdamW, MasterAdamW8bit):
+    """AdamW with 8-bit optimizer states in CUDA managed memory; the blocks' scales are not."""
+
+    rule = staticmethod(partial(PagedAdamW8bit, min_8bit_size=_MIN_8BIT_ELEMENTS))

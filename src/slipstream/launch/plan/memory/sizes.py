@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slipstream.config.bounds import GIB
+from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import OptimizerName
 from slipstream.launch.plan.facts import ModelFacts
 
@@ -24,6 +25,12 @@ EIGHT_BIT_BLOCK = 256
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
     """The live weights."""
     return model.num_parameters * BYTES_OF[dtype]
+
+
+def engine_bytes_per_gpu(config: PlannedConfig, model: ModelFacts) -> int:
+    """Weights and KV cache of an engine on each of its GPUs, as torch counts them there: without the CUDA context."""
+    weights = -(-weights_bytes(model, config.model.dtype) // config.inference.tensor_parallel_size)
+    return weights + int(config.inference.kv_cache_gib * GIB)
 
 
 def training_state_bytes(
@@ -56,19 +63,19 @@ def training_state_bytes(
 
 def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelFacts | None) -> int:
     """fp32 gradients, fp32 masters (not for `adamw_bf16`) and optimizer state: two moments; for `muon` one, and two of
-    embeddings and LM head; for `adamw_8bit` a byte each and two scales a block. `model` is None for an adapter."""
+    embeddings and LM head; with 8 bits a byte each and two scales a block. `model` is None for an adapter."""
     masters = 0 if optimizer == "adamw_bf16" else 4
     if optimizer == "muon":
         vocabulary = _vocabulary_parameters(model) if model else 0
         return (4 + masters + 4) * num_parameters + 4 * vocabulary
-    if optimizer == "adamw_8bit":
+    if optimizer in ("adamw_8bit", "adamw_paged_8bit"):
         return (4 + masters + 2) * num_parameters + 2 * 4 * num_parameters // EIGHT_BIT_BLOCK
     return (4 + masters + 8) * num_parameters
 
 
 def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
     """Optimizer moments that can move from a GPU to the CPU's memory."""
-    return 8 * model.num_decoding if optimizer == "adamw_paged" else 0
+    return {"adamw_paged": 8, "adamw_paged_8bit": 2}.get(optimizer, 0) * model.num_decoding
 
 
 def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None) -> int:
