@@ -23,17 +23,19 @@ from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.deadlines import plan_deadlines, retry_notes
 from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.launch.plan.lengths import plan_lengths
-from slipstream.launch.plan.memory.checkpoints import checkpoint_notes, disk_warnings, plan_checkpoints
+from slipstream.launch.plan.memory.cards import device_of
+from slipstream.launch.plan.memory.checkpoints import check_disk, checkpoint_notes, plan_checkpoints
 from slipstream.launch.plan.memory.split import plan_compile, plan_cpu_cache, plan_gpu_memory, plan_micro_batch
 from slipstream.launch.plan.memory.teacher import TeacherMemory, planned_teacher
 from slipstream.launch.plan.placement import plan_placement
 from slipstream.launch.plan.summary import (
     Note,
     batch_notes,
-    check_memory,
     delta_warnings,
+    held_warnings,
     lora_warnings,
     memory_notes,
+    memory_refusals,
     parameter_notes,
     rl_warnings,
     rotary_notes,
@@ -98,10 +100,34 @@ class Plan:
     """How its engine is started, where there is a teacher of ours."""
     notices: tuple[str, ...] = ()
     """What there is to say of earlier runs; no value depends on it."""
+    refusals: tuple[str, ...] = ()
+    """Why the run does not fit into this machine's memory, or on its disk."""
+    device: str = ""
+    """What it was made for, for people."""
+
+    def checked(self) -> Plan:
+        """The same. Raises `DoesNotFit` with it where it must not run."""
+        if self.refusals:
+            raise DoesNotFit(self)
+        return self
+
+
+class DoesNotFit(ConfigError):
+    """The run needs more memory, or disk, than there is."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.refusals[0])
+        self.plan = plan
+        """All of it, to be shown."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
-    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work."""
+    """Derive every `auto` of `config` from `facts`. Raises ConfigError for what cannot work, `DoesNotFit` among it."""
+    return draft_plan(config, facts).checked()
+
+
+def draft_plan(config: RunConfig, facts: Facts) -> Plan:
+    """The same, of a run that does not fit, too; raises ConfigError for what nothing can be planned for."""
     builder = PlanBuilder(config, facts)
     _plan_dtype(builder)
     _plan_batch(builder)
@@ -160,7 +186,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if isinstance(planned.algorithm, RLConfig):
         builder.warnings += rl_warnings(planned, planned.algorithm)
     builder.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts), *lora_warnings(facts)]
-    builder.warnings += disk_warnings(planned, facts)
+    disk, full = check_disk(planned, facts)
+    builder.warnings += [*disk, *held_warnings(facts)]
     notes = (
         *rotary_notes(planned, facts),
         *parameter_notes(facts),
@@ -169,7 +196,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         *memory_notes(planned, facts),
         *checkpoint_notes(planned, facts),
     )
-    check_memory(planned, facts)
+    builder.refusals += [*full, *memory_refusals(planned, facts)]
     return Plan(
         planned,
         tuple(builder.derived),
@@ -178,6 +205,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         trainer_bytes(planned, facts),
         planned_teacher(planned, facts),
         facts.notices,
+        tuple(builder.refusals),
+        device_of(facts),
     )
 
 

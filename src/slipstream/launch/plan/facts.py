@@ -188,6 +188,11 @@ class Facts:
     """Of one GPU."""
     gpu_capability: int = 0
     """Major compute capability of all GPUs; 0 where they differ."""
+    gpu_name: str = ""
+    gpu_held_bytes: int = 0
+    """Of the GPU that has least left, what processes hold that are not this run's."""
+    gpu_holders: tuple[str, ...] = ()
+    """Those processes, for people."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     engine: EngineFacts | None = None
