@@ -312,7 +312,7 @@ class TrainingConfig(Section):
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: bounds.Tokens | Literal["auto"] = "auto"
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
-    packing: bool = True
+    packing: bool | Literal["auto"] = "auto"
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
     ranks: bounds.Processes = 1
     """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of

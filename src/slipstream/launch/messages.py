@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 from slipstream.config import RunConfig
-from slipstream.launch.preflight.model_folder import hub_id
 from slipstream.runlog import RunLog
+from slipstream.runlog.names import model_name
 
 _LOGGER = logging.getLogger("slipstream.trainer")
 
 
 def title_of(config: RunConfig) -> str:
     """The run's title in a terminal: model, algorithm and environment."""
-    title = f"{Path(hub_id(config.model.path)).name} {config.algorithm.kind}"
+    title = f"{model_name(config.model.path)} {config.algorithm.kind}"
     return title if config.environment is None else f"{title} {config.environment.name}"
 
 

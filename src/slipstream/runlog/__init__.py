@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         ExitStatus,
         RunStatus,
         RunSummary,
+        find_runs,
         holds_run,
         is_running,
-        list_runs,
         read_events,
         read_exit,
         read_metrics,
@@ -59,9 +59,9 @@ __all__ = [
     "Setting",
     "append_event",
     "exit_code_of",
+    "find_runs",
     "holds_run",
     "is_running",
-    "list_runs",
     "read_events",
     "read_exit",
     "read_metrics",
@@ -79,7 +79,7 @@ __getattr__ = exported(
     __name__,
     {
         "reader": (
-            "ACCURACY REWARD ExitReport ExitStatus RunStatus RunSummary holds_run is_running list_runs "
+            "ACCURACY REWARD ExitReport ExitStatus RunStatus RunSummary holds_run is_running find_runs "
             "read_events read_exit read_metrics read_samples read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",

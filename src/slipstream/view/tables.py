@@ -20,6 +20,7 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
     styles["unreadable"] = "red"
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="ellipsis")
+    table.add_column("model", no_wrap=True, overflow="ellipsis")
     table.add_column("status", no_wrap=True)
     for heading in ("step", "reward", "accuracy", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -27,6 +28,7 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
     for run in runs:
         table.add_row(
             Text(clean(run.name), "bold"),
+            clean(run.model),
             Text(run.status, styles.get(run.status, "yellow")),
             f"{run.step}/{'?' if run.total_steps is None else run.total_steps}",
             REWARD_COLUMN.text(run.reward),

@@ -25,7 +25,13 @@ from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.launch.plan.lengths import plan_lengths
 from slipstream.launch.plan.memory.cards import device_of
 from slipstream.launch.plan.memory.checkpoints import check_disk, checkpoint_notes, plan_checkpoints
-from slipstream.launch.plan.memory.split import plan_compile, plan_cpu_cache, plan_gpu_memory, plan_micro_batch
+from slipstream.launch.plan.memory.split import (
+    plan_compile,
+    plan_cpu_cache,
+    plan_gpu_memory,
+    plan_micro_batch,
+    time_notes,
+)
 from slipstream.launch.plan.memory.teacher import TeacherMemory, planned_teacher
 from slipstream.launch.plan.placement import plan_placement
 from slipstream.launch.plan.summary import (
@@ -130,6 +136,9 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     """The same, of a run that does not fit, too; raises ConfigError for what nothing can be planned for."""
     builder = PlanBuilder(config, facts)
     _plan_dtype(builder)
+    obstacle = builder.facts.model.unpackable
+    packed = "several sequences in a row leave less of it empty"
+    builder.derive_auto("training.packing", not obstacle, f"the model has {obstacle}" if obstacle else packed)
     _plan_batch(builder)
     _plan_steps(builder)
     _plan_evaluation(builder)
@@ -195,6 +204,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
         *retry_notes(planned),
         *memory_notes(planned, facts),
         *checkpoint_notes(planned, facts),
+        *time_notes(planned, facts),
     )
     builder.refusals += [*full, *memory_refusals(planned, facts)]
     return Plan(

@@ -42,6 +42,8 @@ class ModelFacts:
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     architecture: str = ""
     """The class of its network, as its configuration names it; empty where that brings its own code."""
+    unpackable: str = ""
+    """Why sequences cannot be packed into one row; empty where they can."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 

@@ -290,10 +290,16 @@ def _square_tower(whole: Any) -> dict[str, int]:
 
 def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
     """`model` as attention without packing computes it."""
-    if config.training.packing:
-        return model
-    from slipstream.trainer.model.loading import unpacked_attention
+    from slipstream.trainer.model.loading import packing_obstacle, unpacked_attention
 
+    packing = config.training.packing
+    if packing == "auto":
+        model = dataclasses.replace(
+            model, unpackable=packing_obstacle(config.model.path, config.model.trust_remote_code)
+        )
+        packing = not model.unpackable
+    if packing:
+        return model
     implementation, is_capped = unpacked_attention(config.model.path, config.model.trust_remote_code)
     if implementation != "eager":
         return model

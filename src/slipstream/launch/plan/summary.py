@@ -327,10 +327,13 @@ def memory_refusals(config: PlannedConfig, facts: Facts) -> Iterator[str]:
         parts += f", teacher {gib(teacher.total)}" if teacher is not None else ""
         held = f" of a GPU left{held_by_others(facts)}" if facts.gpu_held_bytes else ""
         blamed = [f"lower {' or '.join(found)}"] if (found := _settings_to_lower(config, facts, needed)) else []
-        of_trainer = 2 * trainer.total > needed or trainer.total > available
-        remedies = blamed or ways_to_need_less(config, facts, of_trainer=of_trainer)
-        if engine is not None and not blamed and 8 * engine.working > needed:
-            remedies.insert(-1, f"lower inference.kv_cache_gib = {config.inference.kv_cache_gib:g}")
+        apart = where == "each GPU has"
+        remedies = blamed or ways_to_need_less(
+            config,
+            facts,
+            of_trainer=not apart or trainer.total > available,
+            of_engine=not apart or trainer.total <= available,
+        )
         where = "there are" if held else where
         yield (
             f"the run needs about {gib(needed)} ({parts}), and {where} {gib(max(0, available))}{held}: "

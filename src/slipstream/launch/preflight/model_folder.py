@@ -60,11 +60,21 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
     check_architecture(folder, model.trust_remote_code, packing=packing)
     if weights:
         _check_weights(folder)
-    if not model.trust_remote_code and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+    if not model.trust_remote_code and not has_tokenizer(folder):
         raise ConfigError(
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
             "tokenizer there, or save it with save_pretrained"
         )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a vocabulary."""
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds weights, or a part of them, in whatever format."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf"))
 
 
 def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:

@@ -27,6 +27,7 @@ from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of
 from slipstream.progress import Progress
 from slipstream.records import Rollout, Task, Version
+from slipstream.runlog.names import model_name
 from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _with_engine(
     """What `work` makes of rollouts by an engine on the run file's model, which is started for it. Raises `Interrupted`
     when it is stopped."""
     with StopRequest() as stop, temporary("eval") as logs:
-        progress.start(f"{purpose} {Path(prepared.config.model.path).name}", 0)
+        progress.start(f"{purpose} {model_name(prepared.config.model.path)}", 0)
         try:
             return asyncio.run(until_stopped(_on_engine(prepared, progress, Path(logs), work), stop, purpose))
         finally:

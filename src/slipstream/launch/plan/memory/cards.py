@@ -72,9 +72,7 @@ def chosen_gpus(device: str | None, memory_gib: float | None, count: int) -> Gpu
     return Gpus(count, int(size * GIB), CAPABILITY.get(name, 8), name or f"GPU with {size:g} GiB", is_here=False)
 
 
-def with_held(
-    gpus: Gpus, totals: Sequence[int], used: Sequence[int], processes: Sequence[Sequence[str]] = ()
-) -> Gpus:
+def with_held(gpus: Gpus, totals: Sequence[int], used: Sequence[int], processes: Sequence[Sequence[str]] = ()) -> Gpus:
     """`gpus` with what is held of them: the memory of each, what is in use of it, and the processes that use it."""
     free = [total - _held(amount) for total, amount in zip(totals, used, strict=True)]
     fullest = free.index(min(free))

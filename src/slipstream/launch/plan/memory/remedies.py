@@ -16,8 +16,8 @@ def either(remedies: Sequence[str]) -> str:
     return f"{', '.join(first)}, or {last}" if first else last
 
 
-def ways_to_need_less(config: RunConfig, facts: Facts, *, of_trainer: bool = True) -> list[str]:
-    """What makes a planned `config` need less memory; `of_trainer`: also what the trainer alone needs less by."""
+def ways_to_need_less(config: RunConfig, facts: Facts, *, of_trainer: bool = True, of_engine: bool = True) -> list[str]:
+    """What makes a planned `config` need less memory: of the trainer, of the engine, or of either."""
     training, on_gpu = config.training, facts.num_gpus > 0
     found = ["use a smaller model"]
     if of_trainer and config.lora is None:
@@ -33,6 +33,9 @@ def ways_to_need_less(config: RunConfig, facts: Facts, *, of_trainer: bool = Tru
         found.append("end what holds the GPU's memory")
     if on_gpu and facts.num_gpus > training.ranks and of_trainer:
         found.append(f"raise training.ranks = {training.ranks}")
-    if on_gpu and uses_engine(config) and facts.num_gpus > config.inference.tensor_parallel_size:
+    if on_gpu and of_engine and uses_engine(config) and facts.num_gpus > config.inference.tensor_parallel_size:
         found.append(f"raise inference.tensor_parallel_size = {config.inference.tensor_parallel_size}")
+    cache, at_once = config.inference.kv_cache_gib, config.inference.max_num_seqs
+    if of_engine and uses_engine(config) and isinstance(cache, float) and isinstance(at_once, int) and at_once > 1:
+        found.append(f"lower inference.kv_cache_gib = {cache:g}")
     return [*found, f"take a {'GPU' if on_gpu else 'machine'} with more memory"]

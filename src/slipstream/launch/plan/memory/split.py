@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from slipstream.config import RLConfig, RunConfig, with_values
+from slipstream.config import PlannedConfig, RLConfig, RunConfig, with_values
 from slipstream.config.traits import rolls_out, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import PlanBuilder
@@ -38,6 +38,7 @@ from slipstream.launch.plan.memory.sizes import (
 from slipstream.launch.plan.memory.tower import patches_at_once
 from slipstream.launch.plan.memory.trainer import ACTIVATION_MARGIN, RowMemory, row_memory, training_state
 from slipstream.launch.plan.placement import teacher_bytes
+from slipstream.launch.plan.summary import Note
 from slipstream.launch.recovery.shortages import fewer_sequences, fewer_tokens, must_compute_again
 
 MAX_SEQUENCES = 256
@@ -56,6 +57,7 @@ COMPILING_S = 60.0
 """Compiling in the first of several equal runs; the others find its result in the cache."""
 LEAST_RUNS = 2
 """Equal runs that are expected."""
+TRAINING_TIME = "training time"
 COMPILING_SAVES = 0.2
 """Fraction of the training time that compiled layers save."""
 
@@ -360,7 +362,8 @@ def plan_compile(builder: PlanBuilder) -> None:
             "training.offload_activations = true moves activations from a GPU to the CPU's memory, and there is no GPU:"
             " remove it"
         )
-    pays, reason = _compiling_pays(builder.original, builder.facts, builder["training.steps"])
+    config = with_values(builder.original, {"training.packing": builder["training.packing"]})
+    pays, reason = _compiling_pays(config, builder.facts, builder["training.steps"])
     builder.derive_auto("training.compile", pays, reason)
 
 
@@ -376,6 +379,15 @@ def _training_seconds(config: RunConfig, facts: Facts, num_steps: int) -> float:
         tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
     passes = num_steps * training.epochs_per_batch
     return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
+
+
+def time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
+    """How long training takes, without generation; nothing on a CPU, whose speed is unknown."""
+    if facts.num_gpus:
+        minutes = _training_seconds(config, facts, config.training.steps) / 60
+        how = f"{GPU_FLOPS:.0e} FLOP/s on each of {config.training.ranks} GPUs, as a data-centre GPU has; generation "
+        how += "comes on top"
+        yield Note(TRAINING_TIME, float(f"{minutes:.2g}"), "min", how)
 
 
 def _compiling_pays(config: RunConfig, facts: Facts, num_steps: int) -> tuple[bool, str]:
