@@ -23,6 +23,7 @@ LAYERS = {
     "errors": 0,
     "exports": 0,
     "patience": 0,
+    "names": 0,
     "progress": 0,
     "engine_protocols": 1,
     "config": 1,

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from slipstream.config import RunConfig
+from slipstream.names import model_name
 from slipstream.runlog import RunLog
-from slipstream.runlog.names import model_name
 
 _LOGGER = logging.getLogger("slipstream.trainer")
 

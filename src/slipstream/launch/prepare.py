@@ -166,7 +166,6 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
     check_fields(tokenizer, prompts, dropped)
-    gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
         train_tasks,
@@ -174,7 +173,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         eval_tasks=eval_tasks,
         lengths=examples.lengths,
         eval_lengths=eval_examples.lengths,
-        gold=gold,
+        gold=partial(gold_turns, environment) if environment else answer_turns,
         max_turns=environment.max_turns if environment else 1,
         apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,

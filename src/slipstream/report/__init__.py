@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.names import task_namer
 from slipstream.report.html_report import TITLE_END, page
 from slipstream.runlog import RunRecord, read_run, read_settings
-from slipstream.runlog.names import task_namer
 
 __all__ = ["write_report"]
 

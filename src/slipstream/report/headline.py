@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.algo import statistics as algo
+from slipstream.names import model_name
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
-from slipstream.runlog.names import model_name
 
 
 @dataclass(frozen=True)

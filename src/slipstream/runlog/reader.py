@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream.errors import DataError
+from slipstream.names import model_name
 from slipstream.runlog.files import is_locked, read_lines, read_toml
 from slipstream.runlog.heartbeat import read_heartbeat, read_processes
-from slipstream.runlog.names import model_name
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"

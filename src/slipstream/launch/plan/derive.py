@@ -23,7 +23,7 @@ from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.deadlines import plan_deadlines, retry_notes
 from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.launch.plan.lengths import plan_lengths
-from slipstream.launch.plan.memory.cards import device_of
+from slipstream.launch.plan.memory.cards import HAS_BFLOAT16, device_of, has_bfloat16
 from slipstream.launch.plan.memory.checkpoints import check_disk, checkpoint_notes, plan_checkpoints
 from slipstream.launch.plan.memory.split import (
     plan_compile,
@@ -149,20 +149,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     plan_compile(builder)
     check_template(builder)
     if uses_engine(config):
-        plan_lengths(builder)
-        plan_bridge(builder)
-        _plan_order(builder)
-        (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
-        builder.derive_auto(
-            "inference.enforce_eager",
-            builder.on_cpu,
-            "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
-        )
-        if isinstance(config.algorithm, RLConfig):
-            plan_beside(builder)
-        plan_patches(builder)
-        plan_tool_parser(builder)
-        plan_deadlines(builder)
+        _plan_engine(builder)
     elif facts.model.original_context:
         length = facts.data.max_sequence_tokens or 0
         builder.derive_auto(
@@ -220,6 +207,24 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     )
 
 
+def _plan_engine(builder: PlanBuilder) -> None:
+    """Derive what concerns the engine."""
+    plan_lengths(builder)
+    plan_bridge(builder)
+    _plan_order(builder)
+    (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
+    builder.derive_auto(
+        "inference.enforce_eager",
+        builder.on_cpu,
+        "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
+    )
+    if isinstance(builder.original.algorithm, RLConfig):
+        plan_beside(builder)
+    plan_patches(builder)
+    plan_tool_parser(builder)
+    plan_deadlines(builder)
+
+
 def _reward_workers(num_cpus: int, orchestrators: int) -> tuple[int, str]:
     """How many of each orchestrator, and why."""
     workers = max(1, usual_reward_workers(num_cpus) // orchestrators)
@@ -254,10 +259,18 @@ def _plan_dtype(builder: PlanBuilder) -> None:
     size = f"{num_parameters / 1e6:.3g} M parameters"
     if builder.original.training.optimizer == "adamw_bf16":
         builder.derive_auto("model.dtype", "bfloat16", "the type that training.optimizer rounds to")
+    elif not has_bfloat16(builder.facts):
+        capped = builder.facts.model.architecture.startswith(NOT_IN_FLOAT16)
+        builder.derive_auto("model.dtype", "float32" if capped else "float16", "this GPU has no bfloat16")
     elif builder.on_cpu and num_parameters < SMALL_MODEL_PARAMETERS:
         builder.derive_auto("model.dtype", "float32", f"on a CPU {size} are few: full precision costs little")
     else:
         builder.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
+    if builder["model.dtype"] == "bfloat16" and not has_bfloat16(builder.facts):
+        raise ConfigError(
+            f'model.dtype = "bfloat16" needs a GPU of compute capability {HAS_BFLOAT16}, and this one has '
+            f'{builder.facts.gpu_capability}: use "float16", with an optimizer other than adamw_bf16'
+        )
 
 
 def _plan_precision(builder: PlanBuilder) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.launch.plan.derive import Plan
 from slipstream.launch.plan.memory.split import TRAINING_TIME
 from slipstream.launch.plan.summary import Note
-from slipstream.runlog.names import model_name
+from slipstream.names import model_name
 
 if TYPE_CHECKING:
     from rich.console import Group

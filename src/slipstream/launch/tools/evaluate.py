@@ -22,12 +22,12 @@ from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
+from slipstream.names import model_name
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of
 from slipstream.progress import Progress
 from slipstream.records import Rollout, Task, Version
-from slipstream.runlog.names import model_name
 from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:

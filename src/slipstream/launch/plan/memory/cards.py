@@ -128,6 +128,11 @@ def with_gpus(facts: Facts, gpus: Gpus) -> Facts:
     return replace(facts, memory_bytes=memory, disk=None, notices=(notice, *facts.notices))
 
 
+def has_bfloat16(facts: Facts) -> bool:
+    """Whether the device computes in bfloat16, as far as it is known."""
+    return not facts.num_gpus or not 0 < facts.gpu_capability < HAS_BFLOAT16
+
+
 def device_of(facts: Facts) -> str:
     """What the run is planned for, for people."""
     if not facts.num_gpus:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slipstream.config import RunConfig
 from slipstream.config.traits import uses_engine
 from slipstream.launch.plan.facts import Facts
-from slipstream.launch.plan.memory.cards import HAS_BFLOAT16
+from slipstream.launch.plan.memory.cards import has_bfloat16
 
 
 def either(remedies: Sequence[str]) -> str:
@@ -23,8 +23,7 @@ def ways_to_need_less(config: RunConfig, facts: Facts, *, of_trainer: bool = Tru
     if of_trainer and config.lora is None:
         found.append("set [lora]")
     if config.model.dtype == "float32":
-        has_bfloat16 = not on_gpu or facts.gpu_capability in (0, *range(HAS_BFLOAT16, 100))
-        found.append(f'set model.dtype = "{"bfloat16" if has_bfloat16 else "float16"}"')
+        found.append(f'set model.dtype = "{"bfloat16" if has_bfloat16(facts) else "float16"}"')
     if of_trainer and training.optimizer == "adamw" and config.lora is None and on_gpu:
         found.append('set training.optimizer = "adamw_8bit"')
     if of_trainer and training.gradient_checkpointing in (False, "selective"):
