@@ -730,10 +730,20 @@ def test_addresses_are_kept_without_their_passwords(tmp_path):
     assert runlog.read_exit(folder).message.endswith("mail me@here")
 
 
-def test_runs_one_folder_deeper_are_listed_and_others_folders_are_told(tmp_path):
-    for name in ("one", "quickstart/grpo", "far/too/deep"):
+def test_runs_are_found_at_any_depth_of_several_folders_and_folders_are_counted(tmp_path, monkeypatch):
+    for name in ("a/one", "a/quickstart/grpo", "b/far/too/deep", "b/.hidden/run", "a/one/inner"):
         RunLog.create(tmp_path / name).close()
-    assert {run.name for run in runlog.find_runs([tmp_path]).runs} == {"one", "quickstart/grpo"}
+    (tmp_path / "b" / "back").symlink_to(tmp_path)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert {run.name for run in runlog.find_runs([a]).runs} == {"one", "quickstart/grpo"}
+    assert [run.name for run in runlog.find_runs([b]).runs] == ["far/too/deep"]
+    found = runlog.find_runs([a, b, a / "one"])
+    assert {run.folder for run in found.runs} == {a / "one", a / "quickstart" / "grpo", b / "far" / "too" / "deep"}
+    (tmp_path / "c" / "d").mkdir(parents=True)
+    found = runlog.find_runs([tmp_path / "c"])
+    assert (found.runs, found.num_folders, found.was_cut) == ([], 2, False)
+    monkeypatch.setattr("slipstream.runlog.reader.MAX_FOLDERS", 2)
+    assert runlog.find_runs([tmp_path]).was_cut
 
 
 def test_samples_of_older_runs_are_found_by_the_ids_of_newer_ones(tmp_path):

@@ -19,6 +19,7 @@ from slipstream.launch.plan.memory.cards import (
     Gpus,
     chosen_gpus,
     read_processes,
+    read_state,
     read_used,
     with_gpus,
     with_held,
@@ -142,6 +143,13 @@ class TestHeld:
         assert machine.gpus_in_use() == first
         assert len(asked) == 1
         monkeypatch.delenv(machine.IN_USE)
+
+    def test_a_run_records_driver_temperature_and_processes(self):
+        row = "GPU-a, 81559, 41000, 570.86, 43, NVIDIA H100 80GB HBM3\n"
+        [found] = read_state(row + "GPU-b, 1\n", self.PROCESSES)
+        assert (found["driver"], found["temperature_c"], found["name"]) == ("570.86", "43", "NVIDIA H100 80GB HBM3")
+        assert len(found["processes"]) == 2
+        assert read_state("", "") == []
 
     def test_nothing_is_known_without_the_program(self, monkeypatch):
         monkeypatch.delenv(machine.IN_USE, raising=False)

@@ -20,21 +20,21 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
     styles["unreadable"] = "red"
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="ellipsis")
-    table.add_column("model", no_wrap=True, overflow="ellipsis")
     table.add_column("status", no_wrap=True)
     for heading in ("step", "reward", "accuracy", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("started", no_wrap=True)
+    table.add_column("model", no_wrap=True, overflow="ellipsis")
     for run in runs:
         table.add_row(
             Text(clean(run.name), "bold"),
-            clean(run.model),
             Text(run.status, styles.get(run.status, "yellow")),
             f"{run.step}/{'?' if run.total_steps is None else run.total_steps}",
             REWARD_COLUMN.text(run.reward),
             ACCURACY_COLUMN.text(run.accuracy),
             as_duration(run.duration_s),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)),
+            clean(run.model),
         )
     reasons = [Text.assemble((clean(run.name), "bold"), ": ", clean(run.message)) for run in runs if run.message]
     return Group(table, *([Text(), *reasons] if reasons else []))

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.launch.plan.facts import DiskFacts
-from slipstream.launch.plan.memory.cards import Gpus, read_processes, read_used, with_held
+from slipstream.launch.plan.memory.cards import STATE, Gpus, read_processes, read_state, read_used, with_held
 
 IN_USE = "SLIPSTREAM_GPUS_IN_USE"
 """Variable with what nvidia-smi answered at the start of the command."""
-_USED, _PROCESSES = "gpu=uuid,memory.total,memory.used", "compute-apps=gpu_uuid,pid,used_memory,process_name"
+_USED, _PROCESSES = f"gpu={','.join(STATE)}", "compute-apps=gpu_uuid,pid,used_memory,process_name"
 _ASKING_S = 20.0
 """A driver that is loaded for the question alone takes seconds for each GPU."""
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -88,18 +88,26 @@ def query_gpus(*queries: str) -> list[str]:
 
 
 def gpus_in_use() -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
-    """Bytes of each GPU, all and in use, and its processes, by its UUID, before any process of this run was on it.
+    """Bytes of each GPU, all and in use, and its processes, by its UUID, before any process of this run was on it."""
+    used, processes = _ask_once()
+    return read_used(used), read_processes(processes)
 
-    They are asked for once: what the run starts, and a restart, in whose time earlier processes of the run may still be
-    ending, get the same answer by their environment.
-    """
+
+def gpus_at_start() -> list[dict[str, str | list[str]]]:
+    """The GPUs of the machine as a run records them; empty where they cannot be asked."""
+    return read_state(*_ask_once())
+
+
+def _ask_once() -> tuple[str, str]:
+    """What nvidia-smi answers at the start of a command. What the run starts, and a restart, in whose time earlier
+    processes of the run may still be ending, get the same answer by their environment."""
     if IN_USE not in os.environ:
         answers = query_gpus(_USED, _PROCESSES)
         if not answers:
-            return {}, {}
+            return "", ""
         os.environ[IN_USE] = json.dumps(answers)
     used, processes = json.loads(os.environ[IN_USE])
-    return read_used(used), read_processes(processes)
+    return used, processes
 
 
 def describe_gpus() -> Gpus:

@@ -198,7 +198,7 @@ def _packing_obstacle(config: Any) -> str:
     if getattr(text, "attn_logit_softcapping", None) is not None:
         return "attention with soft-capped scores, which packed attention does not do"
     if not getattr(network, "_supports_sdpa", True):
-        return "attention that only transformers' own code computes (attention sinks, or the like)"
+        return "attention with sinks or the like, which packed attention does not do"
     return ""
 
 
@@ -232,7 +232,7 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
     if getattr(config, "audio_config", None) is not None:
         raise ConfigError(f"model.path {path!r} hears audio: only models of text, or of images too, can be trained")
     if packing and (obstacle := _packing_obstacle(config)):
-        raise ConfigError(f"model.path {path!r} has {obstacle}: set training.packing = false, or leave it out")
+        raise ConfigError(f"model.path {path!r} has {obstacle}: set training.packing = false")
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

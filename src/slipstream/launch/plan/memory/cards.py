@@ -33,6 +33,8 @@ HAS_BFLOAT16 = 8
 """Compute capability from which a GPU computes in bfloat16."""
 SAFE_HELD = GIB
 """Memory in use of a GPU below which nobody is said to hold it: the driver's own, and a display's."""
+STATE = ("uuid", "memory.total", "memory.used", "driver_version", "temperature.gpu", "name")
+"""Fields that nvidia-smi is asked for."""
 _STEP = GIB // 4
 """Held memory is rounded up to a multiple: two plans of one start are the same."""
 
@@ -103,6 +105,17 @@ def read_processes(text: str) -> dict[str, list[str]]:
         if pid:
             amount = f", {gib(int(size) << 20)}" if size.isdigit() else ""
             found.setdefault(uuid, []).append(f"{name.rpartition('/')[2] or 'a process'} (process {pid}{amount})")
+    return found
+
+
+def read_state(used: str, processes: str) -> list[dict[str, str | list[str]]]:
+    """Each GPU as a run records it: the rows of nvidia-smi with `STATE`, and its processes."""
+    of_each, found = read_processes(processes), list[dict[str, str | list[str]]]()
+    for line in used.splitlines():
+        parts = [part.strip() for part in line.split(",", len(STATE) - 1)]
+        if len(parts) == len(STATE):
+            names = ("uuid", "total_mib", "used_mib", "driver", "temperature_c", "name")
+            found.append({**dict(zip(names, parts, strict=True)), "processes": of_each.get(parts[0], [])})
     return found
 
 
