@@ -22,6 +22,7 @@ LAYERS = {
     "errors": 0,
     "exports": 0,
     "patience": 0,
+    "names": 0,
     "progress": 0,
     "regular_files": 0,
     "engine_protocols": 1,

@@ -76,7 +76,7 @@ def test_a_run_from_beginning_to_end(tmp_path):
     assert report is not None
     assert (report.status, report.exit_code, report.step, report.error) == ("finished", 0, 2, "")
     assert {"slipstream", "torch", "vllm", "transformers", "python"} <= report.versions.keys()
-    [run] = runlog.list_runs(tmp_path / "runs")
+    [run] = runlog.find_runs([tmp_path / "runs"]).runs
     assert (run.name, run.status, run.step, run.total_steps) == ("one", "finished", 2, 2)
     assert (run.reward, run.accuracy) == (0.5, 0.75)
 
@@ -236,7 +236,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
         file.write("not json\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is damaged"):
         runlog.read_metrics(log.folder)
-    [run] = runlog.list_runs(tmp_path)
+    [run] = runlog.find_runs([tmp_path]).runs
     assert run.status == "damaged"
     assert "line 2" in run.message
 
@@ -248,7 +248,7 @@ def test_no_content_of_a_file_breaks_the_list(tmp_path, content):
         with RunLog.create(folder) as log:
             log.metrics(1, {"reward/mean": 0.5})
         (folder / name).write_text(content + "\n")
-    assert {run.name for run in runlog.list_runs(tmp_path)} == {path.name for path in tmp_path.iterdir()}
+    assert {run.name for run in runlog.find_runs([tmp_path]).runs} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_superseded_steps_are_left_out(tmp_path):
@@ -616,12 +616,12 @@ def test_a_closed_log_refuses(tmp_path):
 
 
 def test_lists_are_newest_first_and_only_runs(tmp_path):
-    assert runlog.list_runs(tmp_path / "missing") == []
+    assert runlog.find_runs([tmp_path / "missing"]).runs == []
     for name in ("b", "a"):
         RunLog.create(tmp_path / name).close()
         time.sleep(0.01)
     (tmp_path / "other").mkdir()
-    assert [run.name for run in runlog.list_runs(tmp_path)] == ["a", "b"]
+    assert [run.name for run in runlog.find_runs([tmp_path]).runs] == ["a", "b"]
 
 
 def test_nothing_heavy_is_imported():
@@ -782,10 +782,20 @@ def test_addresses_are_kept_without_their_passwords(tmp_path):
     assert runlog.read_exit(folder).message.endswith("mail me@here")
 
 
-def test_runs_one_folder_deeper_are_listed_and_others_folders_are_told(tmp_path):
-    for name in ("one", "quickstart/grpo", "far/too/deep"):
+def test_runs_are_found_at_any_depth_of_several_folders_and_folders_are_counted(tmp_path, monkeypatch):
+    for name in ("a/one", "a/quickstart/grpo", "b/far/too/deep", "b/.hidden/run", "a/one/inner"):
         RunLog.create(tmp_path / name).close()
-    assert {run.name for run in runlog.list_runs(tmp_path)} == {"one", "quickstart/grpo"}
+    (tmp_path / "b" / "back").symlink_to(tmp_path)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert {run.name for run in runlog.find_runs([a]).runs} == {"one", "quickstart/grpo"}
+    assert [run.name for run in runlog.find_runs([b]).runs] == ["far/too/deep"]
+    found = runlog.find_runs([a, b, a / "one"])
+    assert {run.folder for run in found.runs} == {a / "one", a / "quickstart" / "grpo", b / "far" / "too" / "deep"}
+    (tmp_path / "c" / "d").mkdir(parents=True)
+    found = runlog.find_runs([tmp_path / "c"])
+    assert (found.runs, found.num_folders, found.was_cut) == ([], 2, False)
+    monkeypatch.setattr("slipstream.runlog.reader.MAX_FOLDERS", 2)
+    assert runlog.find_runs([tmp_path]).was_cut
 
 
 def test_samples_of_older_runs_are_found_by_the_ids_of_newer_ones(tmp_path):

@@ -377,13 +377,14 @@ def test_which_view_is_made(monkeypatch):
 def test_runs_are_listed_as_they_are():
     console = terminal(80)
     runs = [
-        RunSummary("one[bold]", Path("runs/one"), "finished", 50, 50, 0.91, 0.875, 0.0, 3725.0),
+        RunSummary("one[bold]", Path("runs/one"), "finished", 50, 50, 0.91, 0.875, 0.0, 3725.0, "", "[x]/y"),
         RunSummary("two", Path("runs/two"), "killed", 3, None, None, None, 0.0, 4.25, "line\nbreak"),
     ]
     console.print(render_runs(runs))
     heading, first, second, empty, reason = (line.strip() for line in lines_of(console))
-    assert heading.split() == ["run", "status", "step", "reward", "accuracy", "time", "started"]
+    assert heading.split() == ["run", "status", "step", "reward", "accuracy", "time", "started", "model"]
     assert first.split()[:6] == ["one[bold]", "finished", "50/50", "0.910", "0.875", "1:02:05"]
+    assert first.split()[-1] == "[x]/y"
     assert second.split()[:7] == ["two", "killed", "3/?", "-", "-", "4.2", "s"]
     assert (empty, reason) == ("", "two: line break")
 

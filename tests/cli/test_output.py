@@ -85,7 +85,7 @@ def test_a_bug_is_json_too_and_keeps_its_traceback(capsys, monkeypatch):
     def broken(*arguments, **options):
         raise KeyError("a bug")
 
-    monkeypatch.setattr("slipstream.runlog.list_runs", broken)
+    monkeypatch.setattr("slipstream.runlog.find_runs", broken)
     with pytest.raises(KeyError):
         main(["runs", "--json"])
     assert json.loads(capsys.readouterr().out) == {"error": "KeyError", "message": "KeyError: 'a bug'", "exit_code": 1}

@@ -665,7 +665,7 @@ class TestGPU:
         assert "needs 2 GPUs" in refusal(GENERATED | {"run.placement": "separate"}, **alone)
         assert "there is no GPU" in refusal({"inference.sleep": True})
         message = refusal(GENERATED, **alone | {"gpu_memory_bytes": 24 * GIB})
-        assert "use [lora], a smaller model" in message
+        assert "a smaller model, set [lora]" in message
         assert plan(GENERATED | {"inference.gpu_memory_utilization": 0.1}, **alone).config.inference.max_num_seqs < 256
 
 

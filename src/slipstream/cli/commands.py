@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.cli.output import Json, ignore_closed_pipe, print_error, print_json, tell
-from slipstream.errors import ConfigError, StartsAgain
+from slipstream.cli.output import Json, ignore_closed_pipe, json_error, print_error, print_json, print_json_text, tell
+from slipstream.errors import ConfigError, SlipstreamError, StartsAgain
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from slipstream.config.schema import RunSection
+    from slipstream.launch.plan.derive import Plan
     from slipstream.launch.start import ResumeMode
     from slipstream.progress import Progress
 
@@ -239,47 +242,80 @@ def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /
     return 0
 
 
-def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int:
+def plan(
+    run_file: RunFile,
+    /,
+    *overrides: Overrides,
+    device: Annotated[str | None, Parameter(help="Plan for such a GPU, as h100, which need not be here.")] = None,
+    device_memory: Annotated[float | None, Parameter(help="GiB of the GPU to plan for, whatever its name.")] = None,
+    gpus: Annotated[int, Parameter(help="How many of them.")] = 1,
+    json: Json = False,
+) -> int:
     """Check a run file and print every setting that is derived from it, with the reason.
 
-    Reads the model's configuration, the tokenizer and the training data; starts neither a trainer nor an engine.
+    Reads the model's configuration, the tokenizer and the training data; starts neither a trainer nor an engine. Prints
+    the whole plan also of a run that needs more memory or disk than there is, and then why. With --device it needs no
+    GPU, and a model's folder may hold its config.json alone:
+
+        slipstream plan rl.toml --device h100 --gpus 2
+        slipstream plan rl.toml --device-memory 24 --lora.rank 16
     """
     from slipstream.config import load_config
+    from slipstream.launch.plan.memory.cards import chosen_gpus
 
     loaded = load_config(Path(run_file), overrides)
-    from rich.console import Console
+    asked = chosen_gpus(device, device_memory, gpus)
+    from slipstream.launch.plan.derive import DoesNotFit
+    from slipstream.launch.tools.planning import plan_run
 
-    from slipstream.launch.plan.render import plan_as_json, render_plan
-    from slipstream.launch.prepare import check_engine, prepare
-
-    prepared = prepare(loaded, weights=False)
-    check_engine(prepared)
-    if json:
-        tell(plan_as_json(prepared.plan))
-    else:
-        Console(emoji=False).print(render_plan(prepared.plan))
-        for reason, count in prepared.dropped.items():
-            tell(f"left out: {count} ({reason})")
+    try:
+        prepared = plan_run(loaded, asked)
+    except DoesNotFit as error:
+        _show_plan(error.plan, {}, as_json=json, error=error)
+        raise
+    _show_plan(prepared.plan, prepared.dropped, as_json=json)
     return 0
 
 
+def _show_plan(plan: Plan, dropped: Mapping[str, int], *, as_json: bool, error: SlipstreamError | None = None) -> None:
+    from slipstream.launch.plan.render import plan_as_json, render_plan
+
+    if as_json:
+        failed = {} if error is None else json_error(error, str(error), error.exit_code)
+        print_json_text(plan_as_json(plan, failed))
+        return
+    from rich.console import Console
+
+    Console(emoji=False).print(render_plan(plan))
+    for reason, count in dropped.items():
+        tell(f"left out: {count} ({reason})")
+
+
 def runs(
-    root: Annotated[Path, Parameter(help="Folder that contains run folders.")] = Path("runs"), *, json: Json = False
+    *folders: Annotated[Path, Parameter(help="Runs, or folders with runs at any depth; default: runs.", show=True)],
+    json: Json = False,
 ) -> int:
-    """List the runs in a folder and its subfolders, newest first, with their state and latest metrics."""
-    from slipstream.runlog import list_runs
+    """List the runs in folders and all folders below them, newest first, with their state and latest metrics."""
+    from slipstream.runlog import find_runs
     from slipstream.view import render_runs
 
-    root = Path(root)
-    if root.is_file() or (root != Path("runs") and not root.exists()):
-        raise ConfigError(f"{root} {'is a file' if root.is_file() else 'does not exist'}: name a folder of run folders")
-    found = list_runs(root)
+    roots = [Path(folder) for folder in folders] or [Path("runs")]
+    for root in roots:
+        if root.is_file() or (folders and not root.exists()):
+            problem = "is a file" if root.is_file() else "does not exist"
+            raise ConfigError(f"{root} {problem}: name a folder of run folders")
+    found = find_runs(roots)
     if json:
-        print_json([dataclasses.asdict(run) for run in found])
+        print_json([dataclasses.asdict(run) for run in found.runs])
     else:
         from rich.console import Console
 
-        Console(emoji=False).print(render_runs(found))
+        Console(emoji=False).print(render_runs(found.runs))
+    if not found.runs or found.was_cut:
+        more = ", and stopped there: name the folders that have runs" if found.was_cut else ""
+        count = "no run" if not found.runs else f"{len(found.runs)} runs"
+        where = ", ".join(map(str, roots))
+        tell(f"found {count} in {found.num_folders} folders at or below {where}{more}", file=sys.stderr)
     return 0
 
 

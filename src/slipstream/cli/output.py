@@ -44,6 +44,17 @@ def print_json(value: Any, *, is_result: bool = True) -> None:
     Printed.json |= is_result
 
 
+def print_json_text(text: str) -> None:
+    """Print a result that is JSON already."""
+    print(text, flush=True)
+    Printed.json = True
+
+
+def json_error(error: BaseException, message: str, exit_code: int) -> dict[str, Any]:
+    """An error as `--json` shows it."""
+    return {"error": type(error).__name__, "message": message, "exit_code": exit_code}
+
+
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     """Print a table with the keys of the first row as columns."""
     from rich.console import Console
@@ -73,7 +84,7 @@ def print_json_error(error: BaseException, message: str, exit_code: int) -> None
     """Print the error as JSON on standard output, if no result was printed yet."""
     if not Printed.json:
         with contextlib.suppress(OSError):
-            print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
+            print_json(json_error(error, message, exit_code))
             flush()
 
 

@@ -90,6 +90,7 @@ class PlannedTraining(TrainingConfig):
     reshard: Literal["layer", "step"] = "layer"
     gradient_checkpointing: bool | Literal["selective"] = False
     compile: bool = False
+    packing: bool = True
 
 
 class PlannedInference(InferenceConfig):

@@ -315,8 +315,9 @@ class TrainingConfig(Section):
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: bounds.Tokens | Literal["auto"] = "auto"
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
-    packing: bool = True
-    """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
+    packing: bool | Literal["auto"] = "auto"
+    """Put several sequences in one row with block-diagonal attention; off: one sequence a row. `auto`: unless the
+    model has layers in which they would see one another (recurrent ones), or attention that cannot keep them apart."""
     ranks: bounds.Processes = 1
     """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of
     each step's micro-batches: on GPUs one each, before the engine's; on a CPU they share its cores. The same losses and
@@ -405,8 +406,8 @@ class RunSection(Section):
     """How many of the batches trained on last are kept, for `slipstream replay`; also those that follow the start model
     and each checkpoint that can be resumed from. A token takes about 20 bytes. 0: none."""
     async_checkpoints: bool | Literal["auto"] = "auto"
-    """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: on a
-    CPU, where there is memory for the copy, and with one rank."""
+    """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: with
+    one rank, where the machine has memory for the copy."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast` (not when one died

@@ -23,7 +23,7 @@ from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.launchers import SUBPROCESSES, Child, ChildElsewhere, Launcher
 from slipstream.inference.plugin import start_marks
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.inference.preimport import MODULE, EngineAhead, engine_environment
+from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 from slipstream.runlog import stacks
@@ -95,6 +95,8 @@ class EngineProcess:
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
+        if self._launcher is SUBPROCESSES:
+            check_plugin()
         model = links_to_one_model(Path(self.settings.model), self._folder / "model")
         socket = str(self._folder / "engine.sock")
         settings = msgspec.structs.replace(self.settings, model=str(model), socket=socket)

@@ -8,6 +8,7 @@ it, and when nobody takes it.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from slipstream.errors import ConfigError
 from slipstream.inference import child_process
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
@@ -60,6 +62,16 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
 def _with_ours(plugins: str) -> str:
     """The user's VLLM_PLUGINS with ours added; without the variable vLLM loads all installed plugins."""
     return ",".join(dict.fromkeys([*filter(None, plugins.split(",")), "slipstream"]))
+
+
+def check_plugin() -> None:
+    """Raise `ConfigError` where vLLM would not find the entry point of Slipstream's plugin: it would say so after its
+    start of a minute."""
+    if "slipstream" not in {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}:
+        raise ConfigError(
+            "vLLM will not load Slipstream's plugin, without which its tokens and updates cannot be trusted: install "
+            "the package (pip install), so that its entry point in vllm.general_plugins is found"
+        )
 
 
 class EngineAhead:

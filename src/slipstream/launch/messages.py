@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 from slipstream.config import RunConfig
-from slipstream.launch.preflight.model_folder import hub_id
+from slipstream.names import model_name
 from slipstream.runlog import RunLog
 
 _LOGGER = logging.getLogger("slipstream.trainer")
@@ -16,7 +15,7 @@ _LOGGER = logging.getLogger("slipstream.trainer")
 
 def title_of(config: RunConfig) -> str:
     """The run's title in a terminal: model, algorithm and environment."""
-    title = f"{Path(hub_id(config.model.path)).name} {config.algorithm.kind}"
+    title = f"{model_name(config.model.path)} {config.algorithm.kind}"
     return title if config.environment is None else f"{title} {config.environment.name}"
 
 

@@ -5,7 +5,6 @@ It only reads files, so `slipstream plan` does exactly this and stops.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunCon
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
-from slipstream.config.traits import BY_BITSANDBYTES, measures_loss, rolls_out, uses_engine
+from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
@@ -35,21 +34,28 @@ from slipstream.launch.engines import engine_plan
 from slipstream.launch.matching.answers import answer_tokens, detects
 from slipstream.launch.matching.schedule import schedule_notes
 from slipstream.launch.matching.targets import conversations_of, examples_of
-from slipstream.launch.plan.derive import Plan, make_plan
+from slipstream.launch.plan.derive import Plan, draft_plan
 from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
+from slipstream.launch.plan.memory.cards import Gpus
 from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.images import check_images, image_tokens
-from slipstream.launch.preflight.model_folder import check_adapter, check_model, check_teacher, find_model, find_teacher
+from slipstream.launch.preflight.model_folder import (
+    check_adapter,
+    check_model,
+    check_teacher,
+    find_model,
+    find_teacher,
+    has_weights,
+)
+from slipstream.launch.preflight.needs import check_needs
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.turns import check_turns
 from slipstream.launch.preflight.unknown_characters import source_of, unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
-from slipstream.sinks import require_sinks
-from slipstream.transport import check_redis
 
 T = TypeVar("T")
 
@@ -115,23 +121,24 @@ def sampling_of(
     )
 
 
-def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
-    """Load the environment and the data, drop what cannot be used, and plan. Without `weights`, those of a hub id are
-    not downloaded: enough for a plan, not for a run."""
+def prepare(loaded: Loaded, *, weights: bool = True, gpus: Gpus | None = None) -> Prepared:
+    """Load the environment and the data, drop what cannot be used, and plan for `gpus`, by default this machine's.
+    Without `weights`, those of a hub id are not downloaded, and a folder need have none: enough for a plan, not for a
+    run. Raises `DoesNotFit` for a plan that needs more memory or disk than there is."""
     with recorded() as reads:
-        prepared = _prepare(loaded, weights=weights)
+        prepared = _prepare(loaded, weights=weights, gpus=gpus)
     return replace(prepared, reads=tuple(reads))
 
 
-def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
+def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     check_torch_builds()
     loaded = with_weights_folder(loaded)
     config = _with_environment(loaded.config)
-    _check_what_it_needs(config)
+    check_needs(config)
     check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
     config = config.model_copy(update={"model": model, "teacher": find_teacher(config, weights=weights)})
-    check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
+    check_model(model, packing=config.training.packing is True, weights=weights or has_weights(Path(model.path)))
     untrained = check_adapter(model, config.lora.path if config.lora else None)
     tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer)
@@ -167,7 +174,6 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
     check_fields(tokenizer, prompts, dropped)
-    gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
         train_tasks,
@@ -175,15 +181,16 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         eval_tasks=eval_tasks,
         lengths=examples.lengths,
         eval_lengths=eval_examples.lengths,
-        gold=gold,
+        gold=partial(gold_turns, environment) if environment else answer_turns,
         max_turns=environment.max_turns if environment else 1,
         apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,
         thinks=tokenizer.has_thinking_switch,
         tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
         images=image_tokens(tokenizer, trained_on),
+        gpus=gpus,
     )
-    plan = make_plan(config, facts)
+    plan = draft_plan(config, facts)
     for _, sentence in mixture_problems(plan.config):  # what is derived may be less than a part asks for
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
@@ -201,7 +208,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     ]
     turns += untrained + _thinking(tokenizer, conversations)
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
-    plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
+    plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
 
@@ -233,37 +240,6 @@ def _with_environment(config: RunConfig) -> RunConfig:
     if config.environment is None:
         return config
     return config.model_copy(update={"environment": located(config.environment)})
-
-
-def _check_what_it_needs(config: RunConfig) -> None:
-    """Packages, a server's address, functions of the user."""
-    require_sinks(config.run.sinks)
-    if config.run.streams == "redis" and config.redis is not None:
-        check_redis(config.redis.url, config.redis.password_variable)
-    _check_optimizer(config)
-    _check_functions(config)
-
-
-def _check_optimizer(config: RunConfig) -> None:
-    name = config.training.optimizer
-    if name not in BY_BITSANDBYTES:
-        return
-    spec = importlib.util.find_spec("bitsandbytes")
-    # A plain folder of that name in the current one is found too: it has no origin.
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            f'training.optimizer = "{name}" needs bitsandbytes, which is not installed: '
-            "pip install 'slipstream[8bit]', or use another optimizer"
-        )
-
-
-def _check_functions(config: RunConfig) -> None:
-    """Check the user's own advantage and loss functions, if any."""
-    if config.algorithm.kind != "sft":
-        from slipstream.algo.custom import check_user_function
-
-        check_user_function("advantage", config.algorithm.advantage)
-        check_user_function("loss", config.algorithm.loss)
 
 
 def _tasks(config: RunConfig, environment: Environment | None) -> tuple[list[Task], list[Task], int | None]:

@@ -33,6 +33,7 @@ from slipstream.launch.matching.schedule import generates_for
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
+from slipstream.launch.plan.machine import gpus_at_start
 from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.stock import take_stock
@@ -118,6 +119,8 @@ def train(
         memory = memory_at_start(prepared.config)
         found = {"dropped": prepared.dropped, "warnings": warnings, "changed": changed}
         log.event("start", resume=resume, **found, memory=memory)
+        if prepared.facts.num_gpus and (gpus := gpus_at_start()):
+            log.event("gpus", gpus=gpus)
         stock.record(log)
         for text in warnings:
             progress.message(text, "warning")

@@ -7,14 +7,17 @@ each has a table of its numbers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
+from slipstream.names import task_namer
 from slipstream.regular_files import open_regular
 from slipstream.report.html_report import TITLE_END, page
-from slipstream.runlog import read_run
+from slipstream.runlog import RunRecord, read_run, read_settings
 
 __all__ = ["write_report"]
 
@@ -24,7 +27,7 @@ _HEAD_BYTES = 1 << 16
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Writes the report on one run, or on several side by side; by default to `report.html` in the current folder.
     Raises `ConfigError` if a folder holds no run, the file cannot be written, or it exists and is not a report."""
-    records = [read_run(folder) for folder in folders]
+    records = [_with_names(read_run(folder)) for folder in folders]
     path = out or Path("report.html")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give --out the name of a file, for example {path / 'report.html'}")
@@ -43,3 +46,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 def _is_report(path: Path) -> bool:
     with open_regular(path) as file:
         return TITLE_END.encode() in file.read(_HEAD_BYTES)
+
+
+def _with_names(record: RunRecord) -> RunRecord:
+    """The record with its tasks as people call them."""
+    with contextlib.suppress(DataError):  # which the record says already
+        found = read_settings(record.summary.folder).get("environment.settings")
+        name = task_namer(found if isinstance(found, dict) else {})
+        return replace(record, samples=[{**each, "task": name(str(each.get("task", "")))} for each in record.samples])
+    return record

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.algo import statistics as algo
+from slipstream.names import model_name
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
 
@@ -83,11 +84,13 @@ def setting(record: RunRecord, name: str) -> str:
 
 def identity(record: RunRecord) -> list[tuple[str, str]]:
     """Model, environment, data and algorithm."""
-    named = [("model", setting(record, "model.path")), ("environment", setting(record, "environment.name"))]
+    named = [("environment", setting(record, "environment.name"))]
     if data := setting(record, "data.path"):
         named.append(("data", data))
     named.append(("algorithm", setting(record, "algorithm.kind")))
-    return [(name, _short(value) if name != "algorithm" else value) for name, value in named if value]
+    shown = [(name, _short(value) if name != "algorithm" else value) for name, value in named if value]
+    model = setting(record, "model.path")
+    return [("model", model_name(model)), *shown] if model else shown
 
 
 def _short(path: str) -> str:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
         ExitStatus,
         RunStatus,
         RunSummary,
+        find_runs,
         holds_run,
         is_running,
-        list_runs,
         read_events,
         read_exit,
         read_metrics,
@@ -65,9 +65,9 @@ __all__ = [
     "Setting",
     "append_event",
     "exit_code_of",
+    "find_runs",
     "holds_run",
     "is_running",
-    "list_runs",
     "read_events",
     "read_exit",
     "read_metrics",
@@ -85,8 +85,8 @@ __getattr__ = exported(
     __name__,
     {
         "reader": (
-            "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary holds_run "
-            "is_running list_runs read_events read_exit read_metrics read_samples read_settings summarize"
+            "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary find_runs "
+            "holds_run is_running read_events read_exit read_metrics read_samples read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",
         "redaction": "REDACTED",

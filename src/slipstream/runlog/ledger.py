@@ -269,6 +269,7 @@ class Ledger:
         if rollouts is None:
             return "damaged"
         return "" if self._descends(rollouts) else "undone by a resume"
+
     def _tell_drop(self, reason: str, group: str, lineage: int, tokens: int) -> None:
         query = "SELECT reason, tokens FROM failed WHERE id = ? AND lineage = ?"
         self._on_drop(reason, {reason: tokens, **dict(self._data.execute(query, (group, lineage)).fetchall())})

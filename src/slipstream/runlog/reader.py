@@ -6,14 +6,15 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from slipstream.errors import DataError
+from slipstream.names import model_name
 from slipstream.regular_files import read_regular
 from slipstream.runlog.files import UNDECODABLE, is_locked, read_lines, read_toml, usable
 from slipstream.runlog.heartbeat import read_heartbeat, read_processes
@@ -37,6 +38,8 @@ _SPARSE = re.compile(
     r"|idle/.+_s|staleness/age_\d+|task/.+/dropped|task/left_out"
     rf"|reward/(.+/)?({'|'.join((*ROLLOUT_COUNTS, *ROLLOUT_FLAGS))})"
 )
+MAX_FOLDERS = 20_000
+"""A search for runs ends after so many: it may have been asked of a whole disk."""
 
 ExitStatus = Literal["finished", "failed", "interrupted"]
 RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged", "unreadable"]
@@ -83,6 +86,12 @@ class RunSummary:
     duration_s: float
     """Time that processes worked on the run, without pauses before resumes."""
     message: str = ""
+    model: str = ""
+    """The model that it began with, for people."""
+
+
+class _Model(msgspec.Struct):
+    path: str = ""
 
 
 class _Training(msgspec.Struct):
@@ -92,6 +101,7 @@ class _Training(msgspec.Struct):
 class _Settings(msgspec.Struct):
     """The part of `resolved.toml` that a summary needs."""
 
+    model: _Model = msgspec.field(default_factory=_Model)
     training: _Training = msgspec.field(default_factory=_Training)
 
 
@@ -192,26 +202,55 @@ def is_running(folder: str | Path) -> bool:
     return is_locked(Path(folder))
 
 
-def list_runs(root: str | Path) -> list[RunSummary]:
-    """The runs in `root` and one folder level below, newest first, named by their paths below `root`. A run that cannot
-    be read is listed as such."""
-    root = Path(root)
-    runs = [replace(summarize(folder), name=str(folder.relative_to(root))) for folder in _run_folders(root)]
-    return sorted(runs, key=lambda run: (-run.started, run.name))
+@dataclass
+class FoundRuns:
+    """The runs in some folders."""
+
+    runs: list[RunSummary] = field(default_factory=list)
+    """Newest first. A run that cannot be read is listed as such."""
+    num_folders: int = 0
+    """How many folders were looked through."""
+    was_cut: bool = False
+    """Whether there were more than `MAX_FOLDERS`."""
 
 
-def _run_folders(root: Path, depth: int = 2) -> Iterator[Path]:
+def find_runs(roots: Sequence[str | Path]) -> FoundRuns:
+    """The runs in `roots`, which may be runs themselves, and below them at any depth, but in no hidden folder and in no
+    run; they are named by their paths below their root, after the root where there are several."""
+    found, seen = FoundRuns(), set[Path]()
+    for root in map(Path, roots):
+        for folder in _run_folders(root, found):
+            if (real := folder.resolve()) not in seen:
+                seen.add(real)
+                name = folder if len(roots) > 1 or folder == root else folder.relative_to(root)
+                found.runs.append(replace(summarize(folder), name=str(name)))
+    found.runs.sort(key=lambda run: (-run.started, run.name))
+    return found
+
+
+def _run_folders(folder: Path, found: FoundRuns) -> Iterator[Path]:
     """Folders of runs, and folders that this user may not read, which may be runs."""
-    for folder in sorted(path for path in root.glob("*") if os.path.isdir(path)):
+    waiting = [folder]
+    while waiting:
+        folder = waiting.pop()
+        if found.num_folders >= MAX_FOLDERS:
+            found.was_cut = True
+            return
+        found.num_folders += 1
+        names: list[str] = []
         try:
-            os.scandir(folder).close()
+            with os.scandir(folder) as entries:
+                names = sorted(each.name for each in entries if each.is_dir() and not each.name.startswith("."))
             is_run = (folder / "events.jsonl").is_file()
+        except FileNotFoundError:
+            continue
         except OSError:
             is_run = True
         if is_run:
             yield folder
-        elif depth > 1:
-            yield from _run_folders(folder, depth - 1)
+        else:
+            # A link may lead back to where it is.
+            waiting += [folder / name for name in reversed(names) if not (folder / name).is_symlink()]
 
 
 def summarize(folder: str | Path) -> RunSummary:
@@ -256,6 +295,7 @@ def summary_of(
         status=report.status if report else "running" if running else "killed",
         step=max((row["step"] for row in rows), default=0),
         total_steps=settings.training.steps,
+        model=model_name(settings.model.path) if settings.model.path else "",
         reward=_last(rows, REWARD),
         accuracy=_last(rows, ACCURACY),
         started=started,

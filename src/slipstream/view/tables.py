@@ -24,6 +24,7 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
     for heading in ("step", "reward", "accuracy", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("started", no_wrap=True)
+    table.add_column("model", no_wrap=True, overflow="ellipsis")
     for run in runs:
         table.add_row(
             Text(clean(run.name), "bold"),
@@ -33,6 +34,7 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
             ACCURACY_COLUMN.text(run.accuracy),
             as_duration(run.duration_s),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)),
+            clean(run.model),
         )
     reasons = [Text.assemble((clean(run.name), "bold"), ": ", clean(run.message)) for run in runs if run.message]
     return Group(table, *([Text(), *reasons] if reasons else []))

@@ -24,6 +24,7 @@ from typing import Any
 from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
 from slipstream.inference import child_process
+from slipstream.launch.plan.machine import gpus_in_use
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
 from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
@@ -69,6 +70,7 @@ class Supervisor:
     def run(self, resume: Sequence[str]) -> int:
         """Run the first attempt with the options `resume`, and those that follow. Returns the run's exit code."""
         adopt()
+        gpus_in_use()  # before any attempt is on them: each plans with the same
         with self._passing_signals_on(), stacks.on_stderr(self._ask_trainer):
             while True:
                 self._lineage_before = _lineage_of(read_events(self._folder) if holds_run(self._folder) else [])

@@ -17,6 +17,8 @@ class PlanBuilder:
     facts: Facts
     derived: list[Derived] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    """Why the run does not fit; the plan goes on without them, so that all of it can be shown."""
 
     @property
     def on_cpu(self) -> bool:

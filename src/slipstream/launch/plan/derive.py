@@ -23,17 +23,25 @@ from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.deadlines import plan_deadlines, retry_notes
 from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.launch.plan.lengths import plan_lengths
-from slipstream.launch.plan.memory.checkpoints import checkpoint_notes, disk_warnings, plan_checkpoints
-from slipstream.launch.plan.memory.split import plan_compile, plan_cpu_cache, plan_gpu_memory, plan_micro_batch
+from slipstream.launch.plan.memory.cards import HAS_BFLOAT16, device_of, has_bfloat16
+from slipstream.launch.plan.memory.checkpoints import check_disk, checkpoint_notes, plan_checkpoints
+from slipstream.launch.plan.memory.split import (
+    plan_compile,
+    plan_cpu_cache,
+    plan_gpu_memory,
+    plan_micro_batch,
+    time_notes,
+)
 from slipstream.launch.plan.memory.teacher import TeacherMemory, planned_teacher
 from slipstream.launch.plan.placement import plan_placement
 from slipstream.launch.plan.summary import (
     Note,
     batch_notes,
-    check_memory,
     delta_warnings,
+    held_warnings,
     lora_warnings,
     memory_notes,
+    memory_refusals,
     parameter_notes,
     rl_warnings,
     rotary_notes,
@@ -98,12 +106,39 @@ class Plan:
     """How its engine is started, where there is a teacher of ours."""
     notices: tuple[str, ...] = ()
     """What there is to say of earlier runs; no value depends on it."""
+    refusals: tuple[str, ...] = ()
+    """Why the run does not fit into this machine's memory, or on its disk."""
+    device: str = ""
+    """What it was made for, for people."""
+
+    def checked(self) -> Plan:
+        """The same. Raises `DoesNotFit` with it where it must not run."""
+        if self.refusals:
+            raise DoesNotFit(self)
+        return self
+
+
+class DoesNotFit(ConfigError):
+    """The run needs more memory, or disk, than there is."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.refusals[0])
+        self.plan = plan
+        """All of it, to be shown."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
-    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work."""
+    """Derive every `auto` of `config` from `facts`. Raises ConfigError for what cannot work, `DoesNotFit` among it."""
+    return draft_plan(config, facts).checked()
+
+
+def draft_plan(config: RunConfig, facts: Facts) -> Plan:
+    """The same, of a run that does not fit, too; raises ConfigError for what nothing can be planned for."""
     builder = PlanBuilder(config, facts)
     _plan_dtype(builder)
+    obstacle = builder.facts.model.unpackable
+    packed = "several sequences in a row leave less of it empty"
+    builder.derive_auto("training.packing", not obstacle, f"the model has {obstacle}" if obstacle else packed)
     _plan_batch(builder)
     _plan_steps(builder)
     _plan_evaluation(builder)
@@ -114,20 +149,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     plan_compile(builder)
     check_template(builder)
     if uses_engine(config):
-        plan_lengths(builder)
-        plan_bridge(builder)
-        _plan_order(builder)
-        (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
-        builder.derive_auto(
-            "inference.enforce_eager",
-            builder.on_cpu,
-            "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
-        )
-        if isinstance(config.algorithm, RLConfig):
-            plan_beside(builder)
-        plan_patches(builder)
-        plan_tool_parser(builder)
-        plan_deadlines(builder)
+        _plan_engine(builder)
     elif facts.model.original_context:
         length = facts.data.max_sequence_tokens or 0
         builder.derive_auto(
@@ -160,7 +182,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if isinstance(planned.algorithm, RLConfig):
         builder.warnings += rl_warnings(planned, planned.algorithm)
     builder.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts), *lora_warnings(facts)]
-    builder.warnings += disk_warnings(planned, facts)
+    disk, full = check_disk(planned, facts)
+    builder.warnings += [*disk, *held_warnings(facts)]
     notes = (
         *rotary_notes(planned, facts),
         *parameter_notes(facts),
@@ -168,8 +191,9 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         *retry_notes(planned),
         *memory_notes(planned, facts),
         *checkpoint_notes(planned, facts),
+        *time_notes(planned, facts),
     )
-    check_memory(planned, facts)
+    builder.refusals += [*full, *memory_refusals(planned, facts)]
     return Plan(
         planned,
         tuple(builder.derived),
@@ -178,7 +202,27 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         trainer_bytes(planned, facts),
         planned_teacher(planned, facts),
         facts.notices,
+        tuple(builder.refusals),
+        device_of(facts),
     )
+
+
+def _plan_engine(builder: PlanBuilder) -> None:
+    """Derive what concerns the engine."""
+    plan_lengths(builder)
+    plan_bridge(builder)
+    _plan_order(builder)
+    (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
+    builder.derive_auto(
+        "inference.enforce_eager",
+        builder.on_cpu,
+        "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
+    )
+    if isinstance(builder.original.algorithm, RLConfig):
+        plan_beside(builder)
+    plan_patches(builder)
+    plan_tool_parser(builder)
+    plan_deadlines(builder)
 
 
 def _reward_workers(num_cpus: int, orchestrators: int) -> tuple[int, str]:
@@ -215,10 +259,18 @@ def _plan_dtype(builder: PlanBuilder) -> None:
     size = f"{num_parameters / 1e6:.3g} M parameters"
     if builder.original.training.optimizer == "adamw_bf16":
         builder.derive_auto("model.dtype", "bfloat16", "the type that training.optimizer rounds to")
+    elif not has_bfloat16(builder.facts):
+        capped = builder.facts.model.architecture.startswith(NOT_IN_FLOAT16)
+        builder.derive_auto("model.dtype", "float32" if capped else "float16", "this GPU has no bfloat16")
     elif builder.on_cpu and num_parameters < SMALL_MODEL_PARAMETERS:
         builder.derive_auto("model.dtype", "float32", f"on a CPU {size} are few: full precision costs little")
     else:
         builder.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
+    if builder["model.dtype"] == "bfloat16" and not has_bfloat16(builder.facts):
+        raise ConfigError(
+            f'model.dtype = "bfloat16" needs a GPU of compute capability {HAS_BFLOAT16}, and this one has '
+            f'{builder.facts.gpu_capability}: use "float16", with an optimizer other than adamw_bf16'
+        )
 
 
 def _plan_precision(builder: PlanBuilder) -> None:

@@ -42,6 +42,8 @@ class ModelFacts:
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     architecture: str = ""
     """The class of its network, as its configuration names it; empty where that brings its own code."""
+    unpackable: str = ""
+    """Why sequences cannot be packed into one row; empty where they can."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 
@@ -188,6 +190,11 @@ class Facts:
     """Of one GPU."""
     gpu_capability: int = 0
     """Major compute capability of all GPUs; 0 where they differ."""
+    gpu_name: str = ""
+    gpu_held_bytes: int = 0
+    """Of the GPU that has least left, what processes hold that are not this run's."""
+    gpu_holders: tuple[str, ...] = ()
+    """Those processes, for people."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     engine: EngineFacts | None = None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.launch.plan.facts import DiskFacts
+from slipstream.launch.plan.memory.cards import STATE, Gpus, read_processes, read_state, read_used, with_held
 
+IN_USE = "SLIPSTREAM_GPUS_IN_USE"
+"""Variable with what nvidia-smi answered at the start of the command."""
+_USED, _PROCESSES = f"gpu={','.join(STATE)}", "compute-apps=gpu_uuid,pid,used_memory,process_name"
+_ASKING_S = 20.0
+"""A driver that is loaded for the question alone takes seconds for each GPU."""
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -63,6 +71,60 @@ def measure_disk(folder: Path | None) -> DiskFacts | None:
         return DiskFacts(disk.free, sum(file.stat().st_size for file in files))
     except OSError:  # gone since, or not ours to ask: the run itself says what is wrong with its folder
         return None
+
+
+def query_gpus(*queries: str) -> list[str]:
+    """What nvidia-smi answers to each, as rows without a header and units; nothing where it cannot be asked."""
+    program = shutil.which("nvidia-smi")
+    found: list[str] = []
+    for query in queries if program else ():
+        command = [str(program), f"--query-{query}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        found.append(done.stdout if done.returncode == 0 else "")
+    return found
+
+
+def gpus_in_use() -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+    """Bytes of each GPU, all and in use, and its processes, by its UUID, before any process of this run was on it."""
+    used, processes = _ask_once()
+    return read_used(used), read_processes(processes)
+
+
+def gpus_at_start() -> list[dict[str, str | list[str]]]:
+    """The GPUs of the machine as a run records them; empty where they cannot be asked."""
+    return read_state(*_ask_once())
+
+
+def _ask_once() -> tuple[str, str]:
+    """What nvidia-smi answers at the start of a command. What the run starts, and a restart, in whose time earlier
+    processes of the run may still be ending, get the same answer by their environment."""
+    if IN_USE not in os.environ:
+        answers = query_gpus(_USED, _PROCESSES)
+        if not answers:
+            return "", ""
+        os.environ[IN_USE] = json.dumps(answers)
+    used, processes = json.loads(os.environ[IN_USE])
+    return used, processes
+
+
+def describe_gpus() -> Gpus:
+    """The GPUs of this machine that are visible, and what others hold of them."""
+    count, memory_bytes = measure_gpus()
+    if not count:
+        return Gpus()
+    import torch
+
+    seen = [torch.cuda.get_device_properties(index) for index in range(count)]
+    gpus = Gpus(count, memory_bytes, gpu_capability(), seen[0].name)
+    in_use, processes = gpus_in_use()
+    ids = [f"GPU-{str(getattr(each, 'uuid', '')).removeprefix('GPU-')}" for each in seen]
+    totals = [int(each.total_memory) for each in seen]
+    # A slice of a GPU (MIG) has the UUID of the whole, whose memory says nothing of it.
+    used = [in_use[i][1] if i in in_use and in_use[i][0] < 1.1 * t else 0 for i, t in zip(ids, totals, strict=True)]
+    return with_held(gpus, totals, used, [processes.get(each, []) for each in ids])
 
 
 def measure_gpus() -> tuple[int, int]:

@@ -17,7 +17,8 @@ from slipstream.config.sft import TrainOn
 from slipstream.config.traits import rolls_out
 from slipstream.errors import ConfigError, first_line
 from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
-from slipstream.launch.plan.machine import gpu_capability, measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.machine import describe_gpus, measure_disk, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.memory.cards import Gpus, with_gpus
 from slipstream.launch.plan.memory.last_run import last_run_memory
 from slipstream.launch.plan.vllm_version import read_engine
 from slipstream.launch.preflight.model_folder import hub_commit
@@ -74,19 +75,21 @@ def gather_facts(
     thinks: bool = False,
     tools: ToolFacts | None = None,
     images: Sequence[Sequence[tuple[str, int]]] = (),
+    gpus: Gpus | None = None,
 ) -> Facts:
-    """Measure the machine, the model at `config.model.path` and the tasks.
+    """Measure the machine, the model at `config.model.path` and the tasks. `gpus`: those to plan for; by default this
+    machine's.
 
     `lengths` and `eval_lengths` are the tokens of SFT's conversations and of the held-out ones. `thinks`: see
     `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is filled in. `images`: see
     `measure_tower`. Raises ConfigError when the model cannot be read.
     """
-    num_gpus, gpu_memory_bytes = measure_gpus()
+    gpus = describe_gpus() if gpus is None else gpus
     trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
     model = read_trained_model(config.model.path, trust_remote_code=trusted, with_tower=with_tower)
-    last_run = last_run_memory(config.run.folder, config.model.path) if num_gpus else ""
+    last_run = last_run_memory(config.run.folder, config.model.path) if gpus.count else ""
     shortages, damage = find_shortages(config.run.folder)
-    return Facts(
+    facts = Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
         model=dataclasses.replace(with_scores(config, model), thinks=thinks),
@@ -97,11 +100,8 @@ def gather_facts(
             num_requested_tasks=num_requested_tasks,
             num_eval_tasks=len(eval_tasks) or None,
         ),
-        num_gpus=num_gpus,
-        gpu_memory_bytes=gpu_memory_bytes,
-        gpu_capability=gpu_capability(),
         adapter=measure_adapter(config),
-        engine=read_engine(on_cpu=num_gpus == 0),
+        engine=read_engine(on_cpu=gpus.count == 0),
         tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),
         tower=measure_tower(config, model, images),
         teacher=read_teacher(config),
@@ -109,6 +109,7 @@ def gather_facts(
         shortages=shortages,
         notices=(*([last_run] if last_run else []), *damage),
     )
+    return with_gpus(facts, gpus)
 
 
 def read_teacher(config: RunConfig) -> ModelFacts | None:
@@ -293,10 +294,16 @@ def _square_tower(whole: Any) -> dict[str, int]:
 
 def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
     """`model` as attention without packing computes it."""
-    if config.training.packing:
-        return model
-    from slipstream.trainer.model.loading import unpacked_attention
+    from slipstream.trainer.model.loading import packing_obstacle, unpacked_attention
 
+    packing = config.training.packing
+    if packing == "auto":
+        model = dataclasses.replace(
+            model, unpackable=packing_obstacle(config.model.path, config.model.trust_remote_code)
+        )
+        packing = not model.unpackable
+    if packing:
+        return model
     implementation, is_capped = unpacked_attention(config.model.path, config.model.trust_remote_code)
     if implementation != "eager":
         return model

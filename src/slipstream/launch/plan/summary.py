@@ -19,7 +19,9 @@ from slipstream.config.traits import (
 )
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import Facts, ModelFacts
+from slipstream.launch.plan.memory.cards import held_by_others
 from slipstream.launch.plan.memory.gpu_shares import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
+from slipstream.launch.plan.memory.remedies import either, ways_to_need_less
 from slipstream.launch.plan.memory.sizes import (
     BYTES_OF,
     GIB,
@@ -213,6 +215,15 @@ def delta_warnings(config: PlannedConfig) -> Iterator[str]:
         )
 
 
+def held_warnings(facts: Facts) -> Iterator[str]:
+    """Memory of a GPU that others hold."""
+    if facts.gpu_held_bytes:
+        yield (
+            f"a GPU has {gib(facts.gpu_memory_bytes)}{held_by_others(facts)}: planned with what is left; end them, or "
+            "name other GPUs by CUDA_VISIBLE_DEVICES"
+        )
+
+
 def rl_warnings(config: PlannedConfig, algorithm: PlannedRL) -> Iterator[str]:
     """Settings of [algorithm] that will not do what they seem to."""
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
@@ -285,8 +296,8 @@ def host_bytes(config: PlannedConfig, facts: Facts) -> int:
     return trainer.total + (engine.total if engine else 0) + (teacher.total if teacher else 0)
 
 
-def check_memory(config: PlannedConfig, facts: Facts) -> None:
-    """Raises ConfigError when trainer and engine need more memory than there is, each or together."""
+def memory_refusals(config: PlannedConfig, facts: Facts) -> Iterator[str]:
+    """Why the run does not fit: trainer and engine need more memory than there is, each or together."""
     trainer, engine = _memory(config, facts)
     needed = trainer.total
     where = "there are"
@@ -306,17 +317,28 @@ def check_memory(config: PlannedConfig, facts: Facts) -> None:
         else:
             needed += teacher.total
     if (paged := _paged(config, facts)) > facts.memory_bytes:
-        raise ConfigError(
+        yield (
             f'training.optimizer = "{config.training.optimizer}" may move {gib(paged)} of moments to the host, and '
             f'there are {gib(facts.memory_bytes)} of memory: use a smaller model, [lora], or "adamw_8bit"'
         )
-    available = facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes
+    available = facts.gpu_memory_bytes - facts.gpu_held_bytes if facts.num_gpus else facts.memory_bytes
     if needed > available:
         parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")
         parts += f", teacher {gib(teacher.total)}" if teacher is not None else ""
-        usual = 'use a smaller model, [lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
-        remedy = f"lower {' or '.join(blamed)}" if (blamed := _settings_to_lower(config, facts, needed)) else usual
-        raise ConfigError(f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: {remedy}")
+        held = f" of a GPU left{held_by_others(facts)}" if facts.gpu_held_bytes else ""
+        blamed = [f"lower {' or '.join(found)}"] if (found := _settings_to_lower(config, facts, needed)) else []
+        apart = where == "each GPU has"
+        remedies = blamed or ways_to_need_less(
+            config,
+            facts,
+            of_trainer=not apart or trainer.total > available,
+            of_engine=not apart or trainer.total <= available,
+        )
+        where = "there are" if held else where
+        yield (
+            f"the run needs about {gib(needed)} ({parts}), and {where} {gib(max(0, available))}{held}: "
+            + either(remedies)
+        )
 
 
 def _settings_to_lower(config: PlannedConfig, facts: Facts, needed: int) -> list[str]:

@@ -91,7 +91,7 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True, quan
     names = _check_weights(folder) if weights else []
     if not quantized:
         _refuse_quantized(folder, names)
-    if not model.trust_remote_code and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+    if not model.trust_remote_code and not has_tokenizer(folder):
         raise ConfigError(
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
             "tokenizer there, or save it with save_pretrained"
@@ -108,6 +108,16 @@ def find_teacher(config: RunConfig, *, weights: bool) -> TeacherConfig | None:
         return teacher.model_copy(update={"path": find_model(wanted, weights=weights).path})
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a vocabulary."""
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds weights, or a part of them, in whatever format."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf"))
 
 
 def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:

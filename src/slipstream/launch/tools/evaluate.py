@@ -22,6 +22,7 @@ from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
+from slipstream.names import model_name
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failure_rate import check_failures
@@ -111,7 +112,7 @@ def _with_engine(
     """What `work` makes of rollouts by an engine on the run file's model, which is started for it. Raises `Interrupted`
     when it is stopped."""
     with StopRequest() as stop, temporary("eval") as logs:
-        progress.start(f"{purpose} {Path(prepared.config.model.path).name}", 0)
+        progress.start(f"{purpose} {model_name(prepared.config.model.path)}", 0)
         try:
             return asyncio.run(until_stopped(_on_engine(prepared, progress, Path(logs), work), stop, purpose))
         finally:

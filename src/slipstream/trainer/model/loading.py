@@ -176,6 +176,32 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
     _check_config(config, str(folder), packing)
 
 
+def packing_obstacle(path: Path | str, trust_remote_code: bool = False) -> str:
+    """Why sequences cannot be packed into one row, as far as the configuration tells; empty where they can."""
+    from transformers import AutoConfig
+
+    return _packing_obstacle(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+
+
+def _packing_obstacle(config: Any) -> str:
+    import transformers
+
+    text, (name, *_) = text_config(config), [*(getattr(config, "architectures", None) or []), ""]
+    network = getattr(transformers, name, None)
+    kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"layers of kind {', '.join(sorted(kinds))}, in which packed sequences would see one another"
+    if getattr(network, "_is_stateful", False):
+        return "recurrent layers, in which packed sequences would see one another"
+    if getattr(text, "attn_temperature_tuning", False):
+        return "attention that depends on the place in the row (attn_temperature_tuning), which packed sequences share"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "attention with soft-capped scores, which packed attention does not do"
+    if not getattr(network, "_supports_sdpa", True):
+        return "attention with sinks or the like, which packed attention does not do"
+    return ""
+
+
 def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
     """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
     sinks, so that models with these use "eager"."""
@@ -212,17 +238,8 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
         )
     if getattr(config, "audio_config", None) is not None:
         raise ConfigError(f"model.path {path!r} hears audio: only models of text, or of images too, can be trained")
-    kinds = set(getattr(text_config(config), "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if packing and kinds:
-        raise ConfigError(
-            f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences "
-            "would see one another: set training.packing = false"
-        )
-    if packing and getattr(text_config(config), "attn_temperature_tuning", False):
-        raise ConfigError(
-            f"model.path {path!r} scales its attention by the place in the row (attn_temperature_tuning), which packed "
-            "sequences share: set training.packing = false"
-        )
+    if packing and (obstacle := _packing_obstacle(config)):
+        raise ConfigError(f"model.path {path!r} has {obstacle}: set training.packing = false")
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

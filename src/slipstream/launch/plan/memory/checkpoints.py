@@ -70,7 +70,7 @@ def plan_checkpoints(builder: PlanBuilder) -> None:
     left = facts.memory_bytes - host_bytes(config, facts)
     budget = max(0, left) * SNAPSHOT_PART
     if asked is True and needed > left:
-        raise ConfigError(
+        builder.refusals.append(
             f"run.async_checkpoints = true needs {gib(needed)} of the machine's memory for a copy of what is saved, "
             f"and {gib(max(0, left))} are left: remove it"
         )
@@ -93,12 +93,12 @@ def checkpoint_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     yield Note("size of a checkpoint", round(saved.total / GIB, 2), "GiB of disk", how)
 
 
-def disk_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
-    """A disk that may get too full. Raises ConfigError for one that certainly gets too full: with the checkpoints that
-    are made whatever happens."""
+def check_disk(config: PlannedConfig, facts: Facts) -> tuple[list[str], list[str]]:
+    """Warnings of a disk that may get too full, and refusals of one that certainly gets too full: with the checkpoints
+    that are made whatever happens."""
     disk = facts.disk
     if disk is None:
-        return
+        return [], []
     every, steps, saved = config.run.checkpoint_every, config.training.steps, saved_bytes(config, facts)
     surely = -(-steps // every) if isinstance(every, int) else 1
     least, most = _on_disk(config, facts, surely), _on_disk(config, facts, steps + 1)
@@ -106,16 +106,12 @@ def disk_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
     sizes = f"{gib(saved.total)} each, {gib(saved.weights)} of it weights"
     several = [name for name in ("keep_checkpoints", "keep_weights") if getattr(config.run, name) > 1]
     remedy = " or ".join(["make room, or name another run.folder", *(f"lower run.{name}" for name in several)])
+    where = f"of the disk of the run folder ({sizes}), and {gib(free)} are free there: {remedy}"
     if least > free:
-        raise ConfigError(
-            f"checkpoints and published versions take {gib(least)} of the disk of the run folder ({sizes}), and "
-            f"{gib(free)} are free there: {remedy}"
-        )
+        return [], [f"checkpoints and published versions take {gib(least)} {where}"]
     if most > NEARLY_FULL * free:
-        yield (
-            f"checkpoints and published versions may take {gib(most)} of the disk of the run folder ({sizes}), and "
-            f"{gib(free)} are free there: {remedy}"
-        )
+        return [f"checkpoints and published versions may take {gib(most)} {where}"], []
+    return [], []
 
 
 def _num_weights(config: PlannedConfig) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.launch.plan.facts import Facts
 from slipstream.launch.plan.memory.sizes import GIB
 
 USABLE = 0.96
@@ -80,9 +81,14 @@ class Split:
     """Whether all of `Needs` fits."""
 
 
-def split_gpu_memory(gpu_bytes: int, needs: Needs, *, shared: bool, may_sleep: bool, must_sleep: bool = False) -> Split:
-    """Divide a GPU of `gpu_bytes` (two if not `shared`); each side may have all that the other does not need."""
-    usable = int(gpu_bytes * USABLE)
+def usable_bytes(facts: Facts) -> int:
+    """Bytes of a GPU that a run is planned with."""
+    return max(0, int(facts.gpu_memory_bytes * USABLE) - facts.gpu_held_bytes)
+
+
+def split_gpu_memory(usable: int, needs: Needs, *, shared: bool, may_sleep: bool, must_sleep: bool = False) -> Split:
+    """Divide the `usable` bytes of a GPU (of two if not `shared`); each side may have all that the other does not
+    need."""
     engine, trainer = needs.weights + ENGINE_RESERVE, needs.state + TRAINER_RESERVE
     if not shared:
         return _split(usable - engine - needs.teacher, usable - trainer, needs, sleeps=False)

@@ -9,20 +9,22 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from slipstream.config import RLConfig, RunConfig, with_values
+from slipstream.config import PlannedConfig, RLConfig, RunConfig, with_values
 from slipstream.config.traits import rolls_out, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.facts import Facts
+from slipstream.launch.plan.memory.cards import held_by_others
 from slipstream.launch.plan.memory.gpu_shares import (
     ASLEEP_RESERVE,
     ENGINE_RESERVE,
     TRAINER_RESERVE,
-    USABLE,
     Needs,
     Split,
     split_gpu_memory,
+    usable_bytes,
 )
+from slipstream.launch.plan.memory.remedies import either, ways_to_need_less
 from slipstream.launch.plan.memory.sizes import (
     CPU_BLOCK_TOKENS,
     GIB,
@@ -36,6 +38,7 @@ from slipstream.launch.plan.memory.sizes import (
 from slipstream.launch.plan.memory.tower import patches_at_once
 from slipstream.launch.plan.memory.trainer import ACTIVATION_MARGIN, RowMemory, row_memory, training_state
 from slipstream.launch.plan.placement import teacher_bytes
+from slipstream.launch.plan.summary import Note
 from slipstream.launch.recovery.shortages import fewer_sequences, fewer_tokens, must_compute_again
 
 MAX_SEQUENCES = 256
@@ -54,6 +57,7 @@ COMPILING_S = 60.0
 """Compiling in the first of several equal runs; the others find its result in the cache."""
 LEAST_RUNS = 2
 """Equal runs that are expected."""
+TRAINING_TIME = "training time"
 COMPILING_SAVES = 0.2
 """Fraction of the training time that compiled layers save."""
 
@@ -106,11 +110,12 @@ def plan_cpu_cache(builder: PlanBuilder) -> None:
     source = f"{part} ({gib(budget)})" if given == "auto" else f"kv_cache_gib = {given:g}"
     fitting = int((budget - spare) // each)
     if fitting < 1:
-        raise ConfigError(
+        builder.refusals.append(
             f"one sequence of inference.max_model_len = {length} tokens takes "
             f"{gib(each + spare)} of KV cache, more than {source}: lower sampling.max_tokens"
             + (" or set inference.kv_cache_gib" if given == "auto" else " or raise inference.kv_cache_gib")
         )
+        fitting, budget = 1, each + spare
     wanted, reason = _sequences(builder)
     if wanted > fitting:
         reason = f"as many sequences of {length} tokens as {source} holds"
@@ -120,7 +125,7 @@ def plan_cpu_cache(builder: PlanBuilder) -> None:
         return
     need = num_sequences * each + spare
     if need > budget:
-        raise ConfigError(
+        builder.refusals.append(
             f"{num_sequences} sequences of {length} tokens take {gib(need)} of KV cache, "
             f"more than {source}: use inference.max_num_seqs = {fitting}, or set inference.kv_cache_gib"
         )
@@ -146,16 +151,20 @@ def plan_gpu_memory(builder: PlanBuilder) -> None:
     if fitting < 1:
         teacher = teacher_bytes(builder, trainer=False)
         beside = f" beside the teacher's {gib(teacher)}" if teacher else ""
-        raise ConfigError(
-            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and the GPU's {gib(gpu_bytes)}{beside} "
-            f"leave {gib(max(0, budget))}: use [lora], a smaller model, a lower sampling.max_tokens or another GPU"
+        left = f"the GPU's {gib(gpu_bytes)}{held_by_others(builder.facts)}{beside}"
+        remedies = ways_to_need_less(builder.config(), builder.facts) if given == "auto" else []
+        raised = [] if given == "auto" else ["raise inference.kv_cache_gib"]
+        builder.refusals.append(
+            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and {left} leave {gib(max(0, budget))}: "
+            + either([*raised, *remedies, "lower sampling.max_tokens"])
         )
+        fitting, budget = 1, max(each, budget)
     if wanted > fitting:
         reason = f"as many sequences of {length} tokens as {gib(budget)} hold"
     builder.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
     need = builder["inference.max_num_seqs"] * each
     if need > budget and given == "auto":
-        raise ConfigError(
+        builder.refusals.append(
             f"{builder['inference.max_num_seqs']} sequences of {length} tokens take {gib(need)} of KV cache, and there "
             f"is memory for {gib(budget)}: use inference.max_num_seqs = {fitting}"
         )
@@ -167,7 +176,7 @@ def plan_gpu_memory(builder: PlanBuilder) -> None:
     total = weights + ENGINE_RESERVE + int(builder["inference.kv_cache_gib"] * GIB)
     builder.derive_auto(
         "inference.gpu_memory_utilization",
-        min(1.0, math.ceil(100 * total / gpu_bytes) / 100),
+        min(1.0, math.ceil(100 * total / max(1, gpu_bytes)) / 100),
         f"weights {gib(weights)}, KV cache, and {gib(ENGINE_RESERVE)} for graphs and activations, of {gib(gpu_bytes)}",
     )
     reason = "trainer and engine fit side by side"
@@ -221,7 +230,7 @@ def memory_split(builder: PlanBuilder, bridge: str) -> Split:
     if sleep is True and separate:
         raise ConfigError("inference.sleep = true has no use: the engine has a GPU of its own; remove it")
     return split_gpu_memory(
-        builder.facts.gpu_memory_bytes,
+        usable_bytes(builder.facts),
         memory_needs(builder, bridge),
         shared=not separate,
         may_sleep=sleep == "auto" and not builder.original.training.staleness and bridge != "single_copy",
@@ -308,7 +317,7 @@ def _plan_reshard(builder: PlanBuilder, longest: int) -> None:
 
 def _activation_budget(builder: PlanBuilder, config: RunConfig) -> float:
     """Bytes left for activations on the trainer's GPU, under a config with a decided `training.reshard`."""
-    usable = builder.facts.gpu_memory_bytes * USABLE
+    usable = usable_bytes(builder.facts)
     if uses_engine(builder.original):
         usable -= teacher_bytes(builder, trainer=True)
     state = training_state(config, builder["model.dtype"], builder.facts) + TRAINER_RESERVE
@@ -353,7 +362,8 @@ def plan_compile(builder: PlanBuilder) -> None:
             "training.offload_activations = true moves activations from a GPU to the CPU's memory, and there is no GPU:"
             " remove it"
         )
-    pays, reason = _compiling_pays(builder.original, builder.facts, builder["training.steps"])
+    config = with_values(builder.original, {"training.packing": builder["training.packing"]})
+    pays, reason = _compiling_pays(config, builder.facts, builder["training.steps"])
     builder.derive_auto("training.compile", pays, reason)
 
 
@@ -369,6 +379,15 @@ def _training_seconds(config: RunConfig, facts: Facts, num_steps: int) -> float:
         tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
     passes = num_steps * training.epochs_per_batch
     return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
+
+
+def time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
+    """How long training takes, without generation; nothing on a CPU, whose speed is unknown."""
+    if facts.num_gpus:
+        minutes = _training_seconds(config, facts, config.training.steps) / 60
+        how = f"{GPU_FLOPS:.0e} FLOP/s on each of {config.training.ranks} GPUs, as a data-centre GPU has; generation "
+        how += "comes on top"
+        yield Note(TRAINING_TIME, float(f"{minutes:.2g}"), "min", how)
 
 
 def _compiling_pays(config: RunConfig, facts: Facts, num_steps: int) -> tuple[bool, str]:

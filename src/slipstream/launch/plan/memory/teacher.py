@@ -9,7 +9,8 @@ from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import engine_workers, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import Facts
-from slipstream.launch.plan.memory.gpu_shares import ENGINE_RESERVE, USABLE
+from slipstream.launch.plan.memory.cards import held_by_others
+from slipstream.launch.plan.memory.gpu_shares import ENGINE_RESERVE, usable_bytes
 from slipstream.launch.plan.memory.sizes import (
     CPU_BLOCK_TOKENS,
     GPU_BLOCK_TOKENS,
@@ -97,9 +98,10 @@ def teacher_memory(
         has_own_gpu=own,
         gpu_memory_utilization=part,
     )
-    if not on_cpu and teacher.total > USABLE * facts.gpu_memory_bytes:
+    if not on_cpu and teacher.total > usable_bytes(facts):
         raise ConfigError(
-            f"the teacher takes about {gib(teacher.total)}, and a GPU has {gib(facts.gpu_memory_bytes)}: use a smaller "
+            f"the teacher takes about {gib(teacher.total)}, and a GPU has {gib(facts.gpu_memory_bytes)}"
+            f"{held_by_others(facts)}: use a smaller "
             "teacher, or serve it elsewhere and give teacher.url"
         )
     return teacher

@@ -1,0 +1,45 @@
+"""Checks what a run needs besides model and data: packages, a server, the user's functions, the engine's plugin."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from slipstream.config import RunConfig
+from slipstream.config.traits import BY_BITSANDBYTES, uses_engine
+from slipstream.errors import ConfigError
+from slipstream.inference.preimport import check_plugin
+from slipstream.sinks import require_sinks
+from slipstream.transport import check_redis
+
+
+def check_needs(config: RunConfig) -> None:
+    """Raise `ConfigError` for the first that is not there."""
+    require_sinks(config.run.sinks)
+    if config.run.streams == "redis" and config.redis is not None:
+        check_redis(config.redis.url, config.redis.password_variable)
+    _check_optimizer(config)
+    _check_functions(config)
+    if uses_engine(config) and "engine" not in config.run.elsewhere:
+        check_plugin()
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    name = config.training.optimizer
+    if name not in BY_BITSANDBYTES:
+        return
+    spec = importlib.util.find_spec("bitsandbytes")
+    # A plain folder of that name in the current one is found too: it has no origin.
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f'training.optimizer = "{name}" needs bitsandbytes, which is not installed: '
+            "pip install 'slipstream[8bit]', or use another optimizer"
+        )
+
+
+def _check_functions(config: RunConfig) -> None:
+    """Check the user's own advantage and loss functions, if any."""
+    if config.algorithm.kind != "sft":
+        from slipstream.algo.custom import check_user_function
+
+        check_user_function("advantage", config.algorithm.advantage)
+        check_user_function("loss", config.algorithm.loss)
