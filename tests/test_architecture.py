@@ -32,6 +32,7 @@ LAYERS = {
     "data": 2,
     "detection": 2,
     "transport": 2,
+    "processes": 2,
     "sinks": 2,
     "weights": 2,
     "inference": 3,
@@ -55,6 +56,7 @@ LIGHT_MODULES = (
     "slipstream.detection.targets",
     "slipstream.launch.plan.derive",
     "slipstream.launch.startup",
+    "slipstream.processes.watchdog",
     "slipstream.cli",
     "slipstream.report",
 )

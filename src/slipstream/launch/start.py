@@ -40,11 +40,12 @@ def run_training(
     make_progress: Callable[[], Progress],
     last_words: Callable[[Interrupted], None] = lambda error: None,
     supervisor: SupervisorWatch | None = None,
+    owns_process: bool = False,
 ) -> tuple[RunResult, dict[str, Any]]:
     """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
-    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`, `supervisor`:
-    see `train`.
+    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`, `supervisor`,
+    `owns_process`: see `train`.
     """
     folder = loaded.config.run.folder
     if resume and folder is None:
@@ -77,6 +78,7 @@ def run_training(
             stages=stages,
             last_words=last_words,
             supervisor=supervisor,
+            owns_process=owns_process,
         )
     metrics = {} if result.evaluation is None else result.evaluation.metrics()
     return result, _summary(result, {**metrics, **result.held_out_loss}) | {"startup": stages.summary()}
