@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError, Interrupted
-from slipstream.launch.recovery.resume import is_complete, same_commit
+from slipstream.launch.recovery.resume import end_unsaid, is_complete, same_commit
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
@@ -68,6 +68,8 @@ def run_training(
 
             prepared = prepare(same_commit(loaded) if resume else loaded)
         if folder is not None and may_be_complete and is_complete(folder, prepared.config):  # steps derived from epochs
+            return _finished(folder)
+        if folder is not None and resume and end_unsaid(folder, prepared.config, with_time_limit=may_be_complete):
             return _finished(folder)
         result = train(
             prepared,

@@ -84,7 +84,19 @@ class KeptEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 def prompt_digest(prompt: Sequence[Message]) -> str:
     """See `KeptTask`."""
-    return hashlib.sha256(msgspec.json.encode(list(prompt))).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(content_of(prompt))).hexdigest()[:32]
+
+
+def content_of(messages: Sequence[Message]) -> list[Any]:
+    """What a digest of messages is of: these without the places of their images, whose own digests say what they are,
+    and without what the model makes of them."""
+    found: list[Any] = []
+    for message in messages:
+        media = [{**msgspec.to_builtins(image), "uri": ""} for image in message.media]
+        for image in media:
+            del image["sees_itself"]
+        found.append({**msgspec.to_builtins(message), "media": media} if media else message)
+    return found
 
 
 def new_place(folder: Path) -> Path:
