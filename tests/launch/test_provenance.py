@@ -231,7 +231,9 @@ def _rows(reward, changed):
     def rows(tmp_path):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": str(i)}) + "\n" for i in range(40)))
-        (tmp_path / "own.py").write_text("import words\ndef good(task, completion): return 0.0\n")
+        (tmp_path / "own.py").write_text(
+            "import words\ndef good(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n"
+        )
         given = json.loads(reward.replace("HERE", str(tmp_path)))
         return {"name": "rows", "settings": {"path": str(path), "reward": given}}, tmp_path / changed
 

@@ -15,7 +15,7 @@ from slipstream.launch.recovery.resume import end_unsaid, is_complete, same_comm
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
-from slipstream.runlog import holds_run, read_metrics, refuse_used
+from slipstream.runlog import holds_run, read_exit, read_metrics, refuse_used
 
 if TYPE_CHECKING:
     from slipstream.launch.parts.supervised import SupervisorWatch
@@ -98,7 +98,7 @@ def _finished(folder: Path) -> tuple[RunResult, dict[str, Any]]:
         metrics |= {name: value for name, value in row.items() if name.startswith("eval/")}
     result = RunResult(
         folder=folder,
-        steps=max((int(row["step"]) for row in rows), default=0),
+        steps=report.step if (report := read_exit(folder)) is not None else 0,
         evaluation=None,
         held_out_loss={name: metrics[name] for name in ("eval/loss", "eval/perplexity") if name in metrics},
         checkpoint=weights / "weights" if weights else None,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ExitStatus,
         RunStatus,
         RunSummary,
+        checkpoints_of,
         holds_run,
         is_running,
         list_runs,
@@ -58,6 +59,7 @@ __all__ = [
     "RunSummary",
     "Setting",
     "append_event",
+    "checkpoints_of",
     "exit_code_of",
     "holds_run",
     "is_running",
@@ -79,8 +81,8 @@ __getattr__ = exported(
     __name__,
     {
         "reader": (
-            "ACCURACY REWARD ExitReport ExitStatus RunStatus RunSummary holds_run is_running list_runs "
-            "read_events read_exit read_metrics read_samples read_settings summarize"
+            "ACCURACY REWARD ExitReport ExitStatus RunStatus RunSummary checkpoints_of holds_run is_running "
+            "list_runs read_events read_exit read_metrics read_samples read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",
         "redaction": "REDACTED",

@@ -27,7 +27,7 @@ from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.processes import looks
 from slipstream.processes.watchdog import write_end
-from slipstream.runlog import append_event, holds_run, read_events, read_metrics, stacks
+from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics, stacks
 from slipstream.runlog.heartbeat import read_heartbeat, state_of
 
 AGAIN = 75
@@ -151,7 +151,7 @@ class Supervisor:
         if isinstance(found, str):
             text = f"{how}, and the run is not started again: {found}; continue with --resume"
             return self._gives_up(TrainerLost(text, exit_code=128 + number))
-        checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
+        checkpoints = [path.name for path in checkpoints_of(self._folder)]
         fields: dict[str, Any] = {
             "number": found.number,
             "checkpoint": checkpoints[-1] if checkpoints else None,
