@@ -1,5 +1,5 @@
-"""Whether a trainer stands still, found by looking at it from another process. Pure: looks are counted, not seconds, so
-that nobody is blamed for time in which the process that looks was stopped, too, or the machine was suspended."""
+"""Whether a trainer hangs, as another process sees it. Pure. Looks are counted, not seconds: a look is missing while the
+observer is stopped, too, or the machine is suspended, so nobody is blamed for that time."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A process beside a trainer that has no supervisor, which ends it where it stands still: stopped (SIGSTOP), without a
-heartbeat, or longer in a step's training than that may take (`looks.py`). None of these can be seen from inside.
+"""A watchdog process beside a trainer without a supervisor. It kills a trainer that hangs: stopped by SIGSTOP, without a
+heartbeat, or too long in a step's training (`looks.py`). A process cannot see these from inside.
 
-Guarantees: before the end all processes of the run that can have written their stacks, and who gets on meanwhile lives;
-standard error and `exit.json` say why the run ended; the watchdog ends with its trainer, however that ends. It is in
-the trainer's process group, so that Ctrl-Z stops both. Signals for the trainer leave it alone. It imports what
-reads and writes a run folder, and nothing else.
+Guarantees: before a kill, all processes of the run write their stacks, and a trainer that has continued meanwhile lives.
+Standard error and `exit.json` say why the run ended. The watchdog ends with its trainer, however that ends. It is in
+the trainer's process group, so that Ctrl-Z stops both. Signals for the trainer leave it alone. It imports the run
+folder's readers and writer, and nothing else.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def watch(trainer: int, folder: Path) -> str:
-    """Look until the trainer stands still, and return why it is to be killed; empty where it has ended."""
+    """Look until the trainer hangs, and return the reason to kill it; empty where it has ended."""
     found = looks.Looks()
     while not select.select([sys.stdin], [], [], looks.POLL_S)[0]:
         state = state_of(trainer)

@@ -88,8 +88,8 @@ def prompt_digest(prompt: Sequence[Message]) -> str:
 
 
 def content_of(messages: Sequence[Message]) -> list[Any]:
-    """What a digest of messages is of: these without the places of their images, whose own digests say what they are,
-    and without what the model makes of them."""
+    """The content of messages, for digests: without the paths of their images, which have digests, and without values
+    that depend on the model."""
     found: list[Any] = []
     for message in messages:
         media = [{**msgspec.to_builtins(image), "uri": ""} for image in message.media]

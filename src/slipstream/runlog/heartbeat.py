@@ -3,9 +3,9 @@ few seconds for as long as the process lives.
 
 Life and progress are two clocks: `time` says that the process lives, `progress_at` when it last wrote anything of its
 work. The thread that writes needs the interpreter for an instant only, so it also beats during imports, the loading of
-a model and compilation. Of training on a batch it tells how long that may take at most; of other phases, whose waits
-have deadlines of their own, it does not, nor of what somebody looks at with Python's debugger. A further process says
-by `doing` what it is at, and by `progress` that it gets on.
+a model and compilation. A heartbeat also has the longest time that training on a batch may take. It has none for other
+phases, whose waits have separate deadlines, and none while Python's debugger has the main thread. A further process
+says by `doing` what it is at, and by `progress` that it gets on.
 """
 
 from __future__ import annotations

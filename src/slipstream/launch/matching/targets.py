@@ -157,8 +157,8 @@ def _divided(sequence: TokenSequence) -> tuple[list[int], list[int]]:
 
 
 def graded(tasks: list[Task], config: RunConfig) -> list[Task]:
-    """The tasks, of which those of a detector say how [matching] has objects matched: their reward then counts the
-    matches that the figures and the training count."""
+    """The tasks with the matching rules of [matching], if there is one, so that reward, figures and training count the
+    same matches."""
     if config.matching is None:
         return tasks
     how = asdict(match_settings(config.matching))

@@ -34,9 +34,9 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
 
 
 def end_unsaid(folder: Path, config: PlannedConfig, *, with_time_limit: bool) -> bool:
-    """Write how the run in `folder` ended where its last checkpoint has all that `config` asks for, but the process
-    that made it did not come to say so; whether that is so. `with_time_limit`: also where `training.max_seconds` had
-    passed. Raises `ConfigError` where another process uses the folder."""
+    """Write `exit.json` of a run that was killed after its last checkpoint, which has everything `config` asks for.
+    Returns whether the run in `folder` is such a run. `with_time_limit`: a passed `training.max_seconds` is an end, too.
+    Raises `ConfigError` if another process uses the folder."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 
     said = read_exit(folder)
