@@ -1,5 +1,5 @@
-"""Whether a trainer hangs, as another process sees it. Pure. Looks are counted, not seconds: a look is missing while the
-observer is stopped, too, or the machine is suspended, so nobody is blamed for that time."""
+"""Whether a trainer hangs, as another process sees it. Pure. Looks are counted, not seconds: a look is missing while
+the observer is stopped, too, or the machine is suspended, so nobody is blamed for that time."""
 
 from __future__ import annotations
 

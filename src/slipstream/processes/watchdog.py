@@ -1,7 +1,7 @@
-"""A watchdog process beside a trainer without a supervisor. It kills a trainer that hangs: stopped by SIGSTOP, without a
-heartbeat, or too long in a step's training (`looks.py`). A process cannot see these from inside.
+"""A watchdog process beside a trainer without a supervisor. It kills a trainer that hangs: stopped by SIGSTOP, without
+a heartbeat, or too long in a step's training (`looks.py`). A process cannot see these from inside.
 
-Guarantees: before a kill, all processes of the run write their stacks, and a trainer that has continued meanwhile lives.
+Guarantees: before a kill, all processes of the run write their stacks, and a trainer that has continued by then lives.
 Standard error and `exit.json` say why the run ended. The watchdog ends with its trainer, however that ends. It is in
 the trainer's process group, so that Ctrl-Z stops both. Signals for the trainer leave it alone. It imports the run
 folder's readers and writer, and nothing else.

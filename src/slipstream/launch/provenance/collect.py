@@ -84,8 +84,8 @@ def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
 def _python(
     kind: SourceKind, setting: str, file: Path, digests: FileDigests, root: Path | None = None, package: str = ""
 ) -> Iterator[Source]:
-    """A Python file, and its imports from its folder or from `root`. Where that folder holds several packages, only
-    those of `package` count. Slipstream's own files never do: its version stands for them."""
+    """A Python file, and its imports from its folder or from `root`. In a folder of several packages, only
+    `package` counts. Slipstream's own files never do: its version stands for them."""
     file = file.resolve()
     root = (root or file.parent).resolve()
     is_shared = any(root.glob("*.dist-info"))

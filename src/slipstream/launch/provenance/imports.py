@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def files_of(file: Path, root: Path | None = None, package: str = "", leaves_out: Path | None = None) -> list[Path]:
-    """`file`, and the modules below `root`, by default its folder, that it imports directly or through one another. With
-    `package` only modules of that package are followed, and modules in the folder `leaves_out` never."""
+    """`file`, and the modules below `root`, by default its folder, that it imports directly or through one another.
+    With `package` only modules of that package are followed, and modules in the folder `leaves_out` never."""
     root = (root or file.parent).resolve()
     found, waiting = dict[Path, None](), [file.resolve()]
     while waiting:

@@ -35,8 +35,8 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
 
 def end_unsaid(folder: Path, config: PlannedConfig, *, with_time_limit: bool) -> bool:
     """Write `exit.json` of a run that was killed after its last checkpoint, which has everything `config` asks for.
-    Returns whether the run in `folder` is such a run. `with_time_limit`: a passed `training.max_seconds` is an end, too.
-    Raises `ConfigError` if another process uses the folder."""
+    Returns whether the run in `folder` is such a run. `with_time_limit`: a passed `training.max_seconds` is an end,
+    too. Raises `ConfigError` if another process uses the folder."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 
     said = read_exit(folder)
@@ -69,7 +69,7 @@ class _Last:
     is_evaluated: bool
     """Whether an evaluation that is due at the run's end is made."""
     is_late: bool
-    """Whether the time limit, as it is now, has ended the run there."""
+    """Whether the present time limit ended the run at this step."""
     watch: EarlyStop
 
 
