@@ -47,6 +47,7 @@ KINDS = {
     "slipstream.api.child": "trainer",
     "slipstream.launch.ranks.child": "trainer",
     "slipstream.launch.parts.child": "trainer",
+    "slipstream.processes.watchdog": "trainer",
     "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
     "tests.system.slow_end": "trainer",

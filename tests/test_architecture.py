@@ -33,6 +33,7 @@ LAYERS = {
     "data": 2,
     "detection": 2,
     "transport": 2,
+    "processes": 2,
     "sinks": 2,
     "weights": 2,
     "inference": 3,
@@ -56,6 +57,7 @@ LIGHT_MODULES = (
     "slipstream.detection.targets",
     "slipstream.launch.plan.derive",
     "slipstream.launch.startup",
+    "slipstream.processes.watchdog",
     "slipstream.cli",
     "slipstream.report",
 )

@@ -70,15 +70,15 @@ def test_a_thread_that_is_late_at_the_end_leaves_nothing(tmp_path, monkeypatch):
 def test_how_long_a_repeated_phase_may_take(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    monkeypatch.setattr(writer, "LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(writer, "LEAST_LIMITS_S", (9.0, 5.0, 5.0, 1.0))
     with RunLog.create(tmp_path / "run") as log:
         for number in range(5):
             with log.phase("batch"):
                 assert log.limit_s == 0.0
             with log.phase("train"):  # one that has nothing to do says nothing
-                assert log.limit_s == (1.0 if number > 2 else 0.0)
+                assert log.limit_s == (9.0, 5.0, 5.0, 1.0, 1.0)[number]
             with log.phase("train"), log.phase("forward"):
-                assert log.limit_s == (1.0 if number > 2 else 0.0)
+                assert log.limit_s == (9.0, 5.0, 5.0, 1.0, 1.0)[number]
                 log.repeats("train")
                 now += 0.1 if number == 4 else 0.0
         with log.phase("train"):

@@ -1,5 +1,6 @@
 """A call's process as its caller sees it: what it writes, how it ends, and that it goes on in a new one."""
 
+import asyncio
 import subprocess
 import sys
 
@@ -97,3 +98,82 @@ def test_a_sample_of_an_evaluation_is_one_of_a_run_without_its_tokens_and_can_be
     assert (sent["completion"], sent["reward"], sent["outcome"]) == ("<think>\\ud800</think>4", 0.5, "done")
     assert sent["turns"][0]["tool_calls"][0]["function"]["arguments"] == {"at": "\\ud800"}
     assert not {"step", "version", "sequences"} & sent.keys()
+
+
+ROWS = """
+rows = open({rows!r}, "ab", buffering=0)
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+for text in {texts!r}:
+    rows.write(text + b"\\n")
+    time.sleep(0.1)
+while not got and {waits}:
+    time.sleep(0.02)
+end(error="Interrupted" if got else "", exit_code=130 if got else 0)
+"""
+
+
+def test_a_callback_is_called_once_for_each_step_in_order(job, tmp_path):
+    """An evaluation beside training adds to the row of an earlier step; a restart makes steps again."""
+    rows = tmp_path / "metrics.jsonl"
+    steps = [(0, "a"), (1, "a"), (0, "eval"), (2, "a"), (1, "a"), (2, "a"), (3, "a"), (2, "eval")]
+    texts = [f'{{"step": {step}, "lineage": 0, "time": 1.0, "x/{name}": {step}}}'.encode() for step, name in steps]
+    (tmp_path / "events.jsonl").touch()
+    seen = []
+    lines = ROWS.format(rows=str(rows), texts=texts, waits=False)
+    run = Run(tmp_path, lambda: job(lines), lambda step, row: seen.append((step, row["x/a"])))
+    run.follow()
+    assert seen == [(step, step) for step in range(4)]
+    assert [(row["step"], row.get("x/eval")) for row in run.rows] == [(0, 0), (1, None), (2, 2), (3, None)]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), LookupError("x")])
+def test_whatever_a_callback_raises_ends_the_run_first(job, tmp_path, error):
+    seen = []
+
+    def on_step(step, row):
+        seen.append(step)
+        raise error
+
+    lines = ROWS.format(rows=str(tmp_path / "metrics.jsonl"), texts=[b'{"step": 0}', b'{"step": 1}'], waits=True)
+    run = Run(tmp_path, lambda: job(lines), on_step)
+    run.follow()
+    assert run._job.process.returncode == 130
+    with pytest.raises(type(error)) as raised:
+        run.wait()
+    assert raised.value is error
+    assert seen == [0]
+
+
+def test_an_interrupt_during_a_callback_is_a_wished_end_and_loses_no_row(job, tmp_path):
+    seen = []
+
+    def on_step(step, row):
+        seen.append(step)
+        if step == 0:
+            raise KeyboardInterrupt
+
+    lines = ROWS.format(rows=str(tmp_path / "metrics.jsonl"), texts=[b'{"step": 0}\n{"step": 1}'], waits=True)
+    run = Run(tmp_path, lambda: job(lines), on_step)
+    run.follow()
+    assert run.wait() is run
+    assert (run._job.process.returncode, seen) == (130, [0, 1])
+
+
+def test_what_a_handler_of_a_signal_raises_ends_the_run_first(job, monkeypatch):
+    made = job("signal.signal(signal.SIGINT, lambda *_: os._exit(130))\nprint('ready', flush=True)\ntime.sleep(600)")
+
+    def each():
+        if made._tail and not made._stop_asked:
+            raise SystemExit(4)
+
+    with pytest.raises(SystemExit):
+        made.follow(each)
+    assert made.process.returncode == 130
+
+
+def test_the_newest_weights_are_those_of_the_highest_step(tmp_path):
+    for step in (999_999, 1_000_000, 5):
+        (tmp_path / "checkpoints" / f"step-{step:06d}" / "weights").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1000001").mkdir()
+    assert Run(tmp_path).weights == tmp_path / "checkpoints" / "step-1000000" / "weights"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,7 @@ from slipstream.cli.init_files import FILES
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch import run as launch_local
 from slipstream.records import Rollout, Sequence
-from slipstream.runlog import read_exit
+from slipstream.runlog import read_events, read_exit
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 ROOT = Path(__file__).parents[2]
@@ -331,6 +332,44 @@ def test_a_run_that_ended_early_is_complete_until_its_limits_change(slipstream, 
     steps = [json.loads(slipstream(*command, seconds)[1])["steps"] for seconds in ("0.01", "0.01", "0.02")]
     assert 1 <= steps[0] < 2000
     assert steps[1] == steps[0] < steps[2] < 2000
+    (tmp_path / "runs" / "one" / "exit.json").unlink()
+    code, out, _ = slipstream(*command, "0.02")
+    assert (code, json.loads(out)["steps"]) == (0, steps[2]), "it was killed before it could say so"
+
+
+@pytest.mark.parametrize(
+    ("gone", "is_made_again"),
+    [
+        (["exit.json"], False),
+        (["exit.json", "metrics.jsonl"], False),
+        (["exit.json", "checkpoints/step-000002"], True),
+        (["exit.json", "checkpoints/step-000002/manifest.json"], True),
+        (["exit.json", "checkpoints/step-000002", "checkpoints/step-000001"], True),
+    ],
+)
+def test_a_run_that_is_killed_at_its_end_ends_with_its_resume(slipstream, two_steps, tmp_path, gone, is_made_again):
+    folder = tmp_path / "runs" / "two"
+    for name in gone:
+        (shutil.rmtree if (folder / name).is_dir() else Path.unlink)(folder / name)
+    before = len(read_events(folder))
+    code, out, err = slipstream(*two_steps)
+    assert (code, json.loads(out)["weights"]) == (0, str(folder / "checkpoints" / "step-000002" / "weights")), err
+    report = read_exit(folder)
+    assert (report.status, report.step) == ("finished", 2)
+    assert is_made_again == ("start" in {event["kind"] for event in read_events(folder)[before:]})
+    assert slipstream(*two_steps)[0] == 0
+
+
+@pytest.fixture
+def two_steps(slipstream, model, tmp_path):
+    """The command of a run that has made its two steps."""
+    (tmp_path / "rows.jsonl").write_text("".join(ROW % (i, i + 1) for i in range(16)))
+    text = SFT.format(model=model) + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n'
+    (tmp_path / "sft.toml").write_text(text)
+    more = ("--run.checkpoint_every", "1", "--run.keep_checkpoints", "2")
+    command = ("sft", "sft.toml", "--run.folder", str(tmp_path / "runs" / "two"), "--resume=auto", "--json", *more)
+    assert slipstream(*command)[0] == 0
+    return command
 
 
 def played(rewards, *, group=4):

@@ -6,7 +6,8 @@ import pytest
 
 from slipstream.errors import DataError
 from slipstream.launch.tools.compare import compare
-from slipstream.runlog.evaluations import keep_evaluation
+from slipstream.records import Media, Message
+from slipstream.runlog.evaluations import keep_evaluation, prompt_digest
 from tests.test_evaluations import evaluation
 
 
@@ -102,3 +103,19 @@ def test_other_sampling_is_a_note(compared):
         evaluation([1], [0], settings={"sampling.temperature": 0.6}),
     )
     assert found.notes == ("sampling.temperature is 1.0 in A and 0.6 in B",)
+
+
+def test_a_folder_of_images_or_of_an_environment_may_move(compared):
+    def of(folder, digest):
+        image = Media("image", f"{folder}/1.png", digest, width=8, height=8)
+        given = evaluation([1], [0], settings={"environment.name": f"{folder}/letters.py"})
+        tasks = [
+            msgspec.structs.replace(each, prompt_digest=prompt_digest([Message("user", "q", (image,))]))
+            for each in given.tasks
+        ]
+        return msgspec.structs.replace(given, tasks=tasks)
+
+    found = compared(of("/one", "1" * 64), of("/two", "1" * 64))
+    assert found.notes == ("environment.name is '/one/letters.py' in A and '/two/letters.py' in B",)
+    with pytest.raises(DataError, match="has one prompt in"):
+        compared(of("/one", "1" * 64), of("/one", "2" * 64))

@@ -5,11 +5,22 @@ import pytest
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
+from slipstream.envs.detector.environment import Detection
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.matching.answers import answer_tokens
-from slipstream.launch.matching.targets import conversations_of, detection_metrics, examples_of, matched
+from slipstream.launch.matching.targets import (
+    conversations_of,
+    detection_metrics,
+    examples_of,
+    graded,
+    matched,
+    with_figures,
+)
+from slipstream.launch.plan.derive import make_plan
+from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
+from tests.launch.test_plan import GRPO, facts
 
 
 @pytest.fixture(scope="module", params=["char", "byte"])
@@ -138,6 +149,23 @@ def test_figures_of_an_evaluation_are_those_of_all_objects(detector):
     assert found["eval/f1"] == pytest.approx(4 / 7)
     assert found["eval/matched_maskiou_mean"] == 1.0
     assert found["eval/num_objects"] == 4
+
+
+@pytest.mark.parametrize("gate", [None, 0.3, 0.95])
+def test_one_definition_of_a_match(detector, gate):
+    """Of the reward, of the figures, and of both where a model's address sends texts only."""
+    config = make_plan(GRPO, facts()).config
+    environment = config.environment.model_copy(update={"name": "detection"})
+    matching = None if gate is None else MatchingConfig(maskiou_gate=gate)
+    config = config.model_copy(update={"environment": environment, "matching": matching})
+    near = answer_ids(detector, ("big blue", (0, 0, 999, 470)), ("tiny", (7, 600, 90, 700)))
+    tasks = graded(detector.tasks[1:], config)
+    made = rollout(detector, 1, near)
+    made.reward = Detection.score(Detection.__new__(Detection), tasks[0], made.completion).reward
+    found = Evaluation(1, 0, 0, made.reward, 0.0, 0.0, rollouts=[made])
+    figures = [with_figures(found, tasks, config, each).metrics() for each in (detector.tokenizer, None)]
+    assert figures[0] == figures[1]
+    assert figures[0]["eval/f1"] == figures[0]["eval/reward"] == (0.5 if gate == 0.95 else 1.0)
 
 
 def test_order_of_objects(detector):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import slipstream
 from slipstream.config import load_config, load_settings
 from slipstream.config.python_objects import give
 from slipstream.data import readers
@@ -182,27 +183,114 @@ def test_python_objects_and_built_in_environments(prepared):
     assert gym.version.count(".") == 2
 
 
-def test_an_installed_environment_is_its_package_and_its_code(prepared, tmp_path, monkeypatch):
-    package = tmp_path / "site" / "letters"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "text.py").write_text("LETTER = 'a'\n")
-    (package / "main.py").write_text(
-        "from slipstream.envs import Message, SingleTurn, Task\nfrom .text import LETTER\n"
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder of packages with an environment `letters`, Slipstream's own package, and another one."""
+    site = tmp_path / "site"
+    (site / "letters").mkdir(parents=True)
+    (site / "letters" / "__init__.py").write_text("")
+    (site / "letters" / "text.py").write_text("LETTER = 'a'\n")
+    (site / "letters" / "main.py").write_text(
+        "import other, slipstream.launch\nfrom slipstream.envs import Message, SingleTurn, Task\n"
+        "from .text import LETTER\n"
         "class Letters(SingleTurn):\n"
         "    def tasks(self, split, num_tasks):\n"
         "        names = [f'{split} {i}' for i in range(min(20, num_tasks))]\n"
         "        return [Task(name, (Message('user', name),), LETTER) for name in names]\n"
         "    def reward(self, task, completion): return 0.0\n"
     )
-    info = tmp_path / "site" / "letters-1.2.dist-info"
+    (site / "other.py").write_text("")
+    (site / "slipstream").symlink_to(Path(slipstream.__file__).parent)
+    info = site / "letters-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: letters\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text("[slipstream.environments]\nletters = letters.main:Letters\n")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(site)
+    yield site
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("letters", "other")]:
+        del sys.modules[name]
+
+
+def test_an_installed_environment_is_its_package_and_its_code(prepared, installed):
     before, *files = found(prepared(name="letters"), "environment")
     assert (before.name, before.version) == ("letters", "letters 1.2")
     assert [each.name for each in files] == ["letters/main.py", "letters/__init__.py", "letters/text.py"]
+
+
+def _file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"import words\nimport slipstream\n{ENVIRONMENT}")
+    return {"name": str(path)}, path.with_name("words.py")
+
+
+def _letters(tmp_path):
+    return {"name": "letters"}, tmp_path / "site" / "letters" / "text.py"
+
+
+def _rows(reward, changed):
+    def rows(tmp_path):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": str(i)}) + "\n" for i in range(40)))
+        (tmp_path / "own.py").write_text(
+            "import words\ndef good(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n"
+        )
+        given = json.loads(reward.replace("HERE", str(tmp_path)))
+        return {"name": "rows", "settings": {"path": str(path), "reward": given}}, tmp_path / changed
+
+    return rows
+
+
+def _tool(tmp_path):
+    tool = tmp_path / "tool.py"
+    tool.write_text('import words\ndef double(x: int) -> int:\n    """Twice."""\n    return 2 * x\n')
+    given, _ = _file(tmp_path)
+    return {**given, "tools": [f"{tool}:double"], "max_turns": 2}, tool
+
+
+NAMED = {
+    "a file": _file,
+    "an entry point": _letters,
+    "the file of a reward": _rows('"HERE/own.py:good"', "own.py"),
+    "what the file of a reward imports": _rows('"HERE/own.py:good"', "words.py"),
+    "one of several rewards": _rows('[{"reward": "exact"}, {"reward": "HERE/own.py:good"}]', "own.py"),
+    "a tool": _tool,
+}
+PLACES = {
+    "alone": lambda given, first: given,
+    "in a mixture apart": lambda given, first: {
+        "name": "mixture",
+        "mixture": {"first": {"name": first}, "second": given},
+        "apart": True,
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("named", NAMED)
+def test_what_decides_a_reward_counts_wherever_it_is_named(prepared, installed, tmp_path, named, place):
+    (tmp_path / "words.py").write_text("")
+    given, changed = NAMED[named](tmp_path)
+    item = pack_environment([{"prompt": f"{i}?", "answer": str(i)} for i in range(40)], None, "exact")
+    give(item)
+    environment = PLACES[place](given, item.name)
+    before = prepared(**environment)
+    sources = [each for each in sources_of(before, FileDigests()) if each.kind in ("environment", "reward", "tools")]
+    assert str(changed) in {each.path for each in sources}
+    assert {Path(each.path).is_relative_to(tmp_path) for each in sources if each.path} == {True}
+    assert "other.py" not in {each.name for each in sources}
+    digest = code_digest(before)
+    changed.write_text(changed.read_text() + "\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("letters", "words")]:
+        del sys.modules[name]
+    assert code_digest(prepared(**environment)) != digest
+
+
+def test_slipstreams_own_environments_are_its_version(prepared, tmp_path):
+    made = prepared(name="reasoning_gym/spell_backward", num_train_tasks=20)
+    section = made.config.environment.model_copy(update={"name": "detection", "settings": {}})
+    config = made.config.model_copy(update={"environment": section})
+    (source,) = found(replace(made, plan=replace(made.plan, config=config), reads=()), "environment")
+    assert (source.name, source.version, source.path) == ("detection", "built in", None)
 
 
 def test_verifiers_is_looked_up_where_its_interpreter_has_it(prepared, tmp_path):
@@ -227,6 +315,8 @@ def test_verifiers_is_looked_up_where_its_interpreter_has_it(prepared, tmp_path)
     ]
     files = sources(f"verifiers/{tmp_path / 'taskset.py'}")[1:]
     assert [each.name for each in files] == ["taskset.py", "part.py"]
+    (tmp_path / "venv/lib/python3.12/site-packages/my_shop.py").write_text("import verifiers\n")
+    assert [each.name for each in sources("verifiers/my-shop")][2:] == ["my_shop.py"]
 
 
 def test_a_data_set_of_the_hub_has_a_revision():

@@ -1,4 +1,4 @@
-"""docs/models.md: a row of its table is a family of models, of which a small one with random weights is trained here."""
+"""docs/models.md: a row of its table is a family of models; a small one with random weights is trained here."""
 
 import re
 from pathlib import Path

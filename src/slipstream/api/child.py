@@ -63,7 +63,12 @@ def _carry_out(call: Call, last_words: Callable[[SlipstreamError], None]) -> Out
         from slipstream.launch.start import run_training
 
         _, summary = run_training(
-            loaded, "run", resume=call.resume, make_progress=lambda: _progress(call), last_words=last_words
+            loaded,
+            "run",
+            resume=call.resume,
+            make_progress=lambda: _progress(call),
+            last_words=last_words,
+            owns_process=True,
         )
         return Outcome(summary)
     except StartsAgain:

@@ -20,7 +20,15 @@ from slipstream import errors
 from slipstream.api.protocol import Call, Outcome
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.inference import child_process
-from slipstream.runlog import read_events, read_metrics, read_run, read_samples, read_settings, summarize
+from slipstream.runlog import (
+    checkpoints_of,
+    read_events,
+    read_metrics,
+    read_run,
+    read_samples,
+    read_settings,
+    summarize,
+)
 
 _POLL_S = 0.1
 _CHUNK = 1 << 16
@@ -81,23 +89,35 @@ class Job:
 
     def follow(self, each: Callable[[], None] = lambda: None) -> Outcome:
         """Wait for its end and call `each` meanwhile; what came of it. An interrupt of this process is passed on: the
-        first asks it to stop, the second ends it at once."""
+        first asks it to stop, the second ends it at once. So does whatever else is raised meanwhile, and that is raised
+        again when the process has ended."""
+        raised: BaseException | None = None
         while True:
             try:
-                while self.process.poll() is None:
-                    self._receive()
-                    each()
-                    time.sleep(_POLL_S)
-                self._reader.join(_OUTPUT_S)
-                self._receive()
-                each()
-                outcome = self._outcome()
-                if not outcome.again:
-                    return outcome
-                self._call = msgspec.structs.replace(self._call, resume=True)
-                self._start()
+                self._wait(each)
             except KeyboardInterrupt:
                 self.stop()
+                continue
+            except BaseException as error:  # noqa: BLE001 - of a callback, or of a handler of the caller's signals
+                raised = raised or error
+                self.stop()
+                continue
+            outcome = self._outcome()
+            if raised is not None:
+                raise raised
+            if not outcome.again:
+                return outcome
+            self._call = msgspec.structs.replace(self._call, resume=True)
+            self._start()
+
+    def _wait(self, each: Callable[[], None]) -> None:
+        while self.process.poll() is None:
+            self._receive()
+            each()
+            time.sleep(_POLL_S)
+        self._reader.join(_OUTPUT_S)
+        self._receive()
+        each()
 
     def _receive(self) -> None:
         """Read what the child has written of its outcome: a pipe that is full would hold it up."""
@@ -130,7 +150,9 @@ class Run:
         self._offset = len(_whole_lines(self._metrics_file))
         """Where in `metrics.jsonl` the rows begin that `on_step` was not called with; those of an earlier call are not
         of this one."""
-        self._error: Exception | None = None
+        self._called = -1
+        """The last step that `on_step` was called with."""
+        self._error: BaseException | None = None
         self._ended = threading.Event()
         self._job = start() if start is not None else None
         if self._job is None:
@@ -187,7 +209,8 @@ class Run:
     @property
     def weights(self) -> Path | None:
         """The newest checkpoint's model folder (with LoRA: adapter), which Transformers and vLLM load."""
-        return max((self.folder / "checkpoints").glob("step-*/weights"), default=None)
+        found = [path / "weights" for path in checkpoints_of(self.folder)]
+        return next((path for path in reversed(found) if path.exists()), None)
 
     @property
     def accuracy(self) -> float | None:
@@ -229,25 +252,32 @@ class Run:
         try:
             outcome = self._job.follow(self._call_back)
             self.summary = outcome.summary
-            if outcome.error and outcome.error != "Interrupted" and self._error is None:
+            if outcome.error and outcome.error != "Interrupted":
                 self._error = error_of(outcome)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self._error = error
         finally:
             self._ended.set()
 
     def _call_back(self) -> None:
-        """Pass new rows to the callback. What it raises stops the run, and `wait` raises it."""
-        if self._on_step is None:
-            return
-        lines = _whole_lines(self._metrics_file, self._offset)
-        self._offset += len(lines)
-        for line in lines.splitlines():
-            row: dict[str, Any] = msgspec.json.decode(line)
-            try:
-                self._on_step(int(row["step"]), row)
-            except Exception as error:  # noqa: BLE001 - the caller's code
-                self._on_step, self._error = None, error
-                self.stop()
+        """Pass new rows to the callback: the first line of each step, and none of a step that an automatic restart
+        makes again. What it raises ends the calls."""
+        for line in _whole_lines(self._metrics_file, self._offset).splitlines(keepends=True):
+            if self._on_step is None:
                 return
+            self._offset += len(line)
+            row: dict[str, Any] = msgspec.json.decode(line)
+            step = int(row["step"])
+            if step <= self._called:
+                continue
+            self._called, on_step = step, self._on_step
+            try:
+                on_step(step, row)
+            except KeyboardInterrupt:  # the user's, during the call
+                raise
+            except BaseException:
+                self._on_step = None
+                raise
 
     def __repr__(self) -> str:
         state = "running" if not self._ended.is_set() else self.status

@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.exit(_run_with_restarts(arguments))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot encode
+    output.Process.is_own = True
     try:
         code = _run(sys.argv[1:])
     except StartsAgain as again:

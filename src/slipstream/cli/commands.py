@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.cli.output import Json, ignore_closed_pipe, json_error, print_error, print_json, print_json_text, tell
+from slipstream.cli.output import (
+    Json,
+    Process,
+    ignore_closed_pipe,
+    json_error,
+    print_error,
+    print_json,
+    print_json_text,
+    tell,
+)
 from slipstream.errors import ConfigError, SlipstreamError, StartsAgain
 
 if TYPE_CHECKING:
@@ -135,6 +144,7 @@ def _train(
             make_progress=make_progress,
             last_words=lambda error: print_error(error, str(error), error.exit_code, as_json=as_json),
             supervisor=watch,
+            owns_process=Process.is_own,
         )
     except StartsAgain as again:
         if supervised_by >= 0:

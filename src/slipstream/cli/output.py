@@ -38,6 +38,12 @@ def tell(text: str = "", *, end: str = "\n", file: TextIO | None = None, flush: 
     print(printable(text), end=end, file=file, flush=flush)
 
 
+class Process:
+    """Whether this process is the command's own, and not that of a Python program that calls `main`."""
+
+    is_own = False
+
+
 def print_json(value: Any, *, is_result: bool = True) -> None:
     """Print one line of JSON at once; `is_result=False` for a line that others, or an error, may follow."""
     print(json.dumps(value, default=str), flush=True)

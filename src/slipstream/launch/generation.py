@@ -13,7 +13,6 @@ from typing import Any
 
 from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig, needs_engine_logprobs
-from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
@@ -24,8 +23,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.batch_order import BatchOrder, mixture_weights, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
-from slipstream.launch.matching.answers import answer_tokens, detects
-from slipstream.launch.matching.targets import detection_metrics
+from slipstream.launch.matching.targets import with_figures
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
@@ -382,11 +380,7 @@ async def _evaluate(
             on_rollout=context.progress.advance if engine is None else lambda: None,
             warn=context.log.warning,
         )
-        matching = context.config.matching or MatchingConfig()
-        if detects(context.config):
-            tokens = answer_tokens(prepared.tokenizer)
-            own = await asyncio.to_thread(detection_metrics, prepared.eval_tasks, found.rollouts, tokens, matching)
-            found = replace(found, further=found.further | own)
+        found = await asyncio.to_thread(with_figures, found, prepared.eval_tasks, context.config, prepared.tokenizer)
         # The first sample of the first tasks; the others nobody reads.
         shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
         return replace(found, rollouts=shown)

@@ -33,7 +33,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.matching.answers import answer_tokens, detects
 from slipstream.launch.matching.schedule import schedule_notes
-from slipstream.launch.matching.targets import conversations_of, examples_of
+from slipstream.launch.matching.targets import conversations_of, examples_of, graded
 from slipstream.launch.plan.derive import Plan, draft_plan
 from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
@@ -254,7 +254,7 @@ def _tasks(config: RunConfig, environment: Environment | None) -> tuple[list[Tas
             train_tasks = make_tasks(environment, "train", requested)
         if config.evaluation is not None:
             eval_tasks = _eval_tasks(environment, config.evaluation.num_tasks)
-    return train_tasks, eval_tasks, requested
+    return graded(train_tasks, config), graded(eval_tasks, config), requested
 
 
 def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:

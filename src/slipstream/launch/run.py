@@ -6,6 +6,7 @@ starts while the trainer loads, so that neither waits for the other's imports.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from slipstream.config.traits import has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.errors import one_line
+from slipstream.inference import child_process
 from slipstream.launch.batch_order import START_GRACE_S, BatchOrder
 from slipstream.launch.build import (
     Trained,
@@ -53,6 +55,7 @@ from slipstream.launch.weight_sync import attach_engine
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Orchestrator
 from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.processes.watchdog import watched
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
 from slipstream.runlog import RunLog, read_events, read_settings, stacks
@@ -90,11 +93,13 @@ def train(
     stages: Stages | None = None,
     last_words: LastWords = lambda error: None,
     supervisor: SupervisorWatch | None = None,
+    owns_process: bool = False,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises the error that ended the run early, after everything was stopped, or
     `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far. `last_words` is called in
     the place of raising, from another thread, where the process ends by itself at `run.grace_s`. `supervisor`: what
-    watches the process that started this one and passes signals on."""
+    watches the process that started this one and passes signals on. `owns_process`: whether this process does nothing
+    else, so that it may be killed where it stands still."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with stages.stage("compute digests"):
         stock = take_stock(prepared, folder, progress, resume=resume)
@@ -104,6 +109,7 @@ def train(
         MetricsServer(prepared.config.run.metrics_port) as server,
         StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
+        watched(folder, child_process.popen) if owns_process and supervisor is None else nullcontext(),
         Beating(log),
         stacks.kept_in(folder),
         trainer_logs_as_events(log),

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError, Interrupted
-from slipstream.launch.recovery.resume import is_complete, same_commit
+from slipstream.launch.recovery.resume import end_unsaid, is_complete, same_commit
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
-from slipstream.runlog import holds_run, read_metrics, refuse_used
+from slipstream.runlog import holds_run, read_exit, read_metrics, refuse_used
 from slipstream.runlog.files import refuse_in_use
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ def run_training(
     make_progress: Callable[[], Progress],
     last_words: Callable[[Interrupted], None] = lambda error: None,
     supervisor: SupervisorWatch | None = None,
+    owns_process: bool = False,
 ) -> tuple[RunResult, dict[str, Any]]:
     """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
-    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`, `supervisor`:
-    see `train`.
+    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`, `supervisor`,
+    `owns_process`: see `train`.
     """
     folder = loaded.config.run.folder
     if resume and folder is None:
@@ -71,6 +72,8 @@ def run_training(
             prepared = prepare(same_commit(loaded) if resume else loaded)
         if folder is not None and may_be_complete and is_complete(folder, prepared.config):  # steps derived from epochs
             return _finished(folder)
+        if folder is not None and resume and end_unsaid(folder, prepared.config, with_time_limit=may_be_complete):
+            return _finished(folder)
         result = train(
             prepared,
             prepared.config.run.folder or new_run_folder(name),
@@ -80,6 +83,7 @@ def run_training(
             stages=stages,
             last_words=last_words,
             supervisor=supervisor,
+            owns_process=owns_process,
         )
     metrics = {} if result.evaluation is None else result.evaluation.metrics()
     return result, _summary(result, {**metrics, **result.held_out_loss}) | {"startup": stages.summary()}
@@ -97,7 +101,7 @@ def _finished(folder: Path) -> tuple[RunResult, dict[str, Any]]:
         metrics |= {name: value for name, value in row.items() if name.startswith("eval/")}
     result = RunResult(
         folder=folder,
-        steps=max((int(row["step"]) for row in rows), default=0),
+        steps=report.step if (report := read_exit(folder)) is not None else 0,
         evaluation=None,
         held_out_loss={name: metrics[name] for name in ("eval/loss", "eval/perplexity") if name in metrics},
         checkpoint=weights / "weights" if weights else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.report.headline import setting
 from slipstream.report.markup import Html, h
-from slipstream.runlog import RunRecord, samples_with_tokens
+from slipstream.runlog import RunRecord, checkpoints_of, samples_with_tokens
 
 MAX_TOKENS = 60_000
 """Most tokens in a report: those of the latest rollouts that fit."""
@@ -80,7 +80,7 @@ def _sequence(sequence: dict[str, Any], sample: dict[str, Any], texts: _Texts) -
 
 def _tokenizer_of(record: RunRecord, folder: Path) -> Path | None:
     """The newest checkpoint's tokenizer, or the start model's; None where neither is there any more."""
-    places = sorted(folder.glob("checkpoints/*/weights/tokenizer.json"), reverse=True)
+    places = [path / "weights" / "tokenizer.json" for path in reversed(checkpoints_of(folder))]
     places.append(Path(setting(record, "model.path")) / "tokenizer.json")
     return next((place for place in places if place.is_file()), None)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ExitStatus,
         RunStatus,
         RunSummary,
+        checkpoints_of,
         find_runs,
         holds_run,
         is_running,
@@ -64,6 +65,7 @@ __all__ = [
     "RunSummary",
     "Setting",
     "append_event",
+    "checkpoints_of",
     "exit_code_of",
     "find_runs",
     "holds_run",
@@ -85,8 +87,8 @@ __getattr__ = exported(
     __name__,
     {
         "reader": (
-            "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary find_runs "
-            "holds_run is_running read_events read_exit read_metrics read_samples read_settings summarize"
+            "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary "
+            "checkpoints_of find_runs holds_run is_running read_events read_exit read_metrics read_samples read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",
         "redaction": "REDACTED",

@@ -85,7 +85,19 @@ class KeptEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 def prompt_digest(prompt: Sequence[Message]) -> str:
     """See `KeptTask`."""
-    return hashlib.sha256(msgspec.json.encode(list(prompt))).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(content_of(prompt))).hexdigest()[:32]
+
+
+def content_of(messages: Sequence[Message]) -> list[Any]:
+    """The content of messages, for digests: without the paths of their images, which have digests, and without values
+    that depend on the model."""
+    found: list[Any] = []
+    for message in messages:
+        media = [{**msgspec.to_builtins(image), "uri": ""} for image in message.media]
+        for image in media:
+            del image["sees_itself"]
+        found.append({**msgspec.to_builtins(message), "media": media} if media else message)
+    return found
 
 
 def new_place(folder: Path) -> Path:

@@ -3,9 +3,9 @@ few seconds for as long as the process lives.
 
 Life and progress are two clocks: `time` says that the process lives, `progress_at` when it last wrote anything of its
 work. The thread that writes needs the interpreter for an instant only, so it also beats during imports, the loading of
-a model and compilation. Of a phase that is repeated, which is training on a batch, it tells how long it may take at
-most; of others, whose waits have deadlines of their own, it does not. A further process says by `doing` what it is
-at, and by `progress` that it gets on.
+a model and compilation. A heartbeat also has the longest time that training on a batch may take. It has none for other
+phases, whose waits have separate deadlines, and none while Python's debugger has the main thread. A further process
+says by `doing` what it is at, and by `progress` that it gets on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -32,8 +33,12 @@ FOLDER = "heartbeats"
 INTERVAL_S = 5.0
 SILENT_S = 3 * INTERVAL_S
 """From then on a process is taken for stopped, or its host for lost."""
-LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS = 600.0, 20.0, 3
-"""A phase that has been repeated so often may take so many times as long as the longest before, and at least this."""
+REPEATED = "train"
+"""The phase that is repeated, and waits for nobody: training on a batch."""
+LIMIT_FACTOR, MIN_REPEATS = 20.0, 3
+"""It may take so many times as long as the longest before; so many of the longest are known."""
+LEAST_LIMITS_S = (24 * 3600.0, 3600.0, 3600.0, 600.0)
+"""And at least this, by the number of those before: the first compiles, and may be long where a CPU computes it."""
 _END_S = 2.0
 _MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
@@ -100,7 +105,7 @@ class Beating:
         log = self._log
         while not self._ended.is_set():
             # Before the number of phases: never the limit of a later phase than the one it is for.
-            limit_s = log.limit_s
+            limit_s = 0.0 if _is_debugged() else log.limit_s
             beat = Heartbeat(
                 round(time.time(), 3),
                 os.getpid(),
@@ -132,6 +137,14 @@ class Beating:
         self._ended.set()
         self._thread.join(_END_S)
         self._remove()
+
+
+def _is_debugged() -> bool:
+    """Whether Python's debugger has the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:

@@ -345,6 +345,27 @@ def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> Non
             Ledger(folder, lineage, first_step, staleness=0, shape={}, orchestrator=other).close(first_step)
 
 
+def end_whole(folder: Path, step: int) -> None:
+    """Leave nothing open in the ledgers of a run that has come to its end at `step`, and was killed before it could
+    close them. Raises DataError for one that cannot be written."""
+    for path in (folder / FILE, *(_path_of(folder, other) for other in _others(folder))):
+        if not path.is_file():
+            continue
+        try:
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as data:
+                data.execute("BEGIN IMMEDIATE")
+                data.execute("UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'")
+                data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (step,))
+                data.execute(
+                    "UPDATE groups SET state = 'dropped', reason = 'surplus' "
+                    "WHERE state IN ('ready', 'batched', 'kept')"
+                )
+                data.execute("DELETE FROM rollouts")
+                data.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise DataError(f"{path} cannot be closed ({error}), so `slipstream ledger` counts open groups") from error
+
+
 def num_ledgers(folder: Path) -> int:
     """How many orchestrators have kept a ledger in the run folder, at most."""
     return (folder / FILE).is_file() + len(_others(folder))

@@ -356,3 +356,10 @@ def _last(rows: list[dict[str, Any]], name: str) -> float | None:
 def holds_run(folder: Path) -> bool:
     """Whether `folder` holds a run, in any state."""
     return (folder / "events.jsonl").is_file()
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The folders of a run's checkpoints by step, whole or not; names have six digits or, from a million steps on,
+    more."""
+    found = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

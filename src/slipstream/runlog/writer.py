@@ -31,7 +31,7 @@ from slipstream.runlog.files import (
     reserve,
     write_whole,
 )
-from slipstream.runlog.heartbeat import LEAST_LIMIT_S, LIMIT_FACTOR, MIN_REPEATS
+from slipstream.runlog.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
 from slipstream.runlog.reader import EVENT, STEP, ExitReport, ExitStatus, is_sparse, plain, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
@@ -88,7 +88,8 @@ class RunLog:
         self._secrets: set[str] = set()
         self._phase_seconds: dict[str, float] = {}
         self._phases: list[str] = []
-        self._repeats: dict[str, list[float]] = {}
+        self._repeats: list[float] = []
+        """The longest of the phases that are repeated, in seconds."""
         self._is_repeated = ""
         self.num_phases = 0
         """How many outermost phases have begun."""
@@ -171,10 +172,12 @@ class RunLog:
 
     @property
     def limit_s(self) -> float:
-        """How long the outermost phase may take, see `repeats`; 0 where nobody can say."""
+        """How long the outermost phase may take; 0 where nobody can say."""
         with self._guard:
-            seconds = self._repeats.get(self._phases[0], []) if self._phases else []
-        return max(LEAST_LIMIT_S, LIMIT_FACTOR * max(seconds)) if len(seconds) >= MIN_REPEATS else 0.0
+            seconds = self._repeats
+            if self._phases[:1] != [REPEATED]:
+                return 0.0
+        return max(LEAST_LIMITS_S[len(seconds)], LIMIT_FACTOR * max(seconds, default=0.0))
 
     @property
     def progress_at(self) -> float:
@@ -292,8 +295,7 @@ class RunLog:
                 seconds = time.monotonic() - begin
                 self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
                 if name == self._is_repeated:
-                    known = self._repeats.get(name, [])
-                    self._repeats[name] = sorted([*known, seconds])[-MIN_REPEATS:]
+                    self._repeats = sorted([*self._repeats, seconds])[-MIN_REPEATS:]
                     self._is_repeated = ""
 
     def repeats(self, name: str) -> None:

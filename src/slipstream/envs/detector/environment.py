@@ -24,7 +24,7 @@ from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import in_reading_order, true_objects
 from slipstream.detection.text_tokens import parsed_text
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
-from slipstream.envs.detector import NAME
+from slipstream.envs.detector import MATCHING, NAME
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.records import Message, Task
@@ -82,7 +82,8 @@ class Detection(Environment):
         """F1 of the objects in the answer, with its counts; 0 for a broken one."""
         answer = parsed_text(completion)
         truths = true_objects(task.info["objects"], task.id)
-        matching = match([each.value for each in answer.objects], truths, MatchSettings())
+        how = MatchSettings(**task.info.get(MATCHING, {}))
+        matching = match([each.value for each in answer.objects], truths, how)
         counts = counts_of(answer, matching)
         sums = {"predictions": counts.predictions, "matched": counts.matched, "matched_iou": counts.matched_iou}
         f1 = 2 * counts.matched / (counts.predictions + counts.truths)

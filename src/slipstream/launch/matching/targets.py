@@ -8,10 +8,11 @@ dropped and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import msgspec
 
+from slipstream.config import RunConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.examples import Examples
@@ -22,8 +23,11 @@ from slipstream.detection.matching import match
 from slipstream.detection.objects import SceneObject, in_reading_order, true_objects
 from slipstream.detection.parser import parse
 from slipstream.detection.targets import Target, from_rollout, teacher_forced
+from slipstream.detection.text_tokens import parsed_text
+from slipstream.envs.detector import MATCHING
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.matching.answers import match_settings
+from slipstream.launch.matching.answers import answer_tokens, detects, match_settings
+from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import TRAINABLE_OUTCOMES, Box, DetectionTarget, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
 
@@ -152,18 +156,41 @@ def _divided(sequence: TokenSequence) -> tuple[list[int], list[int]]:
     return sequence.token_ids[:num_prompt], sequence.token_ids[num_prompt:]
 
 
+def graded(tasks: list[Task], config: RunConfig) -> list[Task]:
+    """The tasks with the matching rules of [matching], if there is one, so that reward, figures and training count the
+    same matches."""
+    if config.matching is None:
+        return tasks
+    how = asdict(match_settings(config.matching))
+    return [msgspec.structs.replace(task, info={**task.info, MATCHING: how}) for task in tasks]
+
+
+def with_figures(
+    found: Evaluation, tasks: Sequence[Task], config: RunConfig, tokenizer: ChatTokenizer | None
+) -> Evaluation:
+    """An evaluation with the figures of a detector, if it is one's; `tokenizer`: None where texts were received."""
+    if not detects(config):
+        return found
+    tokens = answer_tokens(tokenizer) if tokenizer is not None else None
+    own = detection_metrics(tasks, found.rollouts, tokens, config.matching or MatchingConfig())
+    return replace(found, further=found.further | own)
+
+
 def detection_metrics(
-    tasks: Sequence[Task], rollouts: Sequence[Rollout], tokens: AnswerTokens, config: MatchingConfig
+    tasks: Sequence[Task], rollouts: Sequence[Rollout], tokens: AnswerTokens | None, config: MatchingConfig
 ) -> dict[str, float]:
     """Figures of an evaluation, from the sums over all samples. Rollouts of a task follow one another; of one that
-    failed all objects count as missed."""
+    failed all objects count as missed. Answers are read from their text where there are no `tokens`."""
     size, settings, total = len(rollouts) // len(tasks), match_settings(config), DetectionCounts()
     for place, rollout in enumerate(rollouts):
         truths = objects_of(tasks[place // size], config)
-        if rollout.outcome not in TRAINABLE_OUTCOMES or not rollout.sequences:
+        if rollout.outcome not in TRAINABLE_OUTCOMES or (tokens is not None and not rollout.sequences):
             total += DetectionCounts(samples=1, truths=len(truths))
             continue
-        answer = parse(_divided(rollout.sequences[0])[1], tokens)
+        if tokens is None:
+            answer = parsed_text(rollout.completion)
+        else:
+            answer = parse(_divided(rollout.sequences[0])[1], tokens)
         total += counts_of(answer, match([each.value for each in answer.objects], truths, settings))
     found = total.metrics()
     rates = {"eval/invalid_rate": total.invalid / total.samples, "eval/num_objects": float(total.truths)}

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable
 
 from slipstream.envs.scoring.guard import PR_SET_PDEATHSIG, prctl
-from slipstream.launch.parts.supervisor import PASSES_ON, POLL_S
+from slipstream.launch.parts.supervisor import PASSES_ON
+from slipstream.processes.looks import POLL_S
 
 SILENT_POLLS = 15
 """How many waits of `POLL_S` the pipe may be silent before the supervisor is looked for."""

@@ -26,18 +26,15 @@ from slipstream.errors import ConfigError, Interrupted, SlipstreamError, Trainer
 from slipstream.inference import child_process
 from slipstream.launch.plan.machine import gpus_in_use
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
-from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics, stacks
-from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
+from slipstream.processes import looks
+from slipstream.processes.watchdog import write_end
+from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics, stacks
+from slipstream.runlog.heartbeat import read_heartbeat, state_of
 
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""
-POLL_S = 1.0
 ALIVE, PASSES_ON = b".", b"t"
 """Bytes for the trainer: this process lives, and it passes a SIGTERM on."""
-STOPPED_POLLS = 30
-"""How many looks may find the trainer stopped (SIGSTOP) before it is killed."""
-SILENT_POLLS = 600
-"""How many looks may find no new heartbeat of a trainer that is not stopped."""
 _ORPHANS_S = 30.0
 """How long what a killed trainer had started may take to end."""
 _PAUSE_S = 0.05
@@ -108,17 +105,17 @@ class Supervisor:
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
         """Wait for the trainer's end, and kill it when it stands still."""
-        looks = _Looks()
+        found = looks.Looks()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(POLL_S)
+                child.wait(looks.POLL_S)
                 return
             self._tell(ALIVE)
             _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), state_of(child.pid)
-            if why := looks.add(state, beat if beat is not None and beat.pid == child.pid else None):
+            if why := found.add(state, beat if beat is not None and beat.pid == child.pid else None):
                 self._kill(child, f"the trainer, process {child.pid}, {why}")
-                looks = _Looks()
+                found = looks.Looks()
 
     def _tell(self, byte: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the trainer does not read, or has just ended
@@ -156,8 +153,7 @@ class Supervisor:
         if isinstance(found, str):
             text = f"{how}, and the run is not started again: {found}; continue with --resume"
             return self._gives_up(TrainerLost(text, exit_code=128 + number))
-        names = (path.name for path in self._folder.glob("checkpoints/step-*"))
-        checkpoints = sorted(names, key=lambda name: (len(name.removesuffix(".old")), name))  # by step, not by text
+        checkpoints = [path.name for path in checkpoints_of(self._folder)]
         fields: dict[str, Any] = {
             "number": found.number,
             "checkpoint": checkpoints[-1] if checkpoints else None,
@@ -194,11 +190,7 @@ class Supervisor:
         """False, after it was written into the run folder, if there is one and nobody else uses it, why no further
         attempt follows."""
         self.error = error
-        if holds_run(self._folder):
-            rows = read_metrics(self._folder)  # the last attempt may have none
-            step = int(rows[-1]["step"]) if rows else 0
-            with contextlib.suppress(SlipstreamError), RunLog.create(self._folder, resume=True) as log:
-                log.exit(error, step=step)
+        write_end(self._folder, error)
         return False
 
     def _ask_trainer(self) -> None:
@@ -222,34 +214,6 @@ class Supervisor:
             self._send(signal.SIGSTOP if number == signal.SIGTSTP else number)
         if number == signal.SIGTSTP:  # stop as the terminal asked
             os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class _Looks:
-    """What was found of a trainer, look by look. Counts looks and not seconds: while this process is stopped, it does
-    not look."""
-
-    def __init__(self) -> None:
-        self._num_stopped = self._num_silent = self._num_in_phase = 0
-        self._last: Heartbeat | None = None
-
-    def add(self, state: str, beat: Heartbeat | None) -> str:
-        """Add a look at the trainer's state and last heartbeat; why it is to be killed, empty if it is not."""
-        last, self._last = self._last, beat
-        is_stopped = bool(state) and state in "Tt"
-        self._num_stopped = self._num_stopped + 1 if is_stopped else 0
-        is_same = beat is not None and last is not None and beat.time == last.time
-        self._num_silent = self._num_silent + 1 if is_same else 0
-        if beat is None or last is None or beat.num_phases != last.num_phases:
-            self._num_in_phase = 0
-        elif not is_stopped:
-            self._num_in_phase += 1
-        if self._num_stopped >= STOPPED_POLLS:
-            return f"is stopped (state {state}) for {POLL_S * self._num_stopped:.0f} s"
-        if self._num_silent >= SILENT_POLLS:
-            return f"gives no sign of life (state {state}) for {POLL_S * self._num_silent:.0f} s"
-        if beat is not None and 0 < beat.limit_s <= POLL_S * self._num_in_phase:
-            return f"does not get on at {beat.place} (state {state}) for {POLL_S * self._num_in_phase:.0f} s"
-        return ""
 
 
 def _lineage_of(events: Sequence[dict[str, Any]]) -> int:

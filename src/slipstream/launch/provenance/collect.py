@@ -14,14 +14,17 @@ from typing import Any, cast
 
 import msgspec
 
+import slipstream
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import SourceKind
 from slipstream.config.user_code import CodeRead, DataRead
+from slipstream.envs.base import Environment
+from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.gym import PREFIX as REASONING_GYM
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
-from slipstream.envs.mixture import section_of
+from slipstream.envs.mixture import parts_of, section_of
 from slipstream.envs.registry import GROUP
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.launch.prepare import Prepared
@@ -31,6 +34,7 @@ from slipstream.launch.provenance.record import Source
 from slipstream.weights.usage import TOKENIZER_FILES
 
 _NAME, _TOOLS, _MCP = "environment.name", "environment.tools", "mcp:"
+_OURS = Path(slipstream.__file__).resolve().parent
 _KINDS: Mapping[str, SourceKind] = {_NAME: "environment", _TOOLS: "tools"}
 
 
@@ -49,9 +53,11 @@ def code_digest(prepared: Prepared) -> str:
 
 def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
     section = prepared.config.environment
-    if section is not None:
-        for each in [section_of(section, part) for part in section.mixture.values()] or [section]:
-            yield from _provider(each, prepared, digests)
+    if section is not None and prepared.environment is not None:
+        environments = parts_of(getattr(prepared.environment, "_environment", prepared.environment))
+        sections = {name: section_of(section, part) for name, part in section.mixture.items()} or {"": section}
+        for part, each in sections.items():
+            yield from _provider(each, environments[part], digests)
             yield from _servers(each, digests)
             if each.name == ROWS:
                 for key in ("reward", "rubric"):
@@ -72,12 +78,14 @@ def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
 
 
 def _python(
-    kind: SourceKind, setting: str, file: Path, digests: FileDigests, root: Path | None = None
+    kind: SourceKind, setting: str, file: Path, digests: FileDigests, root: Path | None = None, package: str = ""
 ) -> Iterator[Source]:
-    """A Python file, and what it imports from its own folder."""
+    """A Python file, and its imports from its folder or from `root`. In a folder of several packages, only
+    `package` counts. Slipstream's own files never do: its version stands for them."""
     file = file.resolve()
     root = (root or file.parent).resolve()
-    for path in files_of(file, root):
+    is_shared = any(root.glob("*.dist-info"))
+    for path in files_of(file, root, package if is_shared else "", leaves_out=_OURS):
         name = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
         yield _file(kind, setting, name, path, digests)
 
@@ -87,7 +95,7 @@ def _file(kind: SourceKind, setting: str, name: str, path: Path, digests: FileDi
     return Source(kind, setting, name, digest, path=str(path), size_bytes=path.stat().st_size)
 
 
-def _provider(section: EnvironmentConfig, prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
+def _provider(section: EnvironmentConfig, environment: Environment, digests: FileDigests) -> Iterator[Source]:
     """What an environment comes from that is no file of the user's: a package, a Python object, Slipstream itself."""
     name = section.name
     if is_python_object(name):
@@ -97,18 +105,23 @@ def _provider(section: EnvironmentConfig, prepared: Prepared, digests: FileDiges
         yield Source("environment", _NAME, name, version=_version_of("reasoning_gym"))
     elif name.startswith(VERIFIERS):
         yield from _verifiers(section, digests)
-    elif name == ROWS:
+    elif name in (ROWS, DETECTION):
         yield Source("environment", _NAME, name, version="built in")
     elif ".py" not in name:
         points = importlib.metadata.entry_points(group=GROUP)
         package = points[name].dist if name in points.names else None
         yield Source("environment", _NAME, name, version=f"{package.name} {package.version}" if package else "")
-        kind = type(getattr(prepared.environment, "_environment", prepared.environment))
+        kind = type(environment)
         file = inspect.getsourcefile(kind)
-        if file is not None:
-            # The folder that holds the package: `a` of the module `a.b.c`.
-            root = Path(file).resolve().parents[kind.__module__.count(".") + (Path(file).name == "__init__.py")]
-            yield from _python("environment", _NAME, Path(file), digests, root)
+        if file is not None and not Path(file).resolve().is_relative_to(_OURS):
+            yield from _installed(kind.__module__, Path(file), digests)
+
+
+def _installed(module: str, file: Path, digests: FileDigests) -> Iterator[Source]:
+    """The file of a module of a package, and what it imports from there."""
+    # The folder that holds the package: `a` of the module `a.b.c`.
+    root = file.resolve().parents[module.count(".") + (file.name == "__init__.py")]
+    yield from _python("environment", _NAME, file, digests, root, module.partition(".")[0])
 
 
 def _verifiers(section: EnvironmentConfig, digests: FileDigests) -> Iterator[Source]:
@@ -118,7 +131,13 @@ def _verifiers(section: EnvironmentConfig, digests: FileDigests) -> Iterator[Sou
     if text.endswith(".py"):
         yield from _python("environment", _NAME, Path(text), digests)
     else:
-        yield Source("environment", _NAME, text, version=_version_of(text.rpartition("/")[2], folders))
+        package = text.rpartition("/")[2]
+        yield Source("environment", _NAME, text, version=_version_of(package, folders))
+        module = package.replace("-", "_")
+        places = sys.path if folders is None else folders
+        files = (Path(place, name) for place in places for name in (f"{module}/__init__.py", f"{module}.py"))
+        if file := next((file for file in files if file.is_file()), None):
+            yield from _installed(module, file, digests)
 
 
 def _packages_of(python: str) -> list[str] | None:

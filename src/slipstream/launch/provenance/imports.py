@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def files_of(file: Path, root: Path | None = None) -> list[Path]:
-    """`file`, and the modules below `root`, by default its folder, that it imports directly or through one another."""
+def files_of(file: Path, root: Path | None = None, package: str = "", leaves_out: Path | None = None) -> list[Path]:
+    """`file`, and the modules below `root`, by default its folder, that it imports directly or through one another.
+    With `package` only modules of that package are followed, and modules in the folder `leaves_out` never."""
     root = (root or file.parent).resolve()
     found, waiting = dict[Path, None](), [file.resolve()]
     while waiting:
         path = waiting.pop()
-        if path in found:
+        if path in found or (found and leaves_out is not None and path.is_relative_to(leaves_out)):
             continue
         found[path] = None
         for module in _imports(path, root):
-            waiting += _files(module, root)
+            if not package or module[:1] == (package,):
+                waiting += _files(module, root)
     first, *others = found
     return [first, *sorted(others)]
 

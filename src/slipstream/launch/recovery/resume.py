@@ -4,21 +4,77 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from slipstream.config import Loaded, PlannedConfig, RunConfig, with_values
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message, Task
-from slipstream.runlog import read_exit, read_settings
+from slipstream.runlog import RunLog, read_events, read_exit, read_settings
+from slipstream.runlog.evaluations import content_of
+from slipstream.runlog.ledger import end_whole
+
+if TYPE_CHECKING:
+    from slipstream.trainer.evaluations import EarlyStop
 
 
 def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
     """Return the step after which the run in `folder` continues. Raises `ConfigError`, before anything is changed, for
     a run that cannot continue or has nothing left to do."""
+    found = _last(folder, config)
+    if found is not None and (watch := found.watch).reason and found.is_evaluated:
+        text = f"run {folder} has ended at step {found.step}, as {watch.reason}: change that setting to go on"
+        raise ConfigError(text)
+    if found is not None and found.has_all:
+        raise ConfigError(f"run {folder} has already made its {found.step} steps: raise training.steps to go on")
+    return found.step if found is not None else 0
+
+
+def end_unsaid(folder: Path, config: PlannedConfig, *, with_time_limit: bool) -> bool:
+    """Write `exit.json` of a run that was killed after its last checkpoint, which has everything `config` asks for.
+    Returns whether the run in `folder` is such a run. `with_time_limit`: a passed `training.max_seconds` is an end,
+    too. Raises `ConfigError` if another process uses the folder."""
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+
+    said = read_exit(folder)
+    found = _last(folder, config) if said is None or said.status != "finished" else None
+    if found is None or not found.is_evaluated:
+        return False
+    is_late = with_time_limit and found.is_late
+    if not found.has_all and not found.watch.reason and not is_late:
+        return False
+    with RunLog.create(folder, resume=True) as log:
+        if found.watch.keeps_best and found.watch.best_step is not None:
+            store = CheckpointStore(folder / "checkpoints")
+            if store.holds(found.watch.best_step):
+                store.link_best(found.watch.best_step)
+        try:
+            end_whole(folder, found.step)
+        except DataError as error:
+            log.warning(str(error))
+        log.exit(step=found.step)
+    return True
+
+
+@dataclass(frozen=True)
+class _Last:
+    """A run as its newest checkpoint that can be resumed from has it."""
+
+    step: int
+    has_all: bool
+    """Whether no step and no evaluation is left to be made."""
+    is_evaluated: bool
+    """Whether an evaluation that is due at the run's end is made."""
+    is_late: bool
+    """Whether the present time limit ended the run at this step."""
+    watch: EarlyStop
+
+
+def _last(folder: Path, config: PlannedConfig) -> _Last | None:
+    """None where the run begins again, as it has no checkpoint. Raises ConfigError where none can be resumed from."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
     from slipstream.trainer.evaluations import EarlyStop
 
@@ -30,18 +86,16 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
                 f"none of the checkpoints of run {folder} can be resumed from ({problem}): start a new run from the "
                 "weights of a whole one, or remove them to begin this one again"
             )
-        return 0
+        return None
     CheckpointStore.check_format(latest)
     extra = CheckpointStore.read_loop_state(latest)
     step, watch = int(extra["step"]), EarlyStop(config.evaluation)
     watch.load(extra["early_stop"])
     # A run that was stopped in its last evaluation still has to make it.
     is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
-    if step >= config.training.steps and is_evaluated:
-        raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
-    if watch.reason:
-        raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
-    return step
+    limits = [event["max_seconds"] for event in read_events(folder, kinds=("time_limit",)) if event["step"] == step]
+    is_late = config.training.max_seconds in limits
+    return _Last(step, step >= config.training.steps and is_evaluated, is_evaluated, is_late, watch)
 
 
 _LIMITS = ("training.max_seconds", "evaluation.stop_at", "evaluation.patience")
@@ -86,7 +140,7 @@ def identity_of(
     reference of a KL term), of these."""
     from slipstream.launch.build import needs_reference
 
-    found = {"training items": tasks_digest(tasks) if not conversations else _digest([*map(_content, conversations)])}
+    found = {"training items": tasks_digest(tasks) if not conversations else _digest([*map(content_of, conversations)])}
     if config.environment is not None and config.environment.mixture:
         found["weights of environment.mixture"] = _digest(
             [config.environment.curriculum, *([n, part.weight] for n, part in config.environment.mixture.items())]
@@ -98,19 +152,7 @@ def identity_of(
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
     """Digest of these tasks in their order."""
-    return _digest([[task.id, _content(task.prompt), task.answer] for task in tasks])
-
-
-def _content(messages: Sequence[Message]) -> list[Any]:
-    """The messages without the places of their images, whose digests say what they are, and without what the model
-    makes of them."""
-    found: list[Any] = []
-    for message in messages:
-        media = [{**msgspec.to_builtins(image), "uri": ""} for image in message.media]
-        for image in media:
-            del image["sees_itself"]
-        found.append({**msgspec.to_builtins(message), "media": media} if media else message)
-    return found
+    return _digest([[task.id, content_of(task.prompt), task.answer] for task in tasks])
 
 
 def _digest(items: list[Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.algo.statistics import PairedDifference, paired_difference
 from slipstream.errors import DataError
@@ -16,6 +17,7 @@ from slipstream.runlog.evaluations import KeptEvaluation, KeptTask, find_evaluat
 _COMPARABLE = ("environment.name", "evaluation.threshold")
 """Settings without which two accuracies are not of the same thing."""
 _WORTH_A_NOTE = (
+    "environment.name",
     "environment.settings",
     "environment.mixture",
     "environment.system_prompt",
@@ -98,7 +100,7 @@ def compare(first: Path, second: Path) -> Comparison:
     before, after = find_evaluation(first), find_evaluation(second)
     a, b = read_evaluation(before), read_evaluation(after)
     for name in _COMPARABLE:
-        ours, theirs = a.settings.get(name), b.settings.get(name)
+        ours, theirs = (_without_folder(each.settings.get(name)) for each in (a, b))
         if ours != theirs:
             raise DataError(
                 f"{before} and {after} measure different things ({name} is {ours!r} in A and {theirs!r} in B): "
@@ -119,6 +121,11 @@ def compare(first: Path, second: Path) -> Comparison:
         (len(old) - len(pairs), len(new) - len(pairs)),
         tuple(_notes(a, b, old, new, len(pairs))),
     )
+
+
+def _without_folder(value: Any) -> Any:
+    """A setting without the folder of a file that it names, which may be another one on another machine."""
+    return value.rpartition("/")[2] if isinstance(value, str) and ".py" in value else value
 
 
 def _check_pairs(pairs: list[tuple[KeptTask, KeptTask]], before: Path, after: Path) -> None:

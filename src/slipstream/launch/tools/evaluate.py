@@ -19,6 +19,7 @@ from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch.batch_order import retries_of
 from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
+from slipstream.launch.matching.targets import with_figures
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
@@ -48,7 +49,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
 
     async def work(runner: RolloutRunner) -> Evaluation:
         progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
-        return await evaluate(
+        found = await evaluate(
             runner,
             prepared.eval_tasks,
             sampling=prepared.sampling(evaluation.temperature),
@@ -59,6 +60,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
             on_rollout=progress.advance,
             warn=lambda text: progress.message(text, "warning"),
         )
+        return with_figures(found, prepared.eval_tasks, prepared.config, prepared.tokenizer)
 
     return _with_engine(prepared, progress, "evaluate", work)
 

@@ -19,6 +19,7 @@ from slipstream.envs.single_turn import make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.inference.chat_server import ChatServer, MessageTokens
+from slipstream.launch.matching.targets import graded, with_figures
 from slipstream.launch.plan.machine import usable_cpus
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.tools.evaluate import until_stopped
@@ -59,7 +60,7 @@ def evaluate_address(
     environment = load_environment(section)
     section = section.model_copy(update={"apart": is_apart(environment, section)})
     environment = played(environment, section) or environment
-    tasks = _tasks(environment, evaluation)
+    tasks = graded(_tasks(environment, evaluation), config)
     sampling = _sampling(config, evaluation)
 
     async def work() -> tuple[Evaluation, str]:
@@ -72,6 +73,7 @@ def evaluate_address(
                     "completions: their rewards did not see it",
                     "warning",
                 )
+            found = with_figures(found, tasks, config, None)
             return replace(found, mean_length=server.num_tokens / max(1, server.num_counted)), server.model
 
     with StopRequest() as stop:

@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError, DataError, DeadlineError, EngineError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.records import ParameterSpec, Ticket
-from slipstream.runlog import is_running, read_events, read_settings, read_tickets
+from slipstream.runlog import checkpoints_of, is_running, read_events, read_settings, read_tickets
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
 from slipstream.weights.adapter_folder import is_adapter_folder
 from slipstream.weights.bridges.broadcast import num_bytes
@@ -80,7 +80,7 @@ def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) 
 def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdict]:
     digests, tickets = _digests(run), read_tickets(run)
     jobs: list[tuple[Path, Callable[[], Verdict]]] = []
-    for path in CheckpointStore(run / "checkpoints").named():
+    for path in checkpoints_of(run):
         jobs.append((path, lambda path=path: _checkpoint(path, digests)))
     for ticket in tickets:
         folder = run / "weights" / ticket.version.name

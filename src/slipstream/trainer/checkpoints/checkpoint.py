@@ -151,6 +151,10 @@ class CheckpointStore:
         temporary.replace(self.folder / "best")
         sync(self.folder)
 
+    def holds(self, step: int) -> bool:
+        """Whether there is a complete checkpoint of `step`."""
+        return damage(self._path(step)) is None
+
     def best(self) -> Path | None:
         """The checkpoint that `best` points to, if it exists and is complete."""
         path = self.folder / "best"

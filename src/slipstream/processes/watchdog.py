@@ -1,0 +1,112 @@
+"""A watchdog process beside a trainer without a supervisor. It kills a trainer that hangs: stopped by SIGSTOP, without
+a heartbeat, or too long in a step's training (`looks.py`). A process cannot see these from inside.
+
+Guarantees: before a kill, all processes of the run write their stacks, and a trainer that has continued by then lives.
+Standard error and `exit.json` say why the run ended. The watchdog ends with its trainer, however that ends. It is in
+the trainer's process group, so that Ctrl-Z stops both. Signals for the trainer leave it alone. It imports the run
+folder's readers and writer, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError, TrainerLost
+from slipstream.processes import looks
+from slipstream.runlog import RunLog, holds_run, read_metrics, stacks
+from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
+
+_PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a terminal or a scheduler sends to all processes of a run."""
+_END_S = 5.0
+"""How long the watchdog may take to end."""
+_DYING_S = 30.0
+_PAUSE_S = 0.05
+
+
+@contextlib.contextmanager
+def watched(folder: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> Generator[None]:
+    """In this context a watchdog looks at this process, whose run is in `folder`. Only for a process that is the run's
+    own, as it may be killed. Without a watchdog, where none can be started, the run goes on."""
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(folder.absolute())]
+    process: subprocess.Popen[bytes] | None = None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)  # until it ignores them
+    try:
+        with contextlib.suppress(OSError):
+            environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+            process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield
+    finally:
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+
+
+def main() -> None:
+    """Look at the process and run folder of the arguments until standard input closes."""
+    for number in _PASSED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED)
+    trainer, folder = int(sys.argv[1]), Path(sys.argv[2])
+    if why := watch(trainer, folder):
+        write_end(folder, end(trainer, why))
+
+
+def watch(trainer: int, folder: Path) -> str:
+    """Look until the trainer hangs, and return the reason to kill it; empty where it has ended."""
+    found = looks.Looks()
+    while not select.select([sys.stdin], [], [], looks.POLL_S)[0]:
+        state = state_of(trainer)
+        if state in looks.ENDED:
+            return ""
+        if found.add(state, _beat_of(trainer, folder)):
+            told = stacks.sentence(stacks.folder_of(folder), stacks.ask(stacks.folder_of(folder)))
+            if why := found.add(state_of(trainer), _beat_of(trainer, folder)):
+                return f"{why} and was killed{f' ({told})' if told else ''}"
+    return ""
+
+
+def _beat_of(trainer: int, folder: Path) -> Heartbeat | None:
+    beat = read_heartbeat(folder)
+    return beat if beat is not None and beat.pid == trainer else None
+
+
+def end(trainer: int, why: str) -> TrainerLost:
+    """Kill the trainer and wait for its end; the error that ends the run, which standard error says."""
+    error = TrainerLost(
+        f"the trainer, process {trainer}, {why}: continue with --resume", exit_code=128 + signal.SIGKILL
+    )
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(trainer, signal.SIGKILL)
+    until = time.monotonic() + _DYING_S
+    while state_of(trainer) not in looks.ENDED and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view had hidden the cursor
+    with contextlib.suppress(OSError):
+        print(f"{shown}error: {error}", file=sys.stderr, flush=True)
+    return error
+
+
+def write_end(folder: Path, error: SlipstreamError) -> None:
+    """Write into the run folder, if there is one and nobody else uses it, how the run ended whose trainer could not."""
+    if holds_run(folder):
+        rows = read_metrics(folder)  # the last attempt may have none
+        step = int(rows[-1]["step"]) if rows else 0
+        with contextlib.suppress(SlipstreamError), RunLog.create(folder, resume=True) as log:
+            log.exit(error, step=step)
+
+
+if __name__ == "__main__":
+    main()
