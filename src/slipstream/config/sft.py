@@ -33,7 +33,10 @@ class DataConfig(Section):
     split: str = ""
     """Which split of a folder that has several. Not set: `train`, or the only one."""
     subset: str = ""
-    """Which configuration of a data set on the hub that has several, such as `main` of `openai/gsm8k`."""
+    """Which configuration of a data set that has several, on the hub or in a folder, such as `main` of
+    `openai/gsm8k`."""
+    max_examples: bounds.Items | None = None
+    """Most rows of `path` that are used, the first ones; the others are counted. Not set: all."""
     messages_column: str = ""
     """The column of messages. Not set: `messages`, `conversations`."""
     prompt_column: str = ""
@@ -77,11 +80,10 @@ class DataConfig(Section):
                 "data.eval_split",
                 f'data.eval_split = "{self.eval_split}" is the split that is trained on: name another one',
             )
-        if self.subset and not is_hub_name(self.path):
+        if self.subset and self.path.lower().endswith(_OF_FILES):
             yield (
                 "data.subset",
-                f'data.subset = "{self.subset}" is a part of a data set on the hub, and data.path is a file or folder: '
-                "remove it",
+                f'data.subset = "{self.subset}" is a part of a data set, and data.path is a file: remove it',
             )
 
 

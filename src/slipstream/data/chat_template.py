@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from slipstream.config.sft import TrainOn
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import ReadRecorder
+from slipstream.data.tool_calls import with_text
 from slipstream.data.unknown_characters import Vocabulary
-from slipstream.errors import ConfigError, DataError, first_line
+from slipstream.errors import ConfigError, DataError, first_line, one_line
 from slipstream.records import Media, Message
 from slipstream.records import Sequence as TokenSequence
 
@@ -44,8 +47,8 @@ class ChatTokenizer:
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
     system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
     variable for it; `max_pixels` bounds images (`image_processor`). Raises `ConfigError` if there is no tokenizer or
-    template, if the template does not use one of these variables or has no thinking variable, or if it does not end an
-    assistant's turn with a special token (a policy could not learn to stop).
+    template, if the template leaves the system prompt out, does not use one of these variables or has no thinking
+    variable, or if it does not end an assistant's turn with a special token (a policy could not learn to stop).
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class ChatTokenizer:
         self._trusted, self._max_pixels = trust_remote_code, max_pixels
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
-        self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system: list[dict[str, Any]] = []
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
@@ -78,6 +81,8 @@ class ChatTokenizer:
         self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
         """The template's variables in every rendering."""
         self._turn_suffix = self._find_turn_suffix()
+        if system_prompt:
+            self._system = self._checked_system(system_prompt)
         self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
         """Whether the template has a variable that turns thinking on or off."""
         set_to = {self.template_kwargs.get(name) for name in THINKING_VARIABLES}
@@ -259,23 +264,96 @@ class ChatTokenizer:
         if images:
             _ = self.images  # the first error of a model that reads none
         chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
+        if self._wants_text:
+            chat = with_text(chat)
         if read is not None:
             chat = [ReadRecorder(message, read) for message in chat]
-        tools = list(messages[0].tools) if messages else []
+        token_ids: list[int] = self._rendered(chat, messages[0].tools if messages else (), generation_prompt)
+        return self.images.expand(token_ids, images) if images else token_ids
+
+    def _rendered(
+        self, chat: list[dict[str, Any]], tools: Sequence[Any], generation_prompt: bool, *, tokenize: bool = True
+    ) -> Any:
+        """Tokens or text of a conversation, with the system prompt. Raises `DataError` where the template refuses
+        it."""
         if self._system and (not chat or chat[0]["role"] != "system"):
             chat = self._system + chat
         try:
-            token_ids: list[int] = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 chat,
-                tools=tools or None,
+                tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 **self.template_kwargs,
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
-            raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
-        return self.images.expand(token_ids, images) if images else token_ids
+            roles = ", ".join(str(message["role"]) for message in chat)
+            raise DataError(
+                f"the chat template of {self.path} refuses a conversation of {roles}: {one_line(error)}: change these "
+                "messages (the text of a system message may begin the user's first one), or use another template"
+            ) from error
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template wants the arguments of a call as JSON text, which it joins with other text: an object it
+        would refuse, or write as Python does."""
+        if "tool_calls" not in self.template:
+            return False
+        arguments = {"a": "it's"}
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            if repr(arguments) not in self._rendered(chat, (), generation_prompt=False, tokenize=False):
+                return False
+        except DataError:
+            pass
+        try:
+            return '"it\'s"' in self._rendered(with_text(chat), (), generation_prompt=False, tokenize=False)
+        except DataError:
+            return False
+
+    def unrendered(self, messages: Sequence[Message]) -> list[int]:
+        """The places of the messages whose content the template leaves out. Raises `DataError` where it refuses the
+        conversation."""
+        marks = {n: f" content{n}mark" for n, message in enumerate(messages) if message.content.strip()}
+
+        def text(marked: Collection[int]) -> str:
+            chat = [
+                msgspec.structs.replace(message, content=message.content + marks[n]) if n in marked else message
+                for n, message in enumerate(messages)
+            ]
+            given = [message.as_chat() for message in chat]
+            generation_prompt = messages[-1].role != "assistant"
+            return self._rendered(
+                with_text(given) if self._wants_text else given, messages[0].tools, generation_prompt, tokenize=False
+            )
+
+        found = text(marks)
+        plain = text(()) if any(mark not in found for mark in marks.values()) else ""
+        # A template may cut or rewrite a text: one that changes the rendering is there.
+        return [place for place, mark in marks.items() if mark not in found and text((place,)) == plain]
+
+    def _checked_system(self, prompt: str) -> list[dict[str, Any]]:
+        """The system message. Raises `ConfigError` where the template leaves it out or refuses it."""
+        asked, problem = {"role": "user", "content": "a"}, ""
+        try:
+            first, second = (
+                self._rendered([{"role": "system", "content": text}, asked], (), generation_prompt=True, tokenize=False)
+                for text in (f"{prompt} b", f"{prompt} c")
+            )
+            problem = "leaves it out" if first == second else ""
+        except DataError as error:
+            problem = f"refuses it ({one_line(error.__cause__ or error)})"
+        if problem:
+            raise ConfigError(
+                f"environment.system_prompt = {prompt!r:.60}: the chat template of {self.path} {problem}: put the text "
+                "into the prompts, or use a model whose template renders a system message"
+            )
+        return [{"role": "system", "content": prompt}]
 
     def _find_turn_suffix(self) -> list[int]:
         """What the template appends to an assistant's text, from the end token on."""

@@ -127,9 +127,7 @@ def tokenized(
         try:
             sequence = tokenizer.training_tokens(conversation, train_on)
         except DataError as error:
-            if any(message.media for message in conversation):
-                raise DataError(f"{where(conversation)}: {error}") from error
-            raise
+            raise DataError(f"{where(conversation)}: {error}") from error
         if len(sequence) > limit:
             if too_long == "error":
                 raise DataError(

@@ -1,0 +1,1 @@
+"""Files and folders of rows: parquet and arrow, the configurations and splits of a folder."""
