@@ -19,7 +19,12 @@ _OF_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".csv", ".txt")
 
 def is_hub_name(path: str) -> bool:
     """Whether `path` has the form of a data set's name on the Hugging Face hub: `org/name`."""
-    return _HUB_NAME.fullmatch(path) is not None and not path.lower().endswith(_OF_FILES)
+    return _HUB_NAME.fullmatch(path) is not None and not _is_file(path)
+
+
+def _is_file(path: str) -> bool:
+    """Whether `path` is named as a file is."""
+    return path.lower().removesuffix(".gz").endswith(_OF_FILES)
 
 
 class DataConfig(Section):
@@ -80,7 +85,7 @@ class DataConfig(Section):
                 "data.eval_split",
                 f'data.eval_split = "{self.eval_split}" is the split that is trained on: name another one',
             )
-        if self.subset and self.path.lower().endswith(_OF_FILES):
+        if self.subset and _is_file(self.path):
             yield (
                 "data.subset",
                 f'data.subset = "{self.subset}" is a part of a data set, and data.path is a file: remove it',

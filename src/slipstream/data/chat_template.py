@@ -149,6 +149,33 @@ class ChatTokenizer:
         return {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
 
     @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of the special tokens: a message that holds one is tokenized to it."""
+        return frozenset(text for text in self._tokenizer.convert_ids_to_tokens(sorted(self._special)) if text)
+
+    @cached_property
+    def placeholders(self) -> frozenset[str]:
+        """The tokens that stand for images and videos in a vision-language model; none in another one."""
+        from transformers import AutoConfig
+
+        try:
+            config: Any = AutoConfig.from_pretrained(self.path, trust_remote_code=self._trusted)
+        except (OSError, ValueError):  # a tokenizer alone
+            return frozenset()
+        if getattr(config, "vision_config", None) is None:
+            return frozenset()
+        names = ("image_token_id", "image_token_index", "video_token_id")
+        found = [number for name in names if (number := getattr(config, name, None)) is not None]
+        return frozenset(self._tokenizer.convert_ids_to_tokens(found))
+
+    @cached_property
+    def missing_bos(self) -> str:
+        """The token with which the tokenizer begins a text but the chat template does not; empty if there is none."""
+        first, bos = self._tokenizer.encode("a")[:1], self._tokenizer.bos_token_id
+        prompt = self.render([Message("user", "a")])
+        return str(self._tokenizer.bos_token) if bos is not None and first == [bos] and prompt[:1] != [bos] else ""
+
+    @property
     def backend(self) -> Any:
         """The tokenizer of the library `tokenizers`, or None."""
         return getattr(self._tokenizer, "backend_tokenizer", None)
@@ -228,6 +255,7 @@ class ChatTokenizer:
         full = self._apply(messages, generation_prompt=False)
         start, end = len(prompt), len(full) - len(self._turn_suffix) + 1
         if full[:start] != prompt or end <= start or full[end - 1 :] != self._turn_suffix:
+            self._check_beginning(messages)
             raise DataError(
                 f"the chat template of {self.path} does not render an assistant's turn as the prompt for it, its text "
                 f"and an end token (turn: {messages[-1].content!r:.60}): use another template"
@@ -239,6 +267,22 @@ class ChatTokenizer:
                 f"an assistant's turn holds the end token {token} in its text ({messages[-1].content!r:.60}): remove it"
             )
         return target
+
+    def _check_beginning(self, messages: Sequence[Message]) -> None:
+        """Raises `DataError` where the last message's white space alone keeps it from being trained on: it becomes one
+        token with the prompt's end, or the template strips it."""
+        *before, last = messages
+        stripped = msgspec.structs.replace(last, content=last.content.strip())
+        if stripped.content in ("", last.content):
+            return
+        try:
+            self._target([*before, stripped], self.render(before))
+        except DataError:
+            return
+        raise DataError(
+            f"an assistant's turn begins or ends with white space that is one token with what the chat template writes "
+            f"there (turn: {last.content!r:.60}): strip it"
+        )
 
     def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
         """(role, field name) of the message fields that the template reads while it renders `messages`."""

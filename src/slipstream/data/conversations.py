@@ -121,6 +121,13 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
             *_messages(value_at(row, completion), completion, "assistant", row),
         ]
         read = [prompt, completion, *(["input"] if prompt == "instruction" and not columns.prompt else [])]
+    for place, turn in enumerate(turns):
+        is_empty = not (turn.content.strip() or turn.tool_calls or any(turn.extra.values()))
+        if turn.role == "assistant" and turn.carries_loss and is_empty:
+            raise DataError(
+                f"{where}: message {place}, the assistant's, is empty, so only its end would be learned: fill it in, give "
+                "it weight 0, or remove the row"
+            )
     if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
         raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
     read = {name if name in row.values else name.partition(".")[0] for name in read}

@@ -1,8 +1,7 @@
 """Reads rows of data files and folders, each with its file and row number.
 
-Formats: JSON lines; parquet; a folder written by `datasets.save_to_disk` (arrow files, one split or several); a folder
-of parquet or JSON lines files as in data set repositories (`data/train-00000-of-00002.parquet`, `train/part.parquet`,
-`test.jsonl`). A name like `org/name` is a data set on the Hugging Face hub, or in the cache of the library `datasets`.
+Formats: JSON lines, perhaps compressed, or a list in a `.json` file; parquet; folders (`files/folders.py`). A name like
+`org/name` is a data set on the Hugging Face hub, or in the cache of the library `datasets`.
 
 Files are read in the order of their names, rows in file order; what cannot be read raises a `DataError` that names
 file, row and column. pyarrow and `datasets` are imported only when they are needed.
@@ -15,16 +14,15 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-import msgspec
+from typing import Any, NamedTuple
 
 from slipstream.config.python_objects import is_python_object, load
 from slipstream.config.sft import is_hub_name
 from slipstream.config.user_code import DataRead, FileRead, note, stamp_of
 from slipstream.data.files.arrow import arrow_rows, without_nulls
-from slipstream.data.files.folders import FORMS, JSON_SUFFIXES, splits_of, wanted_split
-from slipstream.data.plain_values import kind_of
+from slipstream.data.files.folders import FORMS, form_of, splits_of, wanted_split
+from slipstream.data.files.json_lines import SUFFIXES as JSON_SUFFIXES
+from slipstream.data.files.json_lines import json_rows
 from slipstream.errors import ConfigError, DataError, first_line
 
 _HUB_TIMEOUT_S = 5.0
@@ -82,10 +80,11 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def _read_file(path: Path, setting: str) -> Iterator[Row]:
-    if path.suffix in JSON_SUFFIXES:
-        return _json_rows(path, setting)
-    if path.suffix in (".parquet", ".arrow"):
-        found = arrow_rows(path, setting, parquet=path.suffix == ".parquet")
+    form = form_of(path)
+    if form in JSON_SUFFIXES:
+        return (Row(where, values, path.parent) for where, values in json_rows(path, setting))
+    if form in (".parquet", ".arrow"):
+        found = arrow_rows(path, setting, parquet=form == ".parquet")
         return (Row(where, values, path.parent, is_typed=True) for where, values in found)
     if not path.exists():
         raise DataError(f"{path} cannot be read (No such file or directory): correct {setting}")
@@ -155,29 +154,3 @@ def _offline(config: Any) -> Generator[None]:
         yield
     finally:
         config.HF_HUB_OFFLINE = before
-
-
-def _json_rows(path: Path, setting: str) -> Iterator[Row]:
-    decoder = msgspec.json.Decoder()
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"row {number} of {path}"
-                try:
-                    values = decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    if number == 1 and line.lstrip().startswith(b"["):
-                        raise DataError(f"{path} is one JSON list: {_ONE_A_LINE}") from error
-                    raise DataError(f"{where} is not JSON ({error}): correct or remove it") from error
-                except RecursionError:
-                    raise DataError(f"{where} nests lists or objects too deeply: correct or remove it") from None
-                if not isinstance(values, dict):
-                    raise DataError(f"{where} is {kind_of(values)}: {_ONE_A_LINE}")
-                yield Row(where, cast("dict[str, Any]", values), path.parent)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): correct {setting}") from error
-
-
-_ONE_A_LINE = "write one JSON object a line, with the columns as its keys"

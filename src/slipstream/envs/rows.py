@@ -1,8 +1,9 @@
 """The environment `rows`: questions with known answers from the user's files or folders, including verl's format.
 
-Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `subset`, `split`, `eval_path`, `eval_split`,
-`format` (`verl`, `messages`, `prompt-answer`; detected if not set), `prompt_column`, `answer_column`, `messages_column`,
-`gold_column`, `reward` or `rubric`, `score_groups`, `strip_thinking`, `tokenizer`, `sandbox`, `code` and `judges`.
+Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `subset`, `split`, `eval_path`,
+`eval_split`, `format` (`verl`, `messages`, `prompt-answer`; detected if not set), `prompt_column`, `answer_column`,
+`messages_column`, `gold_column`, `reward` or `rubric`, `score_groups`, `strip_thinking`, `tokenizer`, `sandbox`, `code`
+and `judges`.
 
 `path` and `eval_path` may be a list, or a table of paths by task, as verl's `train_files`: ids then begin with the
 task's name, which is also `info["task"]`. Held-out tasks are the rows of `eval_path` or of `eval_split`; without both,

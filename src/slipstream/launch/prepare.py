@@ -40,6 +40,7 @@ from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.images import check_images, image_tokens
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.rows import read_data, source_of
+from slipstream.launch.preflight.texts import check_texts
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.turns import check_turns
 from slipstream.launch.preflight.unknown_characters import unknown_characters
@@ -201,7 +202,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         for item in derived
         if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
     ]
-    turns += _thinking(tokenizer, conversations)
+    turns += _thinking(tokenizer, conversations) + check_texts(tokenizer, prompts, place, imitated=is_sft)
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)

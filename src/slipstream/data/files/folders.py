@@ -13,10 +13,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from slipstream.data.files.json_lines import SUFFIXES
 from slipstream.errors import DataError, first_line
 
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-SUFFIXES = (".parquet", *JSON_SUFFIXES)
 FORMS = "a .jsonl or .parquet file, a folder of them, or a folder of datasets.save_to_disk"
 _MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _SPLITS = {
@@ -130,14 +129,19 @@ def data_files(folder: Path) -> list[Path]:
         path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
-        and path.suffix in SUFFIXES
+        and form_of(path) in (".parquet", *SUFFIXES)
         and path.name not in _MARKS
         and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
     ]
-    kinds = {path.suffix == ".parquet" for path in found}
+    kinds = {form_of(path) == ".parquet" for path in found}
     if len(kinds) > 1:
         raise DataError(f"{folder} holds both parquet and JSON files: give one of them, or a folder with one kind")
     return found
+
+
+def form_of(path: Path) -> str:
+    """The suffix that tells a file's format, below that of its compression."""
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def split_of_file(path: Path) -> str:
