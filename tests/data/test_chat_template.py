@@ -1,7 +1,8 @@
 import pytest
 from tests.data.conftest import CHATML
 
-from slipstream.data.chat_template import ChatTokenizer, template_variables
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.template_variables import template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer

@@ -9,8 +9,7 @@ the template appends after that token (a newline). Placeholders of images are ex
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from slipstream.config.sft import TrainOn
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import ReadRecorder
+from slipstream.data.template_variables import THINKING_VARIABLES, check_kwargs, template_variables, thinking_kwargs
 from slipstream.data.tool_calls import with_text
 from slipstream.data.unknown_characters import Vocabulary
 from slipstream.errors import ConfigError, DataError, first_line, one_line
@@ -28,17 +28,6 @@ from slipstream.records import Media, Message
 from slipstream.records import Sequence as TokenSequence
 
 _REMEDY = "use a chat model, or put a chat_template into the model folder's tokenizer_config.json"
-
-_OWN_VARIABLES = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now", "tokenize"}
-    | {"return_dict", "return_tensors", "chat_template", "conversation", "padding", "truncation", "max_length"}
-    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
-)
-"""Template variables that Slipstream or transformers sets."""
-
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Names of the variable that turns thinking on: the first in Qwen3, GLM and others, the second in DeepSeek and
-Granite."""
 
 
 class ChatTokenizer:
@@ -77,8 +66,8 @@ class ChatTokenizer:
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
         given = dict(template_kwargs or {})
-        _check_template_kwargs(given, self._tokenizer)
-        self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
+        check_kwargs(given, self._tokenizer)
+        self.template_kwargs = given | thinking_kwargs(thinking, given, self._tokenizer.chat_template)
         """The template's variables in every rendering."""
         self._turn_suffix = self._find_turn_suffix()
         if system_prompt:
@@ -363,23 +352,23 @@ class ChatTokenizer:
     def unrendered(self, messages: Sequence[Message]) -> list[int]:
         """The places of the messages whose content the template leaves out. Raises `DataError` where it refuses the
         conversation."""
-        marks = {n: f" content{n}mark" for n, message in enumerate(messages) if message.content.strip()}
+        given = [place for place, message in enumerate(messages) if message.content.strip()]
 
-        def text(marked: Collection[int]) -> str:
+        def text(contents: Mapping[int, str]) -> str:
             chat = [
-                msgspec.structs.replace(message, content=message.content + marks[n]) if n in marked else message
-                for n, message in enumerate(messages)
+                msgspec.structs.replace(message, content=contents.get(place, message.content)).as_chat()
+                for place, message in enumerate(messages)
             ]
-            given = [message.as_chat() for message in chat]
-            generation_prompt = messages[-1].role != "assistant"
-            return self._rendered(
-                with_text(given) if self._wants_text else given, messages[0].tools, generation_prompt, tokenize=False
-            )
+            chat = with_text(chat) if self._wants_text else chat
+            is_prompt = messages[-1].role != "assistant"
+            return self._rendered(chat, messages[0].tools, is_prompt, tokenize=False)
 
-        found = text(marks)
-        plain = text(()) if any(mark not in found for mark in marks.values()) else ""
-        # A template may cut or rewrite a text: one that changes the rendering is there.
-        return [place for place, mark in marks.items() if mark not in found and text((place,)) == plain]
+        marks = {place: f"content{place}mark" for place in given}
+        marked = text({place: f"{messages[place].content} {mark}" for place, mark in marks.items()})
+        missing = [place for place, mark in marks.items() if mark not in marked]
+        plain = text({}) if missing else ""
+        # A template may cut or rewrite a text: it is there if another text is rendered differently.
+        return [place for place in missing if text({place: marks[place]}) == plain]
 
     def _checked_system(self, prompt: str) -> list[dict[str, Any]]:
         """The system message. Raises `ConfigError` where the template leaves it out or refuses it."""
@@ -448,55 +437,3 @@ def images_of(messages: Sequence[Message]) -> list[Media]:
 
 def _is_trained(message: Message) -> bool:
     return message.role == "assistant" and message.carries_loss
-
-
-def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
-    """Refuses variables that the template does not use: they would have no effect."""
-    if not given:
-        return
-    used = template_variables(tokenizer.chat_template) - _OWN_VARIABLES - set(tokenizer.special_tokens_map)
-    for name in given:
-        setting = f"model.chat_template_kwargs.{name}"
-        if name in _OWN_VARIABLES or name in tokenizer.special_tokens_map:
-            raise ConfigError(f"{setting} is set by Slipstream or the tokenizer in every rendering: remove it")
-        if name not in used:
-            known = f"it uses {', '.join(sorted(used))}" if used else "it uses none, so remove the setting"
-            raise ConfigError(f"{setting}: the model's chat template does not use this variable: {known}")
-
-
-def _thinking_kwargs(
-    thinking: bool | None, given: Mapping[str, Any], template: str | Mapping[str, str]
-) -> dict[str, bool]:
-    """Translates `model.thinking` into template variables."""
-    if thinking is None:
-        return {}
-    setting = f"model.thinking = {str(thinking).lower()}"
-    used = template_variables(template)
-    switches = [name for name in THINKING_VARIABLES if name in used]
-    if not switches:
-        raise ConfigError(
-            f"{setting}: the model's chat template uses neither {' nor '.join(THINKING_VARIABLES)}, so its thinking "
-            "cannot be switched: remove the setting, or set what the template does use in model.chat_template_kwargs"
-        )
-    if both := [name for name in switches if name in given]:
-        raise ConfigError(f"{setting} and model.chat_template_kwargs.{both[0]} set the same switch: remove one of them")
-    return dict.fromkeys(switches, thinking)
-
-
-def template_variables(template: str | Mapping[str, str]) -> set[str]:
-    """Names of the variables that one or several chat templates read."""
-    import jinja2
-    from jinja2 import meta
-
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    found: set[str] = set()
-    for text in [template] if isinstance(template, str) else template.values():
-        # Transformers' own tag, which marks the assistant's content.
-        plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
-        try:
-            found |= meta.find_undeclared_variables(environment.parse(plain))
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the model's chat template is not valid (line {error.lineno}: {error.message}): use another model"
-            ) from error
-    return found

@@ -125,8 +125,8 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
         is_empty = not (turn.content.strip() or turn.tool_calls or any(turn.extra.values()))
         if turn.role == "assistant" and turn.carries_loss and is_empty:
             raise DataError(
-                f"{where}: message {place}, the assistant's, is empty, so only its end would be learned: fill it in, give "
-                "it weight 0, or remove the row"
+                f"{where}: message {place}, the assistant's, is empty, so only its end would be learned: fill it in, "
+                "give it weight 0, or remove the row"
             )
     if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
         raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")

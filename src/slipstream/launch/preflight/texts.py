@@ -56,8 +56,8 @@ def _refuse_placeholders(
 ) -> None:
     if held := tokenizer.placeholders.intersection(texts):
         raise DataError(
-            f"{place(conversation)}: a message holds {min(held)} as text, which stands for an image, and there is none: "
-            "remove it, or give the image"
+            f"{place(conversation)}: a message holds {min(held)} as text, which stands for an image, and there is "
+            "none: remove it, or give the image"
         )
 
 
@@ -65,6 +65,6 @@ def _bos(tokenizer: ChatTokenizer) -> list[str]:
     if not (token := tokenizer.missing_bos):
         return []
     return [
-        f"the tokenizer of {tokenizer.path} begins a text with {token}, and the chat template does not: if the model was "
-        "trained with it, put {{ bos_token }} at the beginning of the template"
+        f"the tokenizer of {tokenizer.path} begins a text with {token}, and the chat template does not: if the model "
+        "was trained with it, put {{ bos_token }} at the beginning of the template"
     ]
