@@ -263,3 +263,15 @@ def test_both_texts_of_a_turn_are_those_of_the_tokenizer(tmp_path):
             said, whole = chat.decode_turn(sampled)
             assert said == chat.decode(sampled) == text.replace("[TOOL]", "")
             assert whole == text + "<|im_end|>" * (sampled.count(end) - 1)
+
+
+def test_white_space_that_merges_with_the_prompt_is_named(make_folder):
+    """As Qwen's newlines, which become one token: here the template strips them."""
+    folder = make_folder(CHATML.replace("message['content'] +", "message['content'] | trim +"))
+    chat = ChatTokenizer(folder)
+    asked = Message("user", "q")
+    merging = CHATML.replace("message['content'] +", "(message['content'] | replace(' ', '')) +")
+    assert chat.training_tokens([asked, Message("assistant", "a")])
+    folder = make_folder("{% if messages[-1].content[:1] == ' ' %}x{% endif %}" + merging)
+    with pytest.raises(DataError, match="white space .* strip it"):
+        ChatTokenizer(folder).training_tokens([asked, Message("assistant", " a")])

@@ -19,7 +19,7 @@ import msgspec
 from slipstream.data.images.parts import COLUMNS, joined, with_images
 from slipstream.data.plain_values import kind_of, not_plain, plain_or_text
 from slipstream.data.readers import Row, columns_of, read_rows
-from slipstream.data.tool_calls import calls_of, tools_of
+from slipstream.data.tool_calls import calls_of, earlier_calls, json_or_none, tools_of
 from slipstream.errors import DataError
 from slipstream.records import Media, Message, Role
 
@@ -31,7 +31,11 @@ COMPLETIONS = ("completion", "response", "output", "solution", "answer")
 ANSWERS = ("answer", "ground_truth", "target", "label", "completion", "response", "output", "solution")
 SYSTEMS = ("system", "system_prompt")
 _FORMS = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool", "observation": "tool"}
+_ROLES = {
+    **dict.fromkeys(("gpt", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
+    "human": "user",
+}
 """Role names of the ShareGPT format."""
 _FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
 """Message fields that are converted rather than passed on."""
@@ -332,9 +336,10 @@ def _messages(value: Any, key: str, text_role: Role | None, row: Row) -> list[Me
         if not value.strip():
             raise DataError(f"{where}: {key} is an empty text: fill it in or remove the row")
         return [Message(text_role, value)]
-    if not isinstance(value, list) or not value:
+    turns = json_or_none(value) if isinstance(value, str) else value
+    if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: {key} = {value!r:.60} is not a list of messages: give {_FORMS}")
-    return [_message(turn, f"{key}[{place}]", row) for place, turn in enumerate(cast("Sequence[Any]", value))]
+    return [_message(turn, f"{key}[{place}]", row) for place, turn in enumerate(cast("Sequence[Any]", turns))]
 
 
 def _message(turn: Any, path: str, row: Row) -> Message:
@@ -345,7 +350,11 @@ def _message(turn: Any, path: str, row: Row) -> Message:
     if "from" in entry and "role" not in entry:
         speaker = entry["from"]
         entry["role"] = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
-        entry["content"] = entry.get("value")
+        entry["function_call" if speaker == "function_call" else "content"] = entry.get("value")
+    if entry.get("role") == "function":
+        entry["role"] = "tool"
+    if entry.get("role") == "assistant" and "function_call" in entry and "tool_calls" not in entry:
+        entry["tool_calls"] = earlier_calls(entry.pop("function_call"))
     role = entry.get("role")
     if role not in get_args(Role):
         raise DataError(f"{where}: {path}.role = {role!r} is unknown: use {', '.join(get_args(Role))}")

@@ -23,11 +23,11 @@ def calls_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 def _call(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A call with its arguments as an object. Some templates read `call.name`, so those without `function` stay so."""
-    call = dict(given)
-    if isinstance(function := call.get("function"), Mapping):
-        call["function"] = _with_object(cast("Mapping[str, Any]", function), f"{where}.function")
-        return call
-    return _with_object(call, where)
+    if "function" not in given:
+        return _with_object(given, where)
+    if not isinstance(function := given["function"], Mapping):
+        raise DataError(f"{where}.function = {function!r:.60} is no function: give {_FORM}")
+    return {**given, "function": _with_object(cast("Mapping[str, Any]", function), f"{where}.function")}
 
 
 def _with_object(function: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -39,6 +39,13 @@ def _with_object(function: Mapping[str, Any], where: str) -> dict[str, Any]:
             "arguments by name"
         )
     return {**function, "arguments": arguments}
+
+
+def earlier_calls(value: Any) -> list[dict[str, Any]]:
+    """Calls in the forms of before `tool_calls`: OpenAI's `function_call`, and the text of ShareGPT's role of that
+    name. What is no call comes back as one that `calls_of` refuses."""
+    found = json_or_none(value) if isinstance(value, str) else value
+    return [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found or value])]
 
 
 def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from slipstream.config.python_objects import PythonObject, load, pack
 from slipstream.data.conversations import COMPLETIONS, MESSAGES, Columns, problems_of
-from slipstream.data.files.arrow import without_nulls
+from slipstream.data.files.arrow import with_lists, without_nulls
 from slipstream.data.plain_values import plain_or_text
 from slipstream.data.readers import Row
 from slipstream.envs.base import Environment, Episode, Score, Split
@@ -224,7 +224,8 @@ def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
     if hasattr(given, "to_dicts"):  # polars
         given, is_table = given.to_dicts(), True
     elif hasattr(given, "to_dict") and hasattr(given, "columns"):  # pandas
-        given, is_table = given.to_dict("records"), True
+        records = cast("list[dict[Any, Any]]", given.to_dict("records"))
+        given, is_table = [{key: with_lists(value) for key, value in row.items()} for row in records], True
     elif hasattr(given, "features") and hasattr(given, "column_names"):  # Hugging Face
         is_table = True
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):

@@ -119,7 +119,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     not downloaded: enough for a plan, not for a run."""
     with recorded() as reads:
         prepared = _prepare(loaded, weights=weights)
-    return replace(prepared, reads=tuple(reads))
+    return replace(prepared, reads=tuple(dict.fromkeys(reads)))
 
 
 def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
@@ -159,17 +159,14 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         examples = examples_of(train_tasks, tokenizer, answer_tokens(tokenizer), config.matching, context)
     elif is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
-        tokens_of = partial(
-            _tokenized, tokenizer=tokenizer, config=config, context=context, dropped=dropped, place=place
-        )
+        tokens_of = partial(_tokenized, tokenizer, config, context, dropped, place)
         conversations, examples = tokens_of(conversations)
         eval_rows, eval_examples = tokens_of(eval_rows, held_out=True)
     items = [part_of.get(id(each), "") for each in conversations] if is_sft else [task.part for task in train_tasks]
     part_of_item = _part_of_item(config.environment, items)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
-    check_fields(tokenizer, prompts, dropped)
-    check_contents(tokenizer, prompts, place)
+    turns += _checked(tokenizer, prompts, dropped, place, imitated=is_sft) + _thinking(tokenizer, conversations)
     gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
@@ -197,13 +194,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
         derived = (Derived("model.revision", model.revision, reason), *derived)
-    fewer_tasks = [
-        f"{item.name} was {item.reason}"
-        for item in derived
-        if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
-    ]
-    turns += _thinking(tokenizer, conversations) + check_texts(tokenizer, prompts, place, imitated=is_sft)
-    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
+    warnings = (*loaded.warnings, *_fewer_tasks(loaded, derived), *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
@@ -428,13 +419,13 @@ def _mixture_notes(config: PlannedConfig, part_of_item: Sequence[int]) -> list[N
 
 
 def _tokenized(
-    conversations: list[Sequence[Message]],
     tokenizer: ChatTokenizer,
     config: RunConfig,
     context: int,
     dropped: dict[str, int],
-    *,
     place: Callable[[Sequence[Message]], str],
+    conversations: list[Sequence[Message]],
+    *,
     held_out: bool = False,
 ) -> tuple[list[Sequence[Message]], Examples]:
     """Tokens of the conversations, within `data.max_length` and the model's context."""
@@ -457,6 +448,29 @@ def _tokenized(
         bound=bound,
         prefix="eval_" if held_out else "",
     )
+
+
+def _checked(
+    tokenizer: ChatTokenizer,
+    talk: list[Sequence[Message]],
+    dropped: dict[str, int],
+    place: Callable[[Sequence[Message]], str],
+    *,
+    imitated: bool,
+) -> list[str]:
+    """Warnings about what the chat template and the tokenizer make of the conversations and prompts. Raises `DataError`
+    for what they leave out."""
+    check_fields(tokenizer, talk, dropped)
+    check_contents(tokenizer, talk, place)
+    return check_texts(tokenizer, talk, place, imitated=imitated)
+
+
+def _fewer_tasks(loaded: Loaded, derived: Sequence[Derived]) -> list[str]:
+    """A warning where the plan lowers what the user gave."""
+    name = "evaluation.num_tasks"
+    if loaded.origins.get(name, DEFAULT) == DEFAULT:
+        return []
+    return [f"{name} was {item.reason}" for item in derived if item.name == name]
 
 
 def _turns(

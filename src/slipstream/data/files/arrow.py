@@ -25,6 +25,16 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def with_lists(value: Any) -> Any:
+    """`value` with lists in the place of NumPy's arrays, as pandas reads those of parquet files."""
+    if isinstance(value, dict):
+        return {name: with_lists(field) for name, field in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list) or hasattr(value, "tolist"):
+        listed = value if isinstance(value, list) else value.tolist()
+        return [with_lists(item) for item in cast("list[Any]", listed)] if isinstance(listed, list) else listed
+    return value
+
+
 def arrow_rows(path: Path, setting: str, *, parquet: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the values of each row. Raises `DataError`, and `ConfigError` without pyarrow."""
     try:

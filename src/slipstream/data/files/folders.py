@@ -141,7 +141,7 @@ def data_files(folder: Path) -> list[Path]:
 
 def form_of(path: Path) -> str:
     """The suffix that tells a file's format, below that of its compression."""
-    return Path(path.name.removesuffix(".gz")).suffix
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def split_of_file(path: Path) -> str:

@@ -25,7 +25,7 @@ _DECODER = msgspec.json.Decoder()
 def json_rows(path: Path, setting: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the values of each row. Raises `DataError`."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             first, start = file.read(2), 0
             if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise DataError(f"{path} is UTF-16 text: save it as UTF-8 (iconv -f utf-16 -t utf-8)")
@@ -47,7 +47,7 @@ def json_rows(path: Path, setting: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _list_rows(path: Path, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a file that is one JSON list."""
-    if ".json" not in path.suffixes:
+    if not path.name.lower().removesuffix(".gz").endswith(".json"):
         raise DataError(f"{path} is one JSON list: {_ONE_A_LINE}, or call the file .json")
     for number, values in enumerate(_decoded(text, str(path), 0), start=1):
         where = f"row {number} of {path}"
