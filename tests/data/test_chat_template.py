@@ -273,5 +273,5 @@ def test_white_space_that_merges_with_the_prompt_is_named(make_folder):
     merging = CHATML.replace("message['content'] +", "(message['content'] | replace(' ', '')) +")
     assert chat.training_tokens([asked, Message("assistant", "a")])
     folder = make_folder("{% if messages[-1].content[:1] == ' ' %}x{% endif %}" + merging)
-    with pytest.raises(DataError, match="white space .* strip it"):
+    with pytest.raises(DataError, match=r"white space .* strip it"):
         ChatTokenizer(folder).training_tokens([asked, Message("assistant", " a")])

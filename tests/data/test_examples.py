@@ -112,5 +112,5 @@ class Refusing:
 
 
 def test_an_error_of_the_template_names_the_row():
-    with pytest.raises(DataError, match="^row 3 of a file: no$"):
+    with pytest.raises(DataError, match=r"^row 3 of a file: no$"):
         tokenized(ROWS, Refusing(), "all", 4, "drop", {}, where=lambda row: "row 3 of a file")

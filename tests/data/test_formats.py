@@ -197,7 +197,7 @@ def test_an_empty_answer_of_weight_zero_is_no_target(tmp_path):
 
 WITH_TOOLS = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}<|im_end|>\n{% endfor %}"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKS = CHATML.replace("message['content'] +", "message.reasoning_content | default('') + message['content'] +")

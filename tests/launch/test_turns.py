@@ -91,7 +91,7 @@ def test_results_of_tools_that_the_template_leaves_out_are_refused(tokenizer_of)
         "message['content']", "message['content'] if message.role != 'tool' else ''"
     )
     tokenizer = tokenizer_of("{%- for message in messages -%}" + silent)
-    with pytest.raises(ConfigError, match="a message of role tool after a turn of the model .it leaves the text out"):
+    with pytest.raises(ConfigError, match=r"a message of role tool .*it leaves the text out"):
         check(tokenizer, Asks())
     (warning,) = check(tokenizer, OwnWithTools())
     assert "leaves the text out" in warning

@@ -39,7 +39,7 @@ def check_turns(tokenizer: Tokenizer, environment: Environment, prompt: Sequence
         if len(talk) - 1 in tokenizer.unrendered(talk):
             raise DataError("it leaves the text out")
     except DataError as error:
-        reason = one_line(error.__cause__ or error)
+        reason = one_line(error.__cause__) if error.__cause__ else str(error)
         text = (
             f"the chat template of {path} refuses a message of role {between.role} after a turn of the model "
             f"({reason}), which {environment.name} continues with in up to {environment.max_turns} turns"
