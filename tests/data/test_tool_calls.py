@@ -16,7 +16,7 @@ from slipstream.config.python_objects import give
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations, read_problems
 from slipstream.data.files.arrow import without_nulls
-from slipstream.envs.from_python import pack_environment
+from slipstream.envs.from_python import pack_environment, pack_rows
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import as_task
 from slipstream.errors import DataError
@@ -218,3 +218,11 @@ def test_null_fields_go_and_nulls_of_lists_stay(value):
 
 def test_a_template_without_calls_takes_objects(make_folder):
     assert not ChatTokenizer(make_folder(CHATML))._wants_text
+
+
+def test_a_table_of_pandas_has_lists(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_parquet(parquet(tmp_path / "rows.parquet", ROWS))
+    packed = pack_rows(table)
+    give(packed)
+    assert read_conversations(packed.name) == read_conversations(jsonl(tmp_path / "rows.jsonl", ROWS))

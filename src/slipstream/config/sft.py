@@ -38,8 +38,7 @@ class DataConfig(Section):
     split: str = ""
     """Which split of a folder that has several. Not set: `train`, or the only one."""
     subset: str = ""
-    """Which configuration of a data set that has several, on the hub or in a folder, such as `main` of
-    `openai/gsm8k`."""
+    """The configuration of a data set with several, on the hub or in a folder: `main` of `openai/gsm8k`, say."""
     max_examples: bounds.Items | None = None
     """Most rows of `path` that are used, the first ones; the others are counted. Not set: all."""
     messages_column: str = ""

@@ -36,8 +36,8 @@ class ChatTokenizer:
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
     system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
     variable for it; `max_pixels` bounds images (`image_processor`). Raises `ConfigError` if there is no tokenizer or
-    template, if the template leaves the system prompt out, does not use one of these variables or has no thinking
-    variable, or if it does not end an assistant's turn with a special token (a policy could not learn to stop).
+    template, or if the template leaves the system prompt out, does not use one of these variables or has no thinking
+    variable. It also must end an assistant's turn with a special token, otherwise a policy could not learn to stop.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ChatTokenizer:
 
     @cached_property
     def missing_bos(self) -> str:
-        """The token with which the tokenizer begins a text but the chat template does not; empty if there is none."""
+        """The token with which the tokenizer begins a text but the chat template does not; empty if it has none."""
         first, bos = self._tokenizer.encode("a")[:1], self._tokenizer.bos_token_id
         prompt = self.render([Message("user", "a")])
         return str(self._tokenizer.bos_token) if bos is not None and first == [bos] and prompt[:1] != [bos] else ""

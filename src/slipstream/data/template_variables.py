@@ -1,4 +1,4 @@
-"""Variables of a chat template: which ones it reads, those that a run sets, and the one that turns thinking on."""
+"""Variables of a chat template: those it reads, those a run sets, and the switch of thinking."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _with_object(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def earlier_calls(value: Any) -> list[dict[str, Any]]:
     """Calls in the forms of before `tool_calls`: OpenAI's `function_call`, and the text of ShareGPT's role of that
-    name. What is no call comes back as one that `calls_of` refuses."""
+    name. `calls_of` refuses any other value in it."""
     found = json_or_none(value) if isinstance(value, str) else value
     return [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found or value])]
 
@@ -60,7 +60,7 @@ def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def json_or_none(text: str) -> Any:
-    """What a JSON text stands for; None where it is none."""
+    """The value of a JSON text; None for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def json_or_none(text: str) -> Any:
 
 
 def with_text(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for a template that wants arguments as JSON text: those that have calls are copied."""
+    """Messages with the arguments of calls as JSON text."""
     calls = [list(map(_as_text, message.get("tool_calls") or ())) for message in chat]
     return [{**message, "tool_calls": made} if made else message for message, made in zip(chat, calls, strict=True)]
 

@@ -218,8 +218,8 @@ def _of_rows(
 
 
 def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
-    """Rows of a list, a Hugging Face data set, or a pandas or polars table; what is rendered of those of a table has no
-    nulls that the table adds."""
+    """Rows of a list, a Hugging Face data set, or a pandas or polars table. Columns for the model lose the nulls of a
+    table."""
     is_table = False
     if hasattr(given, "to_dicts"):  # polars
         given, is_table = given.to_dicts(), True

@@ -1,8 +1,8 @@
 """Reads rows of parquet and arrow files, and removes from nested values the nulls that arrow adds.
 
 In arrow all structs of a column have the same fields, and a row without one of them has null there: the call of one
-tool comes back with the arguments of every other. What is rendered for the model therefore passes through
-`without_nulls`. What a reward reads keeps its nulls, as under verl and TRL. pyarrow is imported only when it is needed.
+tool comes back with the arguments of every other. Messages and tools therefore pass through `without_nulls`. Columns
+for rewards keep their nulls, as under verl and TRL. pyarrow is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def with_lists(value: Any) -> Any:
-    """`value` with lists in the place of NumPy's arrays, as pandas reads those of parquet files."""
+    """`value` with lists for NumPy's arrays, as which pandas reads lists of parquet files."""
     if isinstance(value, dict):
         return {name: with_lists(field) for name, field in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list) or hasattr(value, "tolist"):

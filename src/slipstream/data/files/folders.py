@@ -1,8 +1,8 @@
-"""Folders of data: which files belong to which split of which configuration.
+"""Folders of data: the files of each split and configuration.
 
 Formats: a folder written by `datasets.save_to_disk` (arrow files, one split or several); a folder of parquet or JSON
-lines files as in data set repositories (`data/train-00000-of-00002.parquet`, `train/part.parquet`, `test.jsonl`), whose
-card, README.md, may say which files a configuration has. Files of several configurations are never read together.
+lines files as in data set repositories (`data/train-00000-of-00002.parquet`, `train/part.parquet`, `test.jsonl`). Its
+card, README.md, may describe configurations. Files of several configurations are never read together.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Configurations(NamedTuple):
 def splits_of(folder: Path, setting: str = "data.path", subset: str = "") -> dict[str, list[Path]]:
     """The files of each split of a data folder, in order; files whose name has no split are under the empty name.
 
-    Of a folder with several configurations those of `subset`, or of the one that its card makes the default. Raises
-    `DataError`, also where that leaves a choice.
+    If the folder has several configurations, it reads `subset`, or the card's default. Raises `DataError`, also if
+    there is neither.
     """
     saved, by_split = folder / "dataset_dict.json", dict[str, list[Path]]()
     if saved.is_file():
@@ -56,8 +56,8 @@ def splits_of(folder: Path, setting: str = "data.path", subset: str = "") -> dic
 
 
 def subset_of(path: str, subset: str) -> str:
-    """`subset` where the folder `path` has such a configuration; otherwise empty. For rows that are held out, which may
-    be in another folder than those that are trained on."""
+    """`subset` if the folder `path` has such a configuration; otherwise empty. Held-out rows may be in a folder without
+    it."""
     folder = Path(path)
     return subset if subset and folder.is_dir() and subset in configurations_of(folder).splits else ""
 

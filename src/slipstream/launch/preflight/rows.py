@@ -1,4 +1,4 @@
-"""The rows of [data]: those to train on, those that are held out, and the place of one in its file."""
+"""The rows of [data]: the training set, the held-out set, and where a row stands in its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings about special tokens: those that stand as text in messages, and one that the chat template leaves out."""
+"""Warnings about special tokens: in the text of messages, and missing at the beginning of a prompt."""
 
 from __future__ import annotations
 
