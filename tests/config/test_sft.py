@@ -71,7 +71,7 @@ def test_a_warm_up_is_checked_only_against_known_steps(run_file):
         ('eval_fraction = 0.1\neval_path = "a"', "and data.eval_path names those to hold out: give one of the two"),
         ('eval_split = "train"', 'data.eval_split = "train" is the split that is trained on: name another one'),
         ('eval_path = ""', 'data.eval_path = "" is empty'),
-        ('subset = "main"', 'data.subset = "main" is a part of a data set on the hub'),
+        ('subset = "main"', 'data.subset = "main" is a part of a data set, and data.path is a file'),
         ("max_length = 0", "data.max_length = 0 must be greater than 0"),
         ('too_long = "cut"', 'data.too_long = "cut" is not a choice'),
     ],

@@ -50,7 +50,7 @@ FILES = {
     "one_list": (json.dumps([GOOD, GOOD], indent=1), None, "is one JSON list"),
     "nan": (lines(GOOD, '{"prompt": "q", "answer": NaN}'), 2, "is not JSON"),
     "latin_1": (lines(GOOD).encode() + '{"prompt": "ü", "answer": "1"}'.encode("latin1"), 2, "utf-8"),
-    "utf_16": (lines(GOOD).encode("utf-16"), 1, "is not JSON"),
+    "utf_16": (lines(GOOD).encode("utf-16"), None, "is UTF-16 text"),
     "zeros": (b"\0" * 100, 1, "is not JSON"),
     "half_a_surrogate": (lines(GOOD, '{"prompt": "\\ud800", "answer": "1"}'), 2, "surrogate"),
     "nested_too_deeply": (lines(GOOD, "[" * 100_000), 2, "too deeply"),

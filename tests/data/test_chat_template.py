@@ -3,7 +3,8 @@ import logging
 import pytest
 from tests.data.conftest import CHATML
 
-from slipstream.data.chat_template import ChatTokenizer, template_variables
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.template_variables import template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
@@ -271,3 +272,15 @@ def test_both_texts_of_a_turn_are_those_of_the_tokenizer(tmp_path):
             said, whole = chat.decode_turn(sampled)
             assert said == chat.decode(sampled) == text.replace("[TOOL]", "")
             assert whole == text + "<|im_end|>" * (sampled.count(end) - 1)
+
+
+def test_white_space_that_merges_with_the_prompt_is_named(make_folder):
+    """As Qwen's newlines, which become one token: here the template strips them."""
+    folder = make_folder(CHATML.replace("message['content'] +", "message['content'] | trim +"))
+    chat = ChatTokenizer(folder)
+    asked = Message("user", "q")
+    merging = CHATML.replace("message['content'] +", "(message['content'] | replace(' ', '')) +")
+    assert chat.training_tokens([asked, Message("assistant", "a")])
+    folder = make_folder("{% if messages[-1].content[:1] == ' ' %}x{% endif %}" + merging)
+    with pytest.raises(DataError, match=r"white space .* strip it"):
+        ChatTokenizer(folder).training_tokens([asked, Message("assistant", " a")])

@@ -33,7 +33,7 @@ def test_text_parts_are_joined_and_a_tool_call_needs_no_text(tmp_path):
     ]
     (conversation,) = read_conversations(write(tmp_path, {"messages": messages}))
     assert [m.content for m in conversation] == ["ab", "", "5"]
-    assert conversation[1].tool_calls == (call,)
+    assert conversation[1].tool_calls == ({**call, "function": {"name": "f", "arguments": {}}},)
     assert conversation[2].tool_call_id == "1"
 
 

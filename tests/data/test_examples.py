@@ -94,3 +94,23 @@ def test_thoughts_are_found_in_text_and_in_fields():
     assert not holds_thoughts([talk("<think>?", "b")])
     assert holds_thoughts([ROWS[0], talk("a", "<think>hm</think>b")])
     assert holds_thoughts([talk("a", "b", reasoning_content="hm")])
+
+
+@pytest.mark.parametrize(
+    ("too_long", "said"), [("truncate", "raise data.max_length"), ("drop", 'too_long = "truncate"')]
+)
+def test_where_nothing_is_left_the_error_names_what_helps(too_long, said):
+    rows = [talk("abcdef", "gh")] * 2
+    with pytest.raises(DataError, match=said) as refused:
+        tokenized(rows, Letters(), "all", 4, too_long, {}, where=str)
+    assert too_long not in str(refused.value)
+
+
+class Refusing:
+    def training_tokens(self, messages, train_on):
+        raise DataError("no")
+
+
+def test_an_error_of_the_template_names_the_row():
+    with pytest.raises(DataError, match=r"^row 3 of a file: no$"):
+        tokenized(ROWS, Refusing(), "all", 4, "drop", {}, where=lambda row: "row 3 of a file")

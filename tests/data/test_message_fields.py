@@ -8,8 +8,8 @@ from tests.data.conftest import CHATML
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import read_conversations
-from slipstream.data.message_fields import check_fields
-from slipstream.errors import DataError
+from slipstream.data.message_fields import check_contents, check_fields
+from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 
 TOOL = {
@@ -114,3 +114,49 @@ def test_each_way_of_looking_at_a_field_is_seen(make_folder, read_as):
 def test_what_is_said_and_would_not_be_learned_is_refused(make_folder, message, said):
     with pytest.raises(DataError, match=said):
         check(make_folder(), [message])
+
+
+TWO_ROLES = CHATML.replace(
+    "{{ '<|im_start|>' +", "{% if message.role in ('user', 'assistant') %}{{ '<|im_start|>' +"
+).replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endif %}")
+LAST_TWO = CHATML.replace("in messages %}", "in messages[-2:] %}")
+IGNORES_TOOL_TEXT = CHATML.replace("message['content'] +", "('ok' if message.role == 'tool' else message['content']) +")
+SAYS = {
+    "system": Message("system", "Be brief."),
+    "user": Message("user", "2+2?"),
+    "assistant": Message("assistant", "4"),
+    "tool": Message("tool", "it is 4"),
+}
+TALKS = {
+    "plain": (CHATML, "system user assistant tool assistant", None),
+    "system": (TWO_ROLES, "system user assistant", "1 system"),
+    "tool": (TWO_ROLES, "user assistant tool assistant", "1 tool"),
+    "earlier turns": (LAST_TWO, "user assistant user assistant", "1 user"),
+    "text of a tool": (IGNORES_TOOL_TEXT, "user assistant tool assistant", "1 tool"),
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_a_message_that_the_template_leaves_out_is_refused(make_folder, name):
+    template, roles, said = TALKS[name]
+    chat, talk = ChatTokenizer(make_folder(template)), tuple(SAYS[role] for role in roles.split())
+    conversations = [(SAYS["user"], SAYS["assistant"]), talk]
+    if said is None:
+        check_contents(chat, conversations, lambda talk: "row 2")
+        return
+    with pytest.raises(DataError, match=f"text of {said} messages .first: row 2"):
+        check_contents(chat, conversations, lambda talk: f"row {conversations.index(talk) + 1}")
+
+
+def test_a_message_whose_text_the_template_changes_is_there(make_folder):
+    folder = make_folder(CHATML.replace("message['content'] +", "message['content'][:3] | upper +"))
+    check_contents(ChatTokenizer(folder), [(SAYS["user"], SAYS["assistant"])], str)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_system_prompt_that_the_template_does_not_render_is_refused(make_folder, refuses):
+    raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    folder = make_folder(raising if refuses else TWO_ROLES)
+    with pytest.raises(ConfigError, match=r"environment\.system_prompt = 'Be brief\.'"):
+        ChatTokenizer(folder, "Be brief.")
+    ChatTokenizer(folder)

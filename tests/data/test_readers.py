@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.data.conversations import Columns, read_conversations, read_problems, value_at
-from slipstream.data.readers import Row, held_out_split, read_rows
+from slipstream.data.files.folders import held_out_split
+from slipstream.data.readers import Row, read_rows
 from slipstream.errors import DataError
 from slipstream.records import Message
 

@@ -172,3 +172,10 @@ def test_a_warning_where_thinking_is_on_and_nothing_thinks(run_file, model, tmp_
     assert warned("--model.path", str(thinks), "--model.thinking", "false") == []
     write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "a", "completion": "<think>b</think>c"}])
     assert warned("--model.path", str(thinks)) == []
+
+
+def test_the_first_rows_alone_and_the_others_counted(run_file):
+    ready = prepared(run_file, "--data.max-examples", "8")
+    assert len(ready.conversations) == 8
+    assert ready.dropped == {"row beyond data.max_examples": 32}
+    assert [message.content for message in ready.conversations[7]] == ["7 + 1?", "8"]

@@ -31,9 +31,9 @@ class EnvironmentConfig(Section):
     `slipstream env push` has added it. What is there is verified before any of it is imported, and kept on this
     machine, so that a later start does not need the registry."""
     settings: dict[str, Any] = {}
-    """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
-    `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
-    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`; of `detection`: `path`, `split`, `eval_path`,
+    """Passed to the environment as they are. Those of `rows`: `path`, `subset`, `split`, `eval_path`, `eval_split`,
+    `format`, `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
+    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`; of `detection`: `path`, `subset`, `split`, `eval_path`,
     `eval_split`, `prompt`."""
     python: str = ""
     """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot

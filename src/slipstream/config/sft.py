@@ -19,7 +19,12 @@ _OF_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".csv", ".txt")
 
 def is_hub_name(path: str) -> bool:
     """Whether `path` has the form of a data set's name on the Hugging Face hub: `org/name`."""
-    return _HUB_NAME.fullmatch(path) is not None and not path.lower().endswith(_OF_FILES)
+    return _HUB_NAME.fullmatch(path) is not None and not _is_file(path)
+
+
+def _is_file(path: str) -> bool:
+    """Whether `path` is named as a file is."""
+    return path.lower().removesuffix(".gz").endswith(_OF_FILES)
 
 
 class DataConfig(Section):
@@ -33,7 +38,9 @@ class DataConfig(Section):
     split: str = ""
     """Which split of a folder that has several. Not set: `train`, or the only one."""
     subset: str = ""
-    """Which configuration of a data set on the hub that has several, such as `main` of `openai/gsm8k`."""
+    """The configuration of a data set with several, on the hub or in a folder: `main` of `openai/gsm8k`, say."""
+    max_examples: bounds.Items | None = None
+    """Most rows of `path` that are used, the first ones; the others are counted. Not set: all."""
     messages_column: str = ""
     """The column of messages. Not set: `messages`, `conversations`."""
     prompt_column: str = ""
@@ -77,11 +84,10 @@ class DataConfig(Section):
                 "data.eval_split",
                 f'data.eval_split = "{self.eval_split}" is the split that is trained on: name another one',
             )
-        if self.subset and not is_hub_name(self.path):
+        if self.subset and _is_file(self.path):
             yield (
                 "data.subset",
-                f'data.subset = "{self.subset}" is a part of a data set on the hub, and data.path is a file or folder: '
-                "remove it",
+                f'data.subset = "{self.subset}" is a part of a data set, and data.path is a file: remove it',
             )
 
 

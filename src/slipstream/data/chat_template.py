@@ -10,34 +10,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from slipstream.config.sft import TrainOn
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import ReadRecorder
+from slipstream.data.template_variables import THINKING_VARIABLES, check_kwargs, template_variables, thinking_kwargs
+from slipstream.data.tool_calls import with_text
 from slipstream.data.unknown_characters import Vocabulary
-from slipstream.errors import ConfigError, DataError, first_line
+from slipstream.errors import ConfigError, DataError, first_line, one_line
 from slipstream.records import Media, Message
 from slipstream.records import Sequence as TokenSequence
 
 _REMEDY = "use a chat model, or put a chat_template into the model folder's tokenizer_config.json"
-
-_OWN_VARIABLES = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now", "tokenize"}
-    | {"return_dict", "return_tensors", "chat_template", "conversation", "padding", "truncation", "max_length"}
-    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
-)
-"""Template variables that Slipstream or transformers sets."""
-
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Names of the variable that turns thinking on: the first in Qwen3, GLM and others, the second in DeepSeek and
-Granite."""
 
 
 class ChatTokenizer:
@@ -46,8 +38,8 @@ class ChatTokenizer:
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
     system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
     variable for it; `max_pixels` bounds images (`image_processor`). Raises `ConfigError` if there is no tokenizer or
-    template, if the template does not use one of these variables or has no thinking variable, or if it does not end an
-    assistant's turn with a special token (a policy could not learn to stop).
+    template, or if the template leaves the system prompt out, does not use one of these variables or has no thinking
+    variable. It also must end an assistant's turn with a special token, otherwise a policy could not learn to stop.
     """
 
     def __init__(
@@ -66,7 +58,7 @@ class ChatTokenizer:
         self._trusted, self._max_pixels = trust_remote_code, max_pixels
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
-        self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system: list[dict[str, Any]] = []
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
@@ -78,11 +70,13 @@ class ChatTokenizer:
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
         given = dict(template_kwargs or {})
-        _check_template_kwargs(given, self._tokenizer)
-        self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
+        check_kwargs(given, self._tokenizer)
+        self.template_kwargs = given | thinking_kwargs(thinking, given, self._tokenizer.chat_template)
         """The template's variables in every rendering."""
         self._num_embeddings, self._placeholders = _embeddings(Path(self.path))
         self._turn_suffix = self._find_turn_suffix()
+        if system_prompt:
+            self._system = self._checked_system(system_prompt)
         self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
         """Whether the template has a variable that turns thinking on or off."""
         set_to = {self.template_kwargs.get(name) for name in THINKING_VARIABLES}
@@ -157,6 +151,33 @@ class ChatTokenizer:
     def added_texts(self) -> dict[int, str]:
         """The texts of the tokens that were added to the vocabulary, by id: they stand for exactly these."""
         return {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of the special tokens: a message that holds one is tokenized to it."""
+        return frozenset(text for text in self._tokenizer.convert_ids_to_tokens(sorted(self._special)) if text)
+
+    @cached_property
+    def placeholders(self) -> frozenset[str]:
+        """The tokens that stand for images and videos in a vision-language model; none in another one."""
+        from transformers import AutoConfig
+
+        try:
+            config: Any = AutoConfig.from_pretrained(self.path, trust_remote_code=self._trusted)
+        except (OSError, ValueError):  # a tokenizer alone
+            return frozenset()
+        if getattr(config, "vision_config", None) is None:
+            return frozenset()
+        names = ("image_token_id", "image_token_index", "video_token_id")
+        found = [number for name in names if (number := getattr(config, name, None)) is not None]
+        return frozenset(self._tokenizer.convert_ids_to_tokens(found))
+
+    @cached_property
+    def missing_bos(self) -> str:
+        """The token with which the tokenizer begins a text but the chat template does not; empty if it has none."""
+        first, bos = self._tokenizer.encode("a")[:1], self._tokenizer.bos_token_id
+        prompt = self.render([Message("user", "a")])
+        return str(self._tokenizer.bos_token) if bos is not None and first == [bos] and prompt[:1] != [bos] else ""
 
     @property
     def backend(self) -> Any:
@@ -238,6 +259,7 @@ class ChatTokenizer:
         full = self._apply(messages, generation_prompt=False)
         start, end = len(prompt), len(full) - len(self._turn_suffix) + 1
         if full[:start] != prompt or end <= start or full[end - 1 :] != self._turn_suffix:
+            self._check_beginning(messages)
             raise DataError(
                 f"the chat template of {self.path} does not render an assistant's turn as the prompt for it, its text "
                 f"and an end token (turn: {messages[-1].content!r:.60}): use another template"
@@ -249,6 +271,22 @@ class ChatTokenizer:
                 f"an assistant's turn holds the end token {token} in its text ({messages[-1].content!r:.60}): remove it"
             )
         return target
+
+    def _check_beginning(self, messages: Sequence[Message]) -> None:
+        """Raises `DataError` where the last message's white space alone keeps it from being trained on: it becomes one
+        token with the prompt's end, or the template strips it."""
+        *before, last = messages
+        stripped = msgspec.structs.replace(last, content=last.content.strip())
+        if stripped.content in ("", last.content):
+            return
+        try:
+            self._target([*before, stripped], self.render(before))
+        except DataError:
+            return
+        raise DataError(
+            f"an assistant's turn begins or ends with white space that is one token with what the chat template writes "
+            f"there (turn: {last.content!r:.60}): strip it"
+        )
 
     def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
         """(role, field name) of the message fields that the template reads while it renders `messages`."""
@@ -274,24 +312,99 @@ class ChatTokenizer:
         if images:
             _ = self.images  # the first error of a model that reads none
         chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
+        if self._wants_text:
+            chat = with_text(chat)
         if read is not None:
             chat = [ReadRecorder(message, read) for message in chat]
-        tools = list(messages[0].tools) if messages else []
+        token_ids: list[int] = self._rendered(chat, messages[0].tools if messages else (), generation_prompt)
+        return self.images.expand(token_ids, images) if images else token_ids
+
+    def _rendered(
+        self, chat: list[dict[str, Any]], tools: Sequence[Any], generation_prompt: bool, *, tokenize: bool = True
+    ) -> Any:
+        """Tokens or text of a conversation, with the system prompt. Raises `DataError` where the template refuses
+        it."""
         if self._system and (not chat or chat[0]["role"] != "system"):
             chat = self._system + chat
         try:
-            token_ids: list[int] = self._tokenizer.apply_chat_template(
+            rendered = self._tokenizer.apply_chat_template(
                 chat,
-                tools=tools or None,
+                tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 **self.template_kwargs,
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
-            raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
-        self._check_embedded(token_ids)
-        return self.images.expand(token_ids, images) if images else token_ids
+            roles = ", ".join(str(message["role"]) for message in chat)
+            raise DataError(
+                f"the chat template of {self.path} refuses a conversation of {roles}: {one_line(error)}: change these "
+                "messages (the text of a system message may begin the user's first one), or use another template"
+            ) from error
+        if tokenize:
+            self._check_embedded(rendered)
+        return rendered
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template wants the arguments of a call as JSON text, which it joins with other text: an object it
+        would refuse, or write as Python does."""
+        if "tool_calls" not in self.template:
+            return False
+        arguments = {"a": "it's"}
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            if repr(arguments) not in self._rendered(chat, (), generation_prompt=False, tokenize=False):
+                return False
+        except DataError:
+            pass
+        try:
+            return '"it\'s"' in self._rendered(with_text(chat), (), generation_prompt=False, tokenize=False)
+        except DataError:
+            return False
+
+    def unrendered(self, messages: Sequence[Message]) -> list[int]:
+        """The places of the messages whose content the template leaves out. Raises `DataError` where it refuses the
+        conversation."""
+        given = [place for place, message in enumerate(messages) if message.content.strip()]
+
+        def text(contents: Mapping[int, str]) -> str:
+            chat = [
+                msgspec.structs.replace(message, content=contents.get(place, message.content)).as_chat()
+                for place, message in enumerate(messages)
+            ]
+            chat = with_text(chat) if self._wants_text else chat
+            is_prompt = messages[-1].role != "assistant"
+            return self._rendered(chat, messages[0].tools, is_prompt, tokenize=False)
+
+        marks = {place: f"content{place}mark" for place in given}
+        marked = text({place: f"{messages[place].content} {mark}" for place, mark in marks.items()})
+        missing = [place for place, mark in marks.items() if mark not in marked]
+        plain = text({}) if missing else ""
+        # A template may cut or rewrite a text: it is there if another text is rendered differently.
+        return [place for place in missing if text({place: marks[place]}) == plain]
+
+    def _checked_system(self, prompt: str) -> list[dict[str, Any]]:
+        """The system message. Raises `ConfigError` where the template leaves it out or refuses it."""
+        asked, problem = {"role": "user", "content": "a"}, ""
+        try:
+            first, second = (
+                self._rendered([{"role": "system", "content": text}, asked], (), generation_prompt=True, tokenize=False)
+                for text in (f"{prompt} b", f"{prompt} c")
+            )
+            problem = "leaves it out" if first == second else ""
+        except DataError as error:
+            problem = f"refuses it ({one_line(error.__cause__ or error)})"
+        if problem:
+            raise ConfigError(
+                f"environment.system_prompt = {prompt!r:.60}: the chat template of {self.path} {problem}: put the text "
+                "into the prompts, or use a model whose template renders a system message"
+            )
+        return [{"role": "system", "content": prompt}]
 
     def _check_embedded(self, token_ids: Sequence[int]) -> None:
         """Refuse tokens that the model has no embedding of: some were added to the tokenizer alone."""
@@ -367,55 +480,3 @@ def images_of(messages: Sequence[Message]) -> list[Media]:
 
 def _is_trained(message: Message) -> bool:
     return message.role == "assistant" and message.carries_loss
-
-
-def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
-    """Refuses variables that the template does not use: they would have no effect."""
-    if not given:
-        return
-    used = template_variables(tokenizer.chat_template) - _OWN_VARIABLES - set(tokenizer.special_tokens_map)
-    for name in given:
-        setting = f"model.chat_template_kwargs.{name}"
-        if name in _OWN_VARIABLES or name in tokenizer.special_tokens_map:
-            raise ConfigError(f"{setting} is set by Slipstream or the tokenizer in every rendering: remove it")
-        if name not in used:
-            known = f"it uses {', '.join(sorted(used))}" if used else "it uses none, so remove the setting"
-            raise ConfigError(f"{setting}: the model's chat template does not use this variable: {known}")
-
-
-def _thinking_kwargs(
-    thinking: bool | None, given: Mapping[str, Any], template: str | Mapping[str, str]
-) -> dict[str, bool]:
-    """Translates `model.thinking` into template variables."""
-    if thinking is None:
-        return {}
-    setting = f"model.thinking = {str(thinking).lower()}"
-    used = template_variables(template)
-    switches = [name for name in THINKING_VARIABLES if name in used]
-    if not switches:
-        raise ConfigError(
-            f"{setting}: the model's chat template uses neither {' nor '.join(THINKING_VARIABLES)}, so its thinking "
-            "cannot be switched: remove the setting, or set what the template does use in model.chat_template_kwargs"
-        )
-    if both := [name for name in switches if name in given]:
-        raise ConfigError(f"{setting} and model.chat_template_kwargs.{both[0]} set the same switch: remove one of them")
-    return dict.fromkeys(switches, thinking)
-
-
-def template_variables(template: str | Mapping[str, str]) -> set[str]:
-    """Names of the variables that one or several chat templates read."""
-    import jinja2
-    from jinja2 import meta
-
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    found: set[str] = set()
-    for text in [template] if isinstance(template, str) else template.values():
-        # Transformers' own tag, which marks the assistant's content.
-        plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
-        try:
-            found |= meta.find_undeclared_variables(environment.parse(plain))
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the model's chat template is not valid (line {error.lineno}: {error.message}): use another model"
-            ) from error
-    return found

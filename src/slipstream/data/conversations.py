@@ -19,6 +19,7 @@ import msgspec
 from slipstream.data.images.parts import COLUMNS, joined, with_images
 from slipstream.data.plain_values import kind_of, not_plain, plain_or_text
 from slipstream.data.readers import Row, columns_of, read_rows
+from slipstream.data.tool_calls import calls_of, earlier_calls, json_or_none, tools_of
 from slipstream.errors import DataError
 from slipstream.records import Media, Message, Role
 
@@ -30,7 +31,11 @@ COMPLETIONS = ("completion", "response", "output", "solution", "answer")
 ANSWERS = ("answer", "ground_truth", "target", "label", "completion", "response", "output", "solution")
 SYSTEMS = ("system", "system_prompt")
 _FORMS = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool", "observation": "tool"}
+_ROLES = {
+    **dict.fromkeys(("gpt", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
+    "human": "user",
+}
 """Role names of the ShareGPT format."""
 _FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
 """Message fields that are converted rather than passed on."""
@@ -120,6 +125,13 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
             *_messages(value_at(row, completion), completion, "assistant", row),
         ]
         read = [prompt, completion, *(["input"] if prompt == "instruction" and not columns.prompt else [])]
+    for place, turn in enumerate(turns):
+        is_empty = not (turn.content.strip() or turn.tool_calls or any(turn.extra.values()))
+        if turn.role == "assistant" and turn.carries_loss and is_empty:
+            raise DataError(
+                f"{where}: message {place}, the assistant's, is empty, so only its end would be learned: fill it in, "
+                "give it weight 0, or remove the row"
+            )
     if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
         raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
     read = {name if name in row.values else name.partition(".")[0] for name in read}
@@ -134,9 +146,10 @@ def read_problems(
     setting: str = "environment.settings.path",
     *,
     answers: bool = True,
+    subset: str = "",
 ) -> list[Problem]:
-    """Reads the problems of a file or folder, in order; see `problems_of`."""
-    return problems_of(read_rows(path, split, setting), columns, form, answers=answers)
+    """Reads the problems of a file or folder, in order; see `read_rows` and `problems_of`."""
+    return problems_of(read_rows(path, split, setting, subset), columns, form, answers=answers)
 
 
 def problems_of(rows: Sequence[Row], columns: Columns, form: Form = "auto", *, answers: bool = True) -> list[Problem]:
@@ -168,7 +181,7 @@ def value_at(row: Row, column: str) -> Any:
     if not inner or outer not in row.values:
         raise DataError(f"{row.where} has no column {column!r}: it has {', '.join(sorted(row.values)) or 'none'}")
     value = as_mapping(row.values[outer], outer, row.where)
-    return value_at(Row(f"column {outer} of {row.where}", value, row.folder), inner)
+    return value_at(row._replace(where=f"column {outer} of {row.where}", values=value), inner)
 
 
 def as_mapping(value: Any, column: str, where: str) -> dict[str, Any]:
@@ -301,23 +314,8 @@ def _completed(turns: list[Message], row: Row) -> list[Message]:
         if turns[0].role == "system":
             raise DataError(f"{row.where} has a system message and the column {column}, which differ: keep one of them")
         turns = [Message("system", text), *turns]
-    tools = _tools(row)
+    tools = tools_of(row.rendered(row.values.get("tools")), row.where)
     return [msgspec.structs.replace(turns[0], tools=tools), *turns[1:]] if tools else turns
-
-
-def _tools(row: Row) -> tuple[dict[str, Any], ...]:
-    """Tools as JSON schemas; some data sets store them as JSON text."""
-    tools: Any = row.values.get("tools") or []
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
-        raise DataError(
-            f"{row.where}: tools = {row.values['tools']!r:.60} is not a list of functions' JSON schemas: correct it"
-        )
-    return tuple(cast("list[dict[str, Any]]", tools))
 
 
 def _check_named(rows: Sequence[Row], names: Sequence[str]) -> None:
@@ -338,31 +336,29 @@ def _messages(value: Any, key: str, text_role: Role | None, row: Row) -> list[Me
         if not value.strip():
             raise DataError(f"{where}: {key} is an empty text: fill it in or remove the row")
         return [Message(text_role, value)]
-    if not isinstance(value, list) or not value:
+    turns = json_or_none(value) if isinstance(value, str) else value
+    if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: {key} = {value!r:.60} is not a list of messages: give {_FORMS}")
-    return [_message(turn, f"{key}[{place}]", row) for place, turn in enumerate(cast("Sequence[Any]", value))]
+    return [_message(turn, f"{key}[{place}]", row) for place, turn in enumerate(cast("Sequence[Any]", turns))]
 
 
 def _message(turn: Any, path: str, row: Row) -> Message:
     where = row.where
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {path} is {kind_of(turn)}: give {{'role': ..., 'content': ...}}")
-    # In a parquet file every message has every field.
-    entry = {name: value for name, value in cast("dict[str, Any]", turn).items() if value is not None}
+    entry = {name: value for name, value in row.rendered(cast("dict[str, Any]", turn)).items() if value is not None}
     if "from" in entry and "role" not in entry:
         speaker = entry["from"]
         entry["role"] = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
-        entry["content"] = entry.get("value")
+        entry["function_call" if speaker == "function_call" else "content"] = entry.get("value")
+    if entry.get("role") == "function":
+        entry["role"] = "tool"
+    if entry.get("role") == "assistant" and "function_call" in entry and "tool_calls" not in entry:
+        entry["tool_calls"] = earlier_calls(entry.pop("function_call"))
     role = entry.get("role")
     if role not in get_args(Role):
         raise DataError(f"{where}: {path}.role = {role!r} is unknown: use {', '.join(get_args(Role))}")
-    calls = entry.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in cast("list[Any]", calls)):
-        raise DataError(
-            f"{where}: {path}.tool_calls = {calls!r:.60} is not a list of calls: give "
-            "[{'type': 'function', 'function': {'name': ..., 'arguments': ...}}]"
-        )
-    calls = tuple(cast("list[dict[str, Any]]", calls))
+    calls = calls_of(entry.get("tool_calls"), f"{where}: {path}.tool_calls")
     content = entry.get("content")
     if content is None and calls:
         content = ""

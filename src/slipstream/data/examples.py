@@ -127,9 +127,7 @@ def tokenized(
         try:
             sequence = tokenizer.training_tokens(conversation, train_on)
         except DataError as error:
-            if any(message.media for message in conversation):
-                raise DataError(f"{where(conversation)}: {error}") from error
-            raise
+            raise DataError(f"{where(conversation)}: {error}") from error
         if len(sequence) > limit:
             if too_long == "error":
                 raise DataError(
@@ -146,6 +144,11 @@ def tokenized(
             count(f"end of a conversation, beyond {limit} tokens")
         kept.append(conversation)
         examples.append(sequence)
+    if conversations and not kept and too_long == "truncate":
+        raise DataError(
+            f"the first {limit} tokens of all {len(conversations)} conversations carry no loss, and {bound} cuts them "
+            "there: raise data.max_length, use shorter prompts, or a model with a longer context"
+        )
     if conversations and not kept:
         raise DataError(
             f"every one of the {len(conversations)} conversations is longer than {bound}: use shorter ones, or "

@@ -1,9 +1,9 @@
-"""Checks for message fields that the chat template does not read: refuses or counts them."""
+"""Checks for parts of messages that the chat template does not read: refuses or counts them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from slipstream.errors import DataError
@@ -26,6 +26,10 @@ class _Template(Protocol):
 
     def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
         """(role, field name) of the message fields that the template reads while it renders `messages`."""
+        ...
+
+    def unrendered(self, messages: Sequence[Message]) -> list[int]:
+        """The places of the messages whose content the template leaves out."""
         ...
 
 
@@ -92,6 +96,30 @@ def check_fields(template: _Template, conversations: Sequence[Sequence[Message]]
                 "would not be learned: rename it as the template calls it, put it into content, or remove it"
             )
         counts[f"field {name} of {role} messages, not read by the chat template"] = count
+
+
+def check_contents(
+    template: _Template, conversations: Sequence[Sequence[Message]], where: Callable[[Sequence[Message]], str]
+) -> None:
+    """Raises `DataError` for messages whose content the template leaves out; `where` is a conversation's place. Which
+    these are is a matter of the roles of a conversation's messages: one of each kind is rendered."""
+    places: dict[Any, list[int]] = {}
+    counts: Counter[str] = Counter()
+    first = ""
+    for conversation in conversations:
+        turns = ((turn.role, bool(turn.content.strip()), len(turn.tool_calls)) for turn in conversation)
+        kind = (bool(conversation[0].tools), *turns)
+        if kind not in places:
+            if len(places) == _MAX_RENDERED:
+                continue
+            places[kind] = template.unrendered(conversation)
+        first = first or (where(conversation) if places[kind] else "")
+        counts.update(conversation[place].role for place in places[kind])
+    for role, count in counts.items():
+        raise DataError(
+            f"the model's chat template leaves out the text of {count} {role} messages (first: {first}): use a model "
+            "whose template renders them, put their text into other messages, or remove them"
+        )
 
 
 def _fields(conversation: Sequence[Message]) -> list[tuple[str, str]]:

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, cast
 
 from slipstream.config.python_objects import PythonObject, load, pack
-from slipstream.data.conversations import Columns, problems_of
+from slipstream.data.conversations import COMPLETIONS, MESSAGES, Columns, problems_of
+from slipstream.data.files.arrow import with_lists, without_nulls
 from slipstream.data.plain_values import plain_or_text
 from slipstream.data.readers import Row
 from slipstream.envs.base import Environment, Episode, Score, Split
@@ -25,6 +26,8 @@ from slipstream.records import Task
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
 """Columns that hold the prompt, in this order."""
+_RENDERED = {*MESSAGES, *PROMPTS, *COMPLETIONS, "tools"} - {"answer"}
+"""Columns that the model reads or imitates; an answer may be what a reward reads."""
 RewardFunction = Callable[[Task, str], Reward | Awaitable[Reward]]
 AnyReward = RewardFunction | NamedReward | str | Sequence[Any]
 """A function, a reward of `slipstream.envs.rewards`, its name, or the parts of a rubric."""
@@ -216,11 +219,16 @@ def _of_rows(
 
 
 def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
-    """Rows of a list, a Hugging Face data set, or a pandas or polars table."""
+    """Rows of a list, a Hugging Face data set, or a pandas or polars table. Columns for the model lose the nulls of a
+    table."""
+    is_table = False
     if hasattr(given, "to_dicts"):  # polars
-        given = given.to_dicts()
+        given, is_table = given.to_dicts(), True
     elif hasattr(given, "to_dict") and hasattr(given, "columns"):  # pandas
-        given = given.to_dict("records")
+        records = cast("list[dict[Any, Any]]", given.to_dict("records"))
+        given, is_table = [{key: with_lists(value) for key, value in row.items()} for row in records], True
+    elif hasattr(given, "features") and hasattr(given, "column_names"):  # Hugging Face
+        is_table = True
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         kind = type(given).__name__
         raise ConfigError(f"{what} is a {kind}: give a function, an Environment, a name, or rows with 'prompt'")
@@ -228,7 +236,10 @@ def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
     for number, row in enumerate(cast("Iterable[Any]", given)):
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: give mappings with 'prompt'")
-        rows.append({str(key): value for key, value in cast("Mapping[Any, Any]", row).items()})
+        values = {str(key): value for key, value in cast("Mapping[Any, Any]", row).items()}
+        if is_table:
+            values |= {name: without_nulls(values[name]) for name in _RENDERED if name in values}
+        rows.append(values)
     if not rows:
         raise ConfigError(f"{what} holds no row: give at least one")
     return rows

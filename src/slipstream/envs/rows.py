@@ -1,8 +1,9 @@
 """The environment `rows`: questions with known answers from the user's files or folders, including verl's format.
 
-Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `split`, `eval_path`, `eval_split`, `format`
-(`verl`, `messages`, `prompt-answer`; detected if not set), `prompt_column`, `answer_column`, `messages_column`,
-`gold_column`, `reward` or `rubric`, `score_groups`, `strip_thinking`, `tokenizer`, `sandbox`, `code` and `judges`.
+Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `subset`, `split`, `eval_path`,
+`eval_split`, `format` (`verl`, `messages`, `prompt-answer`; detected if not set), `prompt_column`, `answer_column`,
+`messages_column`, `gold_column`, `reward` or `rubric`, `score_groups`, `strip_thinking`, `tokenizer`, `sandbox`, `code`
+and `judges`.
 
 `path` and `eval_path` may be a list, or a table of paths by task, as verl's `train_files`: ids then begin with the
 task's name, which is also `info["task"]`. Held-out tasks are the rows of `eval_path` or of `eval_split`; without both,
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 from slipstream.data.conversations import Columns, Form, Problem, read_problems
+from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.plain_values import plain_or_text
-from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
 from slipstream.envs.conversation import converse
 from slipstream.envs.rewards import Options, Reward, named
@@ -34,7 +35,7 @@ from slipstream.records import Task
 
 NAME = "rows"
 _PATHS = ("path", "eval_path")
-_TEXTS = ("split", "eval_split", "format", "tokenizer")
+_TEXTS = ("subset", "split", "eval_split", "format", "tokenizer")
 _COLUMNS = ("prompt_column", "answer_column", "messages_column", "gold_column")
 _FLAGS = ("strip_thinking", "score_groups")
 _TABLES = ("code", "judges")
@@ -146,7 +147,13 @@ class Rows(Environment):
             return settings.get("eval_split", "")
         is_same = any(folder.resolve() == Path(other.path).resolve() for other in self._sources("path"))
         trained = settings.get("split", "train") if is_same else ""
-        return held_out_split(folder, trained, f"environment.settings.{which}")
+        subset = self._subset_of(source, held_out=True)
+        return held_out_split(folder, trained, f"environment.settings.{which}", subset)
+
+    def _subset_of(self, source: Source, *, held_out: bool) -> str:
+        """The configuration of a source, if it has several; a held-out one need not have those of `path`."""
+        subset: str = self._settings.get("subset", "")
+        return subset_of(source.path, subset) if held_out and "eval_path" in self._settings else subset
 
     @property
     def eval_source(self) -> str:
@@ -192,6 +199,7 @@ class Rows(Environment):
             self._split_of(source, which, held_out=held_out),
             f"environment.settings.{source.setting}",
             answers=any(reward.needs_answers for reward in self._rewards.values()),
+            subset=self._subset_of(source, held_out=held_out),
         )
         found: dict[str, list[Checked]] = {name: [] for name in self._rewards}
         tasks: list[Task] = []

@@ -21,6 +21,7 @@ import msgspec
 from slipstream.config.user_code import place_of
 from slipstream.data.images.parts import joined, refuse_open
 from slipstream.data.plain_values import not_plain
+from slipstream.data.tool_calls import calls_of
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
 from slipstream.envs.conversation import converse
@@ -31,6 +32,8 @@ from slipstream.runlog.redaction import redact
 
 RawTask = Task | Mapping[str, Any]
 Reward = float | Mapping[str, float] | Score
+_CONVERTED = ("role", "content", "tool_calls")
+"""Fields of a message that are not passed on as they are."""
 TASKS_TIMEOUT_S = 120.0
 """Time limit of `tasks` for all tasks of a run."""
 
@@ -233,10 +236,12 @@ def _as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
         if isinstance(content, list | tuple):
             content, media = joined(cast("Sequence[Any]", content), f"{where}: content", None)
             refuse_open(media, where)
+        calls = calls_of(turn.get("tool_calls"), f"{where}: tool_calls") if isinstance(turn, Mapping) else ()
+        content = "" if content is None and calls else content
         if role not in get_args(Role) or not isinstance(content, str):
             raise DataError(f"{where} has a message {turn!r:.80}: give {{'role': 'user', 'content': 'text'}}")
-        extra = {str(key): value for key, value in turn.items() if key not in ("role", "content")}
+        extra = {str(key): value for key, value in turn.items() if key not in _CONVERTED}
         if complaint := not_plain(extra, "a message"):
             raise DataError(f"{where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
-        messages.append(Message(cast("Role", role), content, media, extra=extra))
+        messages.append(Message(cast("Role", role), content, media, calls, extra=extra))
     return tuple(messages)

@@ -13,17 +13,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.conversations import Columns, read_conversations
-from slipstream.data.examples import Examples, holds_thoughts, split_off, tokenized, without
-from slipstream.data.message_fields import check_fields
-from slipstream.data.readers import held_out_split
+from slipstream.data.examples import Examples, holds_thoughts, tokenized
+from slipstream.data.message_fields import check_contents, check_fields
 from slipstream.envs.base import Environment
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.registry import load_environment, played
@@ -50,9 +48,11 @@ from slipstream.launch.preflight.model_folder import (
     has_weights,
 )
 from slipstream.launch.preflight.needs import check_needs
+from slipstream.launch.preflight.rows import read_data, source_of
+from slipstream.launch.preflight.texts import check_texts
 from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.turns import check_turns
-from slipstream.launch.preflight.unknown_characters import source_of, unknown_characters
+from slipstream.launch.preflight.unknown_characters import unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
@@ -127,7 +127,7 @@ def prepare(loaded: Loaded, *, weights: bool = True, gpus: Gpus | None = None) -
     run. Raises `DoesNotFit` for a plan that needs more memory or disk than there is."""
     with recorded() as reads:
         prepared = _prepare(loaded, weights=weights, gpus=gpus)
-    return replace(prepared, reads=tuple(reads))
+    return replace(prepared, reads=tuple(dict.fromkeys(reads)))
 
 
 def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
@@ -161,19 +161,22 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
     talk = [*conversations, *eval_rows]
     unknown = unknown_characters(config, environment, tokenizer.vocabulary, talk, train_tasks, eval_tasks)
+    place = partial(source_of, config, [*train_tasks, *eval_tasks])
     turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
     examples = eval_examples = Examples()
     if config.matching is not None:
         examples = examples_of(train_tasks, tokenizer, answer_tokens(tokenizer), config.matching, context)
     elif is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
-        conversations, examples = _tokenized(conversations, tokenizer, config, context, dropped)
-        eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
+        tokens_of = partial(_tokenized, tokenizer, config, context, dropped, place)
+        conversations, examples = tokens_of(conversations)
+        eval_rows, eval_examples = tokens_of(eval_rows, held_out=True)
     items = [part_of.get(id(each), "") for each in conversations] if is_sft else [task.part for task in train_tasks]
     part_of_item = _part_of_item(config.environment, items)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
-    check_fields(tokenizer, prompts, dropped)
+    turns += _checked(tokenizer, prompts, dropped, place, imitated=is_sft) + _thinking(tokenizer, conversations)
+    gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
         train_tasks,
@@ -181,7 +184,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         eval_tasks=eval_tasks,
         lengths=examples.lengths,
         eval_lengths=eval_examples.lengths,
-        gold=partial(gold_turns, environment) if environment else answer_turns,
+        gold=gold,
         max_turns=environment.max_turns if environment else 1,
         apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,
@@ -201,13 +204,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
         derived = (Derived("model.revision", model.revision, reason), *derived)
-    fewer_tasks = [
-        f"{item.name} was {item.reason}"
-        for item in derived
-        if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
-    ]
-    turns += untrained + _thinking(tokenizer, conversations)
-    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
+    warnings = (*loaded.warnings, *_fewer_tasks(loaded, derived), *plan.warnings, *unknown, *untrained, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
@@ -352,7 +349,7 @@ def _conversations(
     """SFT's conversations: those to train on, and those whose loss is measured. `part_of` gets the part of a mixture
     that each is of, by the object's id: two parts may have the same question."""
     if config.data is not None:
-        return _rows(config.data, dropped, holds_out=measures_loss(config))
+        return read_data(config.data, dropped, holds_out=measures_loss(config))
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
@@ -400,34 +397,13 @@ def _mixture_notes(config: PlannedConfig, part_of_item: Sequence[int]) -> list[N
     return notes
 
 
-def _rows(
-    data: DataConfig, dropped: dict[str, int], *, holds_out: bool
-) -> tuple[list[Sequence[Message]], list[Sequence[Message]]]:
-    """The rows of [data] to train on and, where it `holds_out`, those to hold out."""
-    columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
-    rows: list[Sequence[Message]] = [*read_conversations(data.path, columns, data.split, dropped, subset=data.subset)]
-    if not holds_out:
-        return rows, []
-    if data.eval_fraction:
-        return split_off(rows, data.eval_fraction)
-    # A data set of its own has its own configurations.
-    path, subset = (data.path, data.subset) if data.eval_path is None else (data.eval_path, "")
-    split = data.eval_split or (held_out_split(Path(path), setting="data.eval_path") if Path(path).is_dir() else "")
-    held_out: list[Sequence[Message]] = [
-        *read_conversations(path, columns, split, subset=subset, setting="data.eval_path")
-    ]
-    kept = without(rows, held_out)
-    if len(kept) < len(rows):
-        dropped["also_held_out"] = len(rows) - len(kept)
-    return kept, held_out
-
-
 def _tokenized(
-    conversations: list[Sequence[Message]],
     tokenizer: ChatTokenizer,
     config: RunConfig,
     context: int,
     dropped: dict[str, int],
+    place: Callable[[Sequence[Message]], str],
+    conversations: list[Sequence[Message]],
     *,
     held_out: bool = False,
 ) -> tuple[list[Sequence[Message]], Examples]:
@@ -447,10 +423,33 @@ def _tokenized(
         limit,
         data.too_long if data is not None else "drop",
         dropped,
-        where=partial(source_of, config, ()),
+        where=place,
         bound=bound,
         prefix="eval_" if held_out else "",
     )
+
+
+def _checked(
+    tokenizer: ChatTokenizer,
+    talk: list[Sequence[Message]],
+    dropped: dict[str, int],
+    place: Callable[[Sequence[Message]], str],
+    *,
+    imitated: bool,
+) -> list[str]:
+    """Warnings about what the chat template and the tokenizer make of the conversations and prompts. Raises `DataError`
+    for what they leave out."""
+    check_fields(tokenizer, talk, dropped)
+    check_contents(tokenizer, talk, place)
+    return check_texts(tokenizer, talk, place, imitated=imitated)
+
+
+def _fewer_tasks(loaded: Loaded, derived: Sequence[Derived]) -> list[str]:
+    """A warning where the plan lowers what the user gave."""
+    name = "evaluation.num_tasks"
+    if loaded.origins.get(name, DEFAULT) == DEFAULT:
+        return []
+    return [f"{name} was {item.reason}" for item in derived if item.name == name]
 
 
 def _turns(

@@ -88,7 +88,8 @@ __getattr__ = exported(
     {
         "reader": (
             "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary "
-            "checkpoints_of find_runs holds_run is_running read_events read_exit read_metrics read_samples read_settings summarize"
+            "checkpoints_of find_runs holds_run is_running read_events read_exit read_metrics read_samples "
+            "read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",
         "redaction": "REDACTED",

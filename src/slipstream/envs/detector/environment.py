@@ -16,8 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.images.parts import COLUMNS, with_images
-from slipstream.data.readers import Row, held_out_split, read_rows
+from slipstream.data.readers import Row, read_rows
 from slipstream.detection.answer import answer_text
 from slipstream.detection.figures import counts_of
 from slipstream.detection.matching import MatchSettings, match
@@ -30,7 +31,7 @@ from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.records import Message, Task
 
 PROMPT = "Detect all objects in the image and give each with desc and bbox_2d as JSON."
-_SETTINGS = ("path", "split", "eval_path", "eval_split", "prompt")
+_SETTINGS = ("path", "subset", "split", "eval_path", "eval_split", "prompt")
 _ROW_KEYS = ("objects", "width", "height", "prompt", "summary", "metadata", *COLUMNS)
 
 
@@ -108,11 +109,15 @@ class Detection(Environment):
         which = "eval_path" if "eval_path" in self._settings else "path"
         split, folder = self._settings.get("eval_split", ""), Path(self._settings[which])
         if not split and folder.is_dir():
-            split = held_out_split(folder, "", f"environment.settings.{which}")
+            split = held_out_split(folder, "", f"environment.settings.{which}", self._subset_of(which))
         return self._read(which, split)
 
+    def _subset_of(self, which: str) -> str:
+        subset: str = self._settings.get("subset", "")
+        return subset if which == "path" else subset_of(self._settings[which], subset)
+
     def _read(self, which: str, split: str) -> list[Task]:
-        rows = read_rows(self._settings[which], split, f"environment.settings.{which}")
+        rows = read_rows(self._settings[which], split, f"environment.settings.{which}", self._subset_of(which))
         return [self._task(row, f"{which}/{number}") for number, row in enumerate(rows)]
 
     def _task(self, row: Row, id_: str) -> Task:
@@ -125,7 +130,7 @@ class Detection(Environment):
             value = row.values.get(name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise DataError(f"{row.where}: {name} is {value!r:.60}: give a number of pixels, at least 1")
-        objects = true_objects(row.values.get("objects"), row.where)
+        objects = true_objects(row.rendered(row.values.get("objects")), row.where)
         text = row.values.get("prompt") or self._settings.get("prompt", PROMPT)
         if not isinstance(text, str):
             raise DataError(f"{row.where}: prompt is {text!r:.60}: give a text")

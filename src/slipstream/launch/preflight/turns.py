@@ -22,18 +22,24 @@ class Tokenizer(Protocol):
         """Prompt tokens, with the generation prompt."""
         ...
 
+    def unrendered(self, messages: Sequence[Message]) -> list[int]:
+        """The places of the messages whose content the template leaves out."""
+        ...
+
 
 def check_turns(tokenizer: Tokenizer, environment: Environment, prompt: Sequence[Message], path: str) -> list[str]:
-    """Renders `prompt` with turns after it, as they come in an episode. Raises ConfigError if the template refuses
-    what follows a turn; returns a warning where the environment's own `run` may say something else there."""
+    """Renders `prompt` with turns after it, as they come in an episode. Raises ConfigError if the template refuses or
+    leaves out what follows a turn; returns a warning where the environment's own `run` may say something else there."""
     if environment.max_turns == 1:
         return []
     between = Message("tool", "1", extra={"name": "tool"}) if environment.tools else Message("user", "1")
     talk = [*prompt, *[Message("assistant", "1"), between] * min(_ROUNDS, environment.max_turns - 1)]
     try:
         tokenizer.render(talk)
+        if len(talk) - 1 in tokenizer.unrendered(talk):
+            raise DataError("it leaves the text out")
     except DataError as error:
-        reason = one_line(error.__cause__ or error)
+        reason = one_line(error.__cause__) if error.__cause__ else str(error)
         text = (
             f"the chat template of {path} refuses a message of role {between.role} after a turn of the model "
             f"({reason}), which {environment.name} continues with in up to {environment.max_turns} turns"

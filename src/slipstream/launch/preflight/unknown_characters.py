@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from slipstream.config import RunConfig
-from slipstream.data.conversations import Columns, conversation_of
-from slipstream.data.readers import read_rows
 from slipstream.data.unknown_characters import Text, Vocabulary, check_vocabulary
 from slipstream.envs.base import Environment
 from slipstream.envs.single_turn import gold_of
+from slipstream.launch.preflight.rows import source_of
 from slipstream.records import Message, Task
 
 
@@ -65,15 +64,3 @@ def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[M
     turns = [turn for turn in conversation if turn.role == "assistant" and turn.carries_loss]
     is_last = config.algorithm.kind == "sft" and config.algorithm.train_on == "last"
     return turns[-1:] if is_last else turns
-
-
-def source_of(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Message]) -> str:
-    """The row or task that a conversation comes from."""
-    if config.data is not None:
-        data = config.data
-        columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
-        rows = read_rows(data.path, data.split, subset=data.subset)
-        found = (row.where for row in rows if conversation_of(row, columns) == tuple(conversation))
-    else:
-        found = (f"task {task.id}" for task in tasks if list(task.prompt) == list(conversation[:-1]))
-    return next(found, repr(conversation[-1].content)[:60])
