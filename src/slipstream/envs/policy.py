@@ -180,8 +180,8 @@ class RecordingPolicy:
         return Reply(text, completion.finish_reason, calls, content, *sizes, whole=whole)
 
     def _keep_full(self, messages: Sequence[Message]) -> None:
-        """Makes the conversation without room the last one, up to its last turn, if it has any: an episode that ends here
-        is graded by it. A sub-agent may have spoken since."""
+        """Makes the conversation without room the last one, up to its last turn, if it has any. An episode that ends
+        here is graded by it; a sub-agent may have spoken since."""
         said = [
             place for place, each in enumerate(messages) if each.role == "assistant" and each.content in self._texts
         ]
