@@ -176,7 +176,7 @@ async def test_an_episode_is_the_same_there(config, tmp_path):
         pid = int(rollouts[0].metrics["pid"])
         assert pid not in (0, psutil.Process().pid)
         full = await played.rollout("long")
-        assert (full.outcome, full.stop) == ("truncated", "context_full")
+        assert (full.outcome, full.stop) == ("no_tokens", "context_full")
     assert (tmp_path / "environment.log").read_text().count("closed plain") == 20
     assert not psutil.pid_exists(pid)
 

@@ -208,8 +208,8 @@ class RecordingPolicy:
         return reply
 
     def _keep_full(self, messages: Sequence[Message]) -> None:
-        """The conversation that has no room left is the last one, up to its last turn, if it has any: what is graded of
-        an episode that ends here. A sub-agent may have spoken since."""
+        """Makes the conversation without room the last one, up to its last turn, if it has any. An episode that ends
+        here is graded by it; a sub-agent may have spoken since."""
         said = [
             place for place, each in enumerate(messages) if each.role == "assistant" and each.content in self._texts
         ]

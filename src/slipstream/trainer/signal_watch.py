@@ -93,7 +93,7 @@ class SignalWatch:
         return warnings
 
     def _is_due(self, name: str, is_so: bool) -> bool:
-        """Whether a warning is to be given now, of a condition that `is_so`."""
+        """Whether to give a warning now, whose condition `is_so`."""
         quiet = self._quiet.get(name, 0)
         if not is_so or (name in self._said and self._num_steps - self._said[name] < quiet):
             return False
