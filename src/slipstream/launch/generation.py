@@ -36,11 +36,11 @@ from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.evaluate import Evaluation, evaluate, refuse_other_versions
-from slipstream.orchestrator.failures import Failures
+from slipstream.orchestrator.failures import Failures, check_failures, warn_of_losses
 from slipstream.orchestrator.garbage_collection import fewer_collections
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe, ProbePrompt
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
+from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Batch, Message, Rollout, Version
 from slipstream.runlog.ledger import Ledger, end_ledgers

@@ -15,7 +15,8 @@ from slipstream.engine_protocols import Generates
 from slipstream.envs.answers import final_answer, is_number, last_number
 from slipstream.errors import IntegrityError
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
+from slipstream.orchestrator.failures import check_failures, warn_of_losses
+from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task, Version
 
 MAX_SOURCES = 32

@@ -1,44 +1,81 @@
-"""Chooses which failed rollouts a run keeps for people to read: so many of each step and of each evaluation."""
+"""Judges how many rollouts failed: by more than chance, or lost in the engine.
+
+A rate of failures at `environment.max_reward_failures` ends no run, however it fluctuates from batch to batch.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout
 
-Kind = Literal["failed", "tools"]
+RECENT_BATCHES = 8
+"""Batches whose failures are judged together."""
+_CHANCE = 1e-6
+"""Failures that a rate of `environment.max_reward_failures` makes less often than this end a run."""
 
 
-def failure_of(rollout: Rollout) -> Kind | None:
-    """`failed` if it was lost, `tools` if it was graded and a call of a tool failed."""
-    if rollout.outcome not in TRAINABLE_OUTCOMES:
-        return "failed"
-    return "tools" if rollout.metrics.get("tool_failures") else None
+class Failures(NamedTuple):
+    """How many rollouts of a batch failed."""
+
+    num_failed: int
+    num_rollouts: int
+    num_groups: int
+
+    def exceed(self, fraction: float) -> bool:
+        """Whether they are more than chance makes of a rate of `fraction`. Rollouts of a group fail together, as where
+        a row has no answer, so groups are what is drawn. A batch whose rollouts all failed has nothing
+        to train on."""
+        if self.num_failed == self.num_rollouts and self.num_rollouts:
+            return fraction < 1.0
+        if self.num_failed <= fraction * self.num_rollouts or fraction in (0.0, 1.0):
+            return self.num_failed > fraction * self.num_rollouts
+        return _tail(self.num_failed * self.num_groups // self.num_rollouts, self.num_groups, fraction) < _CHANCE
 
 
-class Failures:
-    """Passes on the first rollouts of each kind of failure: `most` of each training step, `most_held_out` of each
-    evaluation."""
+def _tail(least: int, number: int, rate: float) -> float:
+    """Probability of at least so many of `number` at a rate."""
 
-    def __init__(
-        self, most: int, most_held_out: int, keep: Callable[[Rollout, int, bool], None], version: Callable[[], int]
-    ) -> None:
-        """`keep` gets the rollout, its step and whether it is of an evaluation; `version` is the step of the version
-        that an evaluation is of."""
-        self._most = {False: most, True: most_held_out}
-        self._keep = keep
-        self._version = version
-        self._kept: Counter[tuple[int, bool, Kind]] = Counter()
+    def log_of(k: int) -> float:
+        ways = math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1)
+        return ways + k * math.log(rate) + (number - k) * math.log1p(-rate)
 
-    def ended(self, rollout: Rollout) -> None:
-        """Looks at a rollout that has ended."""
-        kind = failure_of(rollout)
-        if kind is None:
-            return
-        of, is_held_out = rollout.id.partition(".")[0], rollout.id.startswith("eval.")
-        step = int(of) if of.isdigit() else self._version()
-        self._kept[step, is_held_out, kind] += 1
-        if self._kept[step, is_held_out, kind] <= self._most[is_held_out]:
-            self._keep(rollout, step, is_held_out)
+    return sum(math.exp(log_of(k)) for k in range(least, number + 1))
+
+
+def check_failures(
+    rollouts: Sequence[Rollout], of: str, max_failures: float, recent: deque[Failures] | None = None
+) -> None:
+    """Raise with the first failure's text when more rollouts failed than a rate of `max_failures` explains, of these
+    or of `recent` batches with them: `EngineError` where most of these failures are the engine's, else
+    `EnvironmentFault`. These are added to `recent`."""
+    failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
+    own = Failures(len(failed), len(rollouts), len({rollout.group_id for rollout in rollouts}))
+    batches = [own]
+    if recent is not None:
+        recent.append(own)
+        batches = [*recent]
+    together = Failures(*map(sum, zip(*batches, strict=True)))
+    if not failed or not (own.exceed(max_failures) or together.exceed(max_failures)):
+        return
+    found, where = (own, of) if own.exceed(max_failures) else (together, f"the last {len(batches)} batches")
+    by_engine = [rollout for rollout in failed if rollout.outcome == "engine_error"]
+    if mostly_engine := 2 * len(by_engine) > len(failed):
+        failed, where, found = by_engine, of, own._replace(num_failed=len(by_engine))
+    text = (
+        f"{found.num_failed} of {found.num_rollouts} rollouts of {where} failed{' in the engine' * mostly_engine}, "
+        f"more than chance makes of environment.max_reward_failures = {max_failures:g}; the first "
+        f"({failed[0].outcome}): {failed[0].error}"
+    )
+    raise (EngineError if mostly_engine else EnvironmentFault)(text)
+
+
+def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> None:
+    """Warn once where the engine lost rollouts: these are mostly the longest, so that training would miss them."""
+    lost = [rollout for rollout in rollouts if rollout.outcome == "engine_error"]
+    if lost:
+        warn(f"{len(lost)} of {len(rollouts)} rollouts of {of} were lost in the engine; the first: {lost[0].error}")

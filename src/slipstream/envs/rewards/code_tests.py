@@ -313,7 +313,7 @@ def _same_word(our: str, their: str) -> bool:
         return False
     if not math.isfinite(right) or not isinstance(exponent, int):
         return False
-    # What is rounded is right to its last digit; near 0 a millionth would be the whole number.
+    # A rounded number is right to its last digit; near 0 a millionth would be the whole number.
     return abs(left - right) <= max(_TOLERANCE * abs(right), min(_TOLERANCE, 0.5 * 10.0**exponent))
 
 

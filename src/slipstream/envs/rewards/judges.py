@@ -42,7 +42,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
 _SHOWN = 200
 _MAX_BYTES = 8 << 20
-"""Of an answer: a reply of many thousand tokens has a hundredth of it."""
+"""Bound of an answer: a reply of many thousand tokens has a hundredth of it."""
 _MAX_COUNT = 1 << 40
 _MAX_OBJECT, _MAX_BRACES = 1 << 16, 256
 """Characters at a reply's end, and braces in them, at which an object is looked for."""

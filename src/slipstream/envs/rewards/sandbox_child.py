@@ -3,8 +3,8 @@
 It reads its orders (JSON) from the first descriptor, and writes to the second one why no sandbox could be made. The
 program does not have that one, so it cannot say the same: its status and all that it writes are its own.
 
-With namespaces there are three processes: this one, which the caller can kill; the first process of a new process
-namespace, which dies with it, and with which the kernel kills all others there; and the program. The program sees a
+With namespaces there are three processes. The caller can kill this one. The first process of a new process namespace
+dies with it, and with that one the kernel kills all others there. The third one is the program. The program sees a
 file system in memory with the interpreter, read-only, no network but an unused loopback, no process of the machine, and
 has no privileges that it could gain. Without namespaces there are limits alone, and this process kills the program's
 descendants as far as it finds them.

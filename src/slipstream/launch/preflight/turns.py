@@ -42,3 +42,15 @@ def check_turns(tokenizer: Tokenizer, environment: Environment, prompt: Sequence
             return [f"{text}, unless its run() says something else"]
         raise ConfigError(f"{text}: use a model whose template renders it, or max_turns = 1 without tools") from error
     return []
+
+
+def check_gold_turns(environment: Environment | None, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    """A warning where SFT imitates gold answers of one turn, and episodes have several."""
+    if environment is None or environment.max_turns == 1 or not conversations:
+        return []
+    if any(sum(message.role == "assistant" for message in each) > 1 for each in conversations):
+        return []
+    return [
+        f"{environment.name} has up to {environment.max_turns} turns, and its gold answers have one: SFT on them shows "
+        "the model no later turn; have gold() return all messages that follow the prompt"
+    ]

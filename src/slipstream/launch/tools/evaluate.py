@@ -24,7 +24,8 @@ from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of
+from slipstream.orchestrator.failures import check_failures
+from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.progress import Progress
 from slipstream.records import Rollout, Task, Version
 from slipstream.runlog.temporary import temporary

@@ -24,15 +24,9 @@ from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
+from slipstream.orchestrator.failures import RECENT_BATCHES, Failures, check_failures, warn_of_losses
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.rollouts import (
-    RECENT_BATCHES,
-    Failures,
-    RolloutRunner,
-    check_failures,
-    seed_of,
-    warn_of_losses,
-)
+from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.orchestrator.teacher import Scores
 from slipstream.patience import is_cancelled
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
