@@ -22,7 +22,7 @@ from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
-from slipstream.data.examples import Examples, holds_thoughts, split_off, tokenized, without
+from slipstream.data.examples import Examples, split_off, tokenized, without
 from slipstream.data.message_fields import check_fields
 from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
@@ -43,7 +43,7 @@ from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.images import check_images, image_tokens
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
-from slipstream.launch.preflight.turns import check_gold_turns, check_turns
+from slipstream.launch.preflight.turns import check_imitated, check_turns
 from slipstream.launch.preflight.unknown_characters import source_of, unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
@@ -198,7 +198,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         for item in derived
         if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
     ]
-    turns += _imitated(tokenizer, environment if config.data is None else None, conversations)
+    turns += check_imitated(tokenizer.thinks, environment if config.data is None else None, conversations)
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
@@ -485,17 +485,3 @@ def _turns(
     if environment.tools and not tokenizer.renders_tools:
         return []
     return check_turns(tokenizer, environment, tasks[0].prompt, config.model.path)
-
-
-def _imitated(
-    tokenizer: ChatTokenizer, environment: Environment | None, conversations: Sequence[Sequence[Message]]
-) -> list[str]:
-    """Warnings where prompts have thinking on and no answer to imitate thinks; and of `check_gold_turns`."""
-    one_turn = check_gold_turns(environment, conversations)
-    if not conversations or not tokenizer.thinks or holds_thoughts(conversations):
-        return one_turn
-    return [
-        *one_turn,
-        f"none of the {len(conversations)} answers to imitate holds a <think>, and the chat template has thinking on, "
-        "so the model would learn to answer without it: set model.thinking = false, or give answers with their thinking",
-    ]
