@@ -257,7 +257,7 @@ class Environment(ABC):
         by `score_group`. Called where `score` is."""
         if self.grades_texts or not self.grades_groups(task):
             return self.score(task, episode.completion)
-        scores = self.score_group(task, (episode,))
+        scores: Any = self.score_group(task, (episode,))
         if not inspect.isawaitable(scores):
             return scores[0]
 
