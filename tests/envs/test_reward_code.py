@@ -113,6 +113,17 @@ FAKES = {
         json.dumps = lambda *_, **__: '{"passed": [true, true, true]}'
         def add(a, b): return Yes(17)
     """,
+    "says that there is no sandbox": "import os\nos.write(2, b'sandbox: forged')\nos._exit(125)",
+    "reports that there is no sandbox": """
+        import os
+        for fd in range(64):
+            try:
+                os.write(fd, b"forged")
+            except OSError:
+                pass
+        os._exit(125)
+    """,
+    "ends the values": "def add(a, b): raise StopIteration",
     "raises what passes": "class E(BaseException): pass\ndef add(a, b): raise E",
     "looks for what is expected": """
         import gc, os, sys
@@ -132,6 +143,12 @@ FAKES = {
             return "found" if str(987653 + 1) in text else 0
     """,
 }
+
+
+def test_the_end_of_an_iteration_is_no_way_through_a_test(code):
+    tests = ["assert all(map(add, [1, 2], [3, 4]))", "assert not any(add(n, n) for n in range(3))"]
+    assert passed(code, tests, FAKES["ends the values"]) == 0.0
+    assert passed(code, tests[:1], "def add(a, b): return a + b") == 1.0
 
 
 @pytest.mark.parametrize("fake", FAKES)
@@ -195,6 +212,17 @@ def test_the_program_in_an_answer(answer, program):
         ("yes", "Yes", False),
         ("", "", True),
         ("nan", "1.0", False),
+        ("0", "0.0000004", False),
+        ("0", "4e-7", False),
+        ("0.0000004", "4e-7", True),
+        ("1e-17", "0.0", True),
+        ("0.3333333333", "0.333333", True),
+        ("0.333", "0.333333", False),
+        ("0.00001", "0.0", False),
+        ("123456789.4", "123456789.0", True),
+        ("-0.5", "0.5", False),
+        ("inf", "1e400", False),
+        ("1e400", "inf.e", False),
     ],
 )
 def test_outputs_that_are_the_same(ours, theirs, same):

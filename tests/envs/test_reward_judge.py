@@ -26,6 +26,13 @@ PROMPT = 'Question: {prompt}\nRight: {answer}\nSaid: {completion}\nReply as {"sc
 TASK = Task("t", (Message("system", "Be"), Message("user", "What is 2 * 6?")), "12")
 
 
+REPLY = '{"choices": [{"message": {"content": "7"}}], "usage": {"total_tokens": %s}}'
+
+
+def raw(text):
+    return lambda: web.Response(text=text)
+
+
 class Server:
     """An OpenAI-compatible server that answers what its script says, and keeps what it was asked."""
 
@@ -113,6 +120,8 @@ async def test_json_replies(make):
     assert score.reward == 0.4
     assert score.metrics == {"style": 0.5, "good": 1.0, "cached": 0.0, "tokens": 30.0}
     assert (await make("10", scale=(10, 0))(TASK, "12")).reward == 0.0
+    odd = f'{{"score": 4, "a": NaN, "b": {"9" * 400}, "c": 2}}'
+    assert (await make(odd, reply="json")(TASK, "13")).metrics.items() >= {"c": 2.0, "non_finite": 2.0}.items()
 
 
 @pytest.mark.parametrize(
@@ -123,6 +132,17 @@ async def test_json_replies(make):
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),
         ({"choices": []}, {}, "sent no chat completion"),
         (web.Response(text=f"<html>{KEY}"), {}, "sent no chat completion"),
+        (f"It is {'9' * 350}", {}, "did not reply with a number"),
+        (f'{{"score": {"9" * 400}}}', {"reply": "json"}, "did not reply with a JSON object"),
+        ('{"score": NaN}', {"reply": "json"}, "did not reply with a JSON object"),
+        ('{"a":' * 50_000, {"reply": "json"}, "did not reply with a JSON object"),
+        (raw("[" * 100_000), {}, "sent no chat completion"),
+        (raw(REPLY % "1e999"), {}, "counts inf tokens"),
+        (raw(REPLY % "NaN"), {}, "counts nan tokens"),
+        (raw(REPLY % ("9" * 30)), {}, "counts 9+ tokens"),
+        (raw(REPLY % "-5"), {}, "counts -5 tokens"),
+        (raw(REPLY % '"many"'), {}, "counts 'many' tokens"),
+        (raw("x" * (9 << 20)), {}, "sent more than 8 MiB"),
         (401, {}, "refused: status 401"),
         (404, {}, "refused: status 404"),
     ],

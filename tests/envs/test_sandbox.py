@@ -312,6 +312,19 @@ def test_input_that_nobody_reads_blocks_nothing(limits):
     assert run("import time; time.sleep(600)", limits, text=b"x" * (1 << 20), seconds=1.0).reason == "deadline"
 
 
+@both
+def test_where_memory_ends_its_processes_go_first(limits):
+    program = "print('here', flush=True); import time; time.sleep(600)"
+    with Sandbox({"main.py": program}, ["main.py"], limits, 5.0) as sandbox:
+        assert sandbox.receive(time.monotonic() + 60.0) == b"here"
+        pids = [sandbox._process.pid]
+        for pid in pids:
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        scores = {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in pids}
+    assert len(pids) >= 2
+    assert scores == {"1000\n"}
+
+
 def test_a_sandbox_that_cannot_be_made_says_why(monkeypatch):
     monkeypatch.setattr(sandbox_module, "_readable", lambda: ["/nowhere/at/all"])
     with pytest.raises(SandboxFailed, match=r"mount|No such file"):

@@ -1,11 +1,13 @@
 """A chat template that insists on alternating roles is found out before the run, where turns would break it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs import Environment, Message, SingleTurn, Task
 from slipstream.errors import ConfigError
-from slipstream.launch.preflight.turns import check_turns
+from slipstream.launch.preflight.turns import check_gold_turns, check_turns
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 ALTERNATING = """{%- for message in messages -%}
@@ -95,3 +97,13 @@ def test_results_of_tools_that_the_template_leaves_out_are_refused(tokenizer_of)
         check(tokenizer, Asks())
     (warning,) = check(tokenizer, OwnWithTools())
     assert "leaves the text out" in warning
+
+
+def test_gold_answers_of_one_turn_get_a_warning_where_episodes_have_several():
+    question, answer = Message("user", "q"), Message("assistant", "a")
+    environment = SimpleNamespace(name="talk", max_turns=3)
+    (warning,) = check_gold_turns(environment, [[question, answer], [question, answer]])
+    assert "3 turns" in warning
+    assert check_gold_turns(environment, [[question, answer], [question, answer, question, answer]]) == []
+    assert check_gold_turns(SimpleNamespace(name="one", max_turns=1), [[question, answer]]) == []
+    assert check_gold_turns(environment, []) == check_gold_turns(None, [[question, answer]]) == []

@@ -17,14 +17,8 @@ from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as module
 from slipstream.orchestrator.batches.idle_time import IdleTime
-from slipstream.orchestrator.rollouts import (
-    RECENT_BATCHES,
-    RolloutRunner,
-    check_failures,
-    mismatch_of,
-    seed_of,
-    warn_of_losses,
-)
+from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures, warn_of_losses
+from slipstream.orchestrator.rollouts import RolloutRunner, mismatch_of, seed_of
 from slipstream.records import Completion, Rollout, ToolCall
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)

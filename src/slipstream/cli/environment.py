@@ -159,7 +159,7 @@ def env_test(
     checked = _check(loaded.config, num_tasks)
     failures, notes = checked.failures, checked.notes
     if reason := checked.result.without_gold:
-        # RL needs none. SFT imitates them, unless it has conversations of its own.
+        # RL needs none. SFT imitates them, unless it has [data].
         needs_gold = loaded.config.algorithm.kind == "sft" and loaded.config.data is None
         if not model and (needs_gold or not checked.result.results):
             failures = [*failures, reason]

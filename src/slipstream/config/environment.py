@@ -90,5 +90,5 @@ class EnvironmentConfig(Section):
     """How long the environment may take between two turns; then the rollout is counted as `environment_error` and not
     trained on."""
     max_reward_failures: bounds.Fraction = 0.1
-    """The run stops when more than this part of the rollouts fail, in the reward, the environment or the engine: in one
-    batch, or in the last eight together, by more than chance explains; or where all of a batch fail."""
+    """The run stops when more than this part of the rollouts fail, in the reward, the environment or the engine, by
+    more than chance explains. A batch is judged alone, and with the seven before it."""

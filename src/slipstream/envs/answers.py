@@ -63,8 +63,8 @@ def same_text(answer: str, right: str) -> bool:
 
 
 def last_number(text: str) -> Fraction | None:
-    r"""The last number in a text, exactly (`1,234.50`, `-3`, `-$3`, `3/4`, `\frac{3}{4}`, `1.5e3`, `10^3`); None if
-    there is none. A percent sign changes nothing: `50%` is 50."""
+    r"""The last number in a text, exactly (`1,234.50`, `-3`, `-$3`, `3/4`, `\frac{3}{4}`, `1.5e3`, `10^3`); None
+    without one. A percent sign changes nothing: `50%` is 50."""
     size = _TAIL
     while True:
         start = max(0, len(text) - size)

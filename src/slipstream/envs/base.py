@@ -253,11 +253,11 @@ class Environment(ABC):
         raise NotImplementedError
 
     def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
-        """Grades an episode with all its messages; by default its text, by `score`, and without that as a group of its
-        own, by `score_group`. Called where `score` is."""
+        """Grades an episode with all its messages; by default its text, by `score`, and without that as a group of one,
+        by `score_group`. Called where `score` is."""
         if self.grades_texts or not self.grades_groups(task):
             return self.score(task, episode.completion)
-        scores = self.score_group(task, (episode,))
+        scores: Any = self.score_group(task, (episode,))
         if not inspect.isawaitable(scores):
             return scores[0]
 

@@ -184,9 +184,9 @@ def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:
         return ""
     parts = "" if [*missing] == [""] else f" (of {', '.join(f'{part}: {number}' for part, number in missing.items())})"
     return (
-        f"{missing.total()} of {len(tasks)} tasks have no gold answer{parts}: of these an empty answer and the "
-        "repeated question alone were graded, and SFT on them is not possible; give gold answers, or judge the reward "
-        "by slipstream env test RUN --model"
+        f"{missing.total()} of {len(tasks)} tasks have no gold answer{parts}: SFT cannot imitate them, and of their "
+        "rewards only those of an empty answer and of the repeated question were checked; give gold answers, or use "
+        "slipstream env test RUN --model"
     )
 
 

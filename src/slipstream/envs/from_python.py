@@ -289,7 +289,7 @@ def _text(task: Task) -> str:
 
 
 def _checked_reward(reward: Any) -> Any:
-    """The reward: a function of a task and a completion as it is, anything else as a reward of the library."""
+    """The reward: a function of a task and a completion unchanged, anything else as a reward of the library."""
     if isinstance(reward, NamedReward):
         return reward
     if isinstance(reward, str | list | tuple):

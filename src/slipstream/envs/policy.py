@@ -115,7 +115,7 @@ class RecordingPolicy:
         self._prompts = prompts or Prompts(tokenizer)
         self._tools = _tools_of(task_prompt)
         self._known: dict[Message, Message] = {}
-        """Messages by their role and text alone, where there is more to them."""
+        """Messages with images, fields or special tokens, by their role and text alone."""
         for message in task_prompt:
             self._know(msgspec.structs.replace(message, tools=()))
         self.state: Any = None

@@ -202,8 +202,8 @@ class ChatServer:
         return Completion(name, data, None, "length" if reason == "length" else "stop")
 
     def _stop_string(self, choice: Mapping[str, Any], stop: Sequence[str], text: str) -> str:
-        """The stop string that ended a text, which servers leave out of it: rewards see what was sampled. vLLM and
-        SGLang name it."""
+        """The stop string that ended a text. Servers leave it out of the text, and rewards see all that was sampled.
+        vLLM and SGLang name it."""
         named = [choice[key] for key in ("stop_reason", "matched_stop") if key in choice]
         self.num_stops_unknown += not named
         return next((each for each in named if each in stop and not text.endswith(each)), "")

@@ -20,7 +20,7 @@ from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.examples import Examples, holds_thoughts, tokenized
+from slipstream.data.examples import Examples, tokenized
 from slipstream.data.message_fields import check_contents, check_fields
 from slipstream.envs.base import Environment
 from slipstream.envs.hosted.apart import placement
@@ -51,7 +51,7 @@ from slipstream.launch.preflight.needs import check_needs
 from slipstream.launch.preflight.rows import read_data, source_of
 from slipstream.launch.preflight.texts import check_texts
 from slipstream.launch.preflight.torch_builds import check_torch_builds
-from slipstream.launch.preflight.turns import check_turns
+from slipstream.launch.preflight.turns import check_imitated, check_turns
 from slipstream.launch.preflight.unknown_characters import unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
@@ -175,7 +175,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     part_of_item = _part_of_item(config.environment, items)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
-    turns += _checked(tokenizer, prompts, dropped, place, imitated=is_sft) + _thinking(tokenizer, conversations)
+    turns += _checked(tokenizer, prompts, dropped, place, imitated=is_sft)
     gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
@@ -204,6 +204,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
         derived = (Derived("model.revision", model.revision, reason), *derived)
+    turns += check_imitated(tokenizer.thinks, environment if config.data is None else None, conversations)
     warnings = (*loaded.warnings, *_fewer_tasks(loaded, derived), *plan.warnings, *unknown, *untrained, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
@@ -461,13 +462,3 @@ def _turns(
     if environment.tools and not tokenizer.renders_tools:
         return []
     return check_turns(tokenizer, environment, tasks[0].prompt, config.model.path)
-
-
-def _thinking(tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]) -> list[str]:
-    """A warning where prompts have thinking on and no answer to imitate thinks."""
-    if not conversations or not tokenizer.thinks or holds_thoughts(conversations):
-        return []
-    return [
-        f"none of the {len(conversations)} answers to imitate holds a <think>, and the chat template has thinking on, "
-        "so the model would learn to answer without it: set model.thinking = false, or give answers with their thinking"
-    ]

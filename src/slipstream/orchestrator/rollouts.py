@@ -10,7 +10,6 @@ import asyncio
 import copy
 import hashlib
 import itertools
-import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -228,7 +227,7 @@ class RolloutRunner:
         of_run = task
         try:
             if self._shares_tasks:
-                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as in a process of its own
+                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as under environment.apart
             if self._environment.bounds_itself:
                 await self._environment.setup()  # a new process, where the last one ended
             async with turns.deadline:

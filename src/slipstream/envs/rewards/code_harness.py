@@ -21,6 +21,7 @@ from typing import Any
 
 PROGRAM = "program.py"
 _MAX_LINE = 8 << 20
+_ENDS = (StopIteration, StopAsyncIteration)
 
 
 def encode(value: Any) -> Any:
@@ -152,7 +153,8 @@ class _Remote:
         if "value" in answer:
             return decode(answer["value"])
         kind: Any = getattr(builtins, str(answer.get("error")), None)
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        # Over the caller's `all(map(f, ...))` a StopIteration would be the end of the values.
+        is_error = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS)
         error: Callable[[str], Exception] = kind if is_error else RuntimeError
         raise error(str(answer.get("text")))
 

@@ -15,9 +15,11 @@ another one (`code_harness.py`). The reward is 1 if all tests pass, and `tests_p
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,7 +39,7 @@ _FORMS = (
     '{"inputs": [...], "outputs": [...]}, the same with "fn_name", a list of assertions, or {"test": "def '
     'check(candidate): ...", "entry_point": ...}'
 )
-_RELATIVE = 1e-6
+_TOLERANCE = 1e-6
 
 
 class CodeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -306,9 +308,13 @@ def _same_word(our: str, their: str) -> bool:
         return False
     try:
         left, right = float(our), float(their)
-    except ValueError:
+        exponent = Decimal(their).as_tuple().exponent
+    except (ValueError, ArithmeticError):
         return False
-    return abs(left - right) <= _RELATIVE * max(1.0, abs(right))
+    if not math.isfinite(right) or not isinstance(exponent, int):
+        return False
+    # A rounded number is right to its last digit; near 0 a millionth would be the whole number.
+    return abs(left - right) <= max(_TOLERANCE * abs(right), min(_TOLERANCE, 0.5 * 10.0**exponent))
 
 
 def _same_value(line: bytes, expected: Any) -> bool:

@@ -16,6 +16,7 @@ import asyncio
 import email.utils
 import hashlib
 import json
+import math
 import mmap
 import os
 import random
@@ -23,6 +24,7 @@ import re
 import struct
 import time
 from collections.abc import Awaitable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -33,12 +35,17 @@ from slipstream.envs.answers import last_number
 from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
 from slipstream.errors import ConfigError, one_line
-from slipstream.records import Task
+from slipstream.records import NON_FINITE, Task
 
 _AGAIN = (408, 425, 429)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
 _SHOWN = 200
+_MAX_BYTES = 8 << 20
+"""Bound of an answer: a reply of many thousand tokens has a hundredth of it."""
+_MAX_COUNT = 1 << 40
+_MAX_OBJECT, _MAX_BRACES = 1 << 16, 256
+"""Characters at a reply's end, and braces in them, at which an object is looked for."""
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,19 +144,19 @@ class Judge(Graded):
                 wait = random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (number - 1))
                 try:
                     async with asyncio.timeout(left):
-                        answer = await client.post(url, json=body, timeout=left)
+                        status, headers_of, data = await self._answer(client, url, body, left)
                 except (TimeoutError, httpx.TimeoutException):
                     last = "no answer" if number == 1 else f"no answer, before {last}"
                     break
                 except httpx.TransportError as error:
                     last = f"{type(error).__name__}"
                 else:
-                    if answer.is_success:
-                        return self._reply(answer.content)
-                    last = f"status {answer.status_code}: {self._shown(answer.text)}"
-                    if answer.status_code not in _AGAIN and answer.status_code < 500:
+                    if 200 <= status < 300:
+                        return self._reply(data)
+                    last = f"status {status}: {self._shown(data.decode(errors='replace'))}"
+                    if status not in _AGAIN and status < 500:
                         raise RewardFailed(f"the judge {self.name} at {self._where} refused: {last}")
-                    wait = max(wait, _retry_after(answer.headers.get("retry-after")))
+                    wait = max(wait, _retry_after(headers_of.get("retry-after")))
                 if time.monotonic() + wait >= due:
                     break
                 await asyncio.sleep(wait)
@@ -157,6 +164,20 @@ class Judge(Graded):
             f"the judge {self.name} at {self._where} gave no answer in {self._deadline_s:g} s and {number} tries (the "
             f"last: {last}): check the address, lower environment.reward_concurrency, or raise reward_timeout_s"
         )
+
+    async def _answer(
+        self, client: Any, url: str, body: Mapping[str, Any], left: float
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and content of an answer, which has a bound."""
+        data = bytearray()
+        async with client.stream("POST", url, json=body, timeout=left) as answer:
+            async for chunk in answer.aiter_bytes():
+                data += chunk
+                if len(data) > _MAX_BYTES:
+                    raise RewardFailed(
+                        f"the judge {self.name} at {self._where} sent more than {_MAX_BYTES >> 20} MiB: ask for less"
+                    )
+            return answer.status_code, answer.headers, bytes(data)
 
     def _take_from_budget(self) -> None:
         settings = self._settings
@@ -173,9 +194,15 @@ class Judge(Graded):
         try:
             found = json.loads(data)
             text = found["choices"][0]["message"]["content"]
-            tokens = int((found.get("usage") or {}).get("total_tokens") or 0)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            text, tokens = None, 0
+            count = (found.get("usage") or {}).get("total_tokens") or 0
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            text = count = None
+        if count is not None and not (isinstance(count, int | float) and 0 <= count <= _MAX_COUNT):
+            raise RewardFailed(
+                f"the judge {self.name} at {self._where} counts {count!r:.40} tokens, which max_total_tokens cannot be "
+                "held to: correct the server"
+            )
+        tokens = int(count or 0)
         self._spent.add(0, tokens)
         if not isinstance(text, str):
             shown = self._shown(data.decode(errors="replace"))
@@ -188,10 +215,13 @@ class Judge(Graded):
         found: Any = None
         if self._settings.reply == "number":
             number = last_number(text)
-            found = None if number is None else float(number)
+            found = None if number is None else _as_float(number)
         elif (table := _last_object(text)) is not None:
-            metrics = {key: float(value) for key, value in table.items() if type(value) in (int, float, bool)}
-            found = metrics.pop("score", None)
+            named = {key: _as_float(value) for key, value in table.items() if type(value) in (int, float, bool)}
+            found = named.pop("score", None)
+            metrics = {key: value for key, value in named.items() if math.isfinite(value)}
+            if left_out := len(named) - len(metrics):
+                metrics[NON_FINITE] = float(left_out)
         low, high = self._settings.scale
         if found is None or not min(low, high) <= found <= max(low, high):
             what = "a number" if self._settings.reply == "number" else "a JSON object with a score"
@@ -300,9 +330,10 @@ def _filled(template: str, task: Task, answer: str) -> str:
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in a text that has a score."""
+    """The last JSON object in a text that has a score, among the last `_MAX_BRACES` of its end."""
     decoder = json.JSONDecoder()
-    for place in reversed([found.start() for found in re.finditer(r"\{", text)]):
+    text = text[-_MAX_OBJECT:]
+    for place in [found.start() for found in re.finditer(r"\{", text)][: -_MAX_BRACES - 1 : -1]:
         try:
             found, _ = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
@@ -310,6 +341,14 @@ def _last_object(text: str) -> dict[str, Any] | None:
         if isinstance(found, dict) and "score" in found:
             return cast("dict[str, Any]", found)
     return None
+
+
+def _as_float(number: float | Fraction) -> float:
+    """A number of a reply; infinite where it is too large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _retry_after(value: str | None) -> float:

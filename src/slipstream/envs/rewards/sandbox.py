@@ -121,21 +121,27 @@ class Sandbox:
             "processes": limits.processes if limits.namespaces else None,
         }
         data = os.memfd_create("orders")
+        self._report, report = os.pipe()
+        os.set_blocking(self._report, False)
         try:
             with os.fdopen(os.dup(data), "wb") as file:
                 file.write(json.dumps(orders).encode())
             return subprocess.Popen(
-                [_python(), "-I", "-S", "-B", sandbox_child.__file__, str(data)],
+                [_python(), "-I", "-S", "-B", sandbox_child.__file__, str(data), str(report)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(data,),
+                pass_fds=(data, report),
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(self._report)
+            raise
         finally:
             os.close(data)
+            os.close(report)
 
     def __enter__(self) -> Sandbox:
         return self
@@ -188,6 +194,9 @@ class Sandbox:
         for stream in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(OSError):
                 stream.close()
+        if self._report >= 0:
+            os.close(self._report)
+            self._report = -1
         self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -195,8 +204,11 @@ class Sandbox:
             remove_temporary(self._temporary)
 
     def _raise_if_failed(self, status: int) -> None:
-        if status == sandbox_child.FAILED and (mark := sandbox_child.MARK.encode()) in self._errors:
-            raise SandboxFailed(self._errors.rpartition(mark)[2].decode(errors="replace").strip())
+        if status != sandbox_child.FAILED:
+            return
+        with contextlib.suppress(BlockingIOError):
+            if reason := os.read(self._report, _STDERR_BYTES):
+                raise SandboxFailed(reason.decode(errors="replace"))
 
     def _send(self, data: bytes, due: float, *, close: bool) -> None:
         rest = memoryview(data)

@@ -1,10 +1,13 @@
-"""Program that runs another program in a sandbox, `python -I -S -B sandbox_child.py FD`; started by `sandbox.py`.
+"""Program that runs another program in a sandbox, `python -I -S -B sandbox_child.py FD FD`; started by `sandbox.py`.
 
-It reads its orders (JSON) from the descriptor FD. With namespaces there are three processes: this one, which the
-caller can kill; the first process of a new process namespace, which dies with it, and with which the kernel kills all
-others there; and the program. The program sees a file system in memory with the interpreter, read-only, no network but
-an unused loopback, no process of the machine, and has no privileges that it could gain. Without namespaces there are
-limits alone, and this process kills the program's descendants as far as it finds them.
+It reads its orders (JSON) from the first descriptor, and writes to the second one why no sandbox could be made. The
+program does not have that one, so it cannot say the same: its status and all that it writes are its own.
+
+With namespaces there are three processes. The caller can kill this one. The first process of a new process namespace
+dies with it, and with that one the kernel kills all others there. The third one is the program. The program sees a
+file system in memory with the interpreter, read-only, no network but an unused loopback, no process of the machine, and
+has no privileges that it could gain. Without namespaces there are limits alone, and this process kills the program's
+descendants as far as it finds them.
 
 It imports only the standard library and is started by path, so that it starts fast.
 """
@@ -22,8 +25,8 @@ import sys
 from typing import Any, NoReturn
 
 FAILED = 125
-"""Exit status where the sandbox could not be made; the reason is on the standard error stream."""
-MARK = "sandbox:"
+"""Exit status where the sandbox could not be made."""
+_REPORTS: list[int] = []
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -39,14 +42,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Makes the sandbox and runs the program; exits as it does."""
-    fd = int(sys.argv[1])
+    fd, report = map(int, sys.argv[1:])
+    os.set_inheritable(report, False)
+    _REPORTS.append(report)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write("1000")  # where memory ends, the program goes before the trainer and the engine
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
         orders: dict[str, Any] = json.loads(file.read())
     try:
         status = _in_namespaces(orders) if orders["namespaces"] else _limited(orders)
     except OSError as error:
-        os.write(2, f"{MARK} {error.args[-1]}\n".encode())
+        _report(str(error.args[-1]))
         os._exit(FAILED)
     _end_like(status)
 
@@ -71,6 +78,7 @@ def _in_namespaces(orders: dict[str, Any]) -> int:
         os.close(there)
         _guarded(lambda: _first_process(orders, here, own_id))
     os.close(here)
+    _done()
     # The first process takes the closing of `there` for the end of this one.
     _, status = os.waitpid(first, 0)
     return status
@@ -100,6 +108,7 @@ def _first_process(orders: dict[str, Any], here: int, own_id: int | None) -> int
     if program == 0:
         os.close(here)
         _guarded(lambda: _become(orders, own_id))
+    _done()
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -194,6 +203,7 @@ def _limited(orders: dict[str, Any]) -> int:
             os.execve(orders["command"][0], orders["command"], orders["environment"])
 
         _guarded(run)
+    _done()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(program, signal.SIGKILL))
     status = signal.SIGKILL
     with contextlib.suppress(ChildProcessError):
@@ -219,12 +229,23 @@ def _limit(orders: dict[str, Any]) -> None:
             resource.setrlimit(kind, (most, most))
 
 
+def _report(reason: str) -> None:
+    for fd in _REPORTS:
+        os.write(fd, reason.encode(errors="replace"))
+
+
+def _done() -> None:
+    """The program has its sandbox: a program without namespaces might open what this process holds."""
+    while _REPORTS:
+        os.close(_REPORTS.pop())
+
+
 def _guarded(work: Any) -> NoReturn:
     """In a fork: does the work and exits like what it returns; never returns into the caller's code."""
     try:
         _end_like(work())
     except OSError as error:
-        os.write(2, f"{MARK} {error}\n".encode())
+        _report(str(error))
     finally:
         os._exit(FAILED)
 

@@ -2,7 +2,8 @@
 
 A worker holds several requests at once and answers each as soon as it is done, so the first request without an answer
 is the one that hangs. This does not hold for coroutines, which a worker runs concurrently and cancels at their
-deadlines, or when their callers give up: if such a worker hangs or dies, each of its coroutines is run again, alone.
+deadlines, or when their callers are cancelled: if such a worker hangs or dies, each of its coroutines is run again,
+alone.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class Workers:
 
     def _give_up(self, job: _Job) -> None:
         """Nobody waits for a job any more: a coroutine is cancelled, and its place is free when it has ended. A plain
-        function goes on, to its deadline at most."""
+        function runs to its deadline at most."""
         if job in self._waiting:
             self._waiting.remove(job)
         for slot in self._slots:

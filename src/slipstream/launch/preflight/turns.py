@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from slipstream.data.examples import holds_thoughts
 from slipstream.envs.base import Environment
 from slipstream.envs.hosted.apart import plays_own_turns
 from slipstream.errors import ConfigError, DataError, one_line
@@ -48,3 +49,29 @@ def check_turns(tokenizer: Tokenizer, environment: Environment, prompt: Sequence
             return [f"{text}, unless its run() says something else"]
         raise ConfigError(f"{text}: use a model whose template renders it, or max_turns = 1 without tools") from error
     return []
+
+
+def check_gold_turns(environment: Environment | None, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    """A warning where SFT imitates gold answers of one turn, and episodes have several."""
+    if environment is None or environment.max_turns == 1 or not conversations:
+        return []
+    if any(sum(message.role == "assistant" for message in each) > 1 for each in conversations):
+        return []
+    return [
+        f"{environment.name} has up to {environment.max_turns} turns, and its gold answers have one: SFT on them shows "
+        "the model no later turn; have gold() return all messages that follow the prompt"
+    ]
+
+
+def check_imitated(
+    thinks: bool, environment: Environment | None, conversations: Sequence[Sequence[Message]]
+) -> list[str]:
+    """Warnings of `check_gold_turns`, and where `thinks`, prompts have thinking on, and no answer to imitate thinks."""
+    warnings = check_gold_turns(environment, conversations)
+    if conversations and thinks and not holds_thoughts(conversations):
+        warnings.append(
+            f"none of the {len(conversations)} answers to imitate holds a <think>, and the chat template has thinking "
+            "on, so the model would learn to answer without it: set model.thinking = false, or give answers with their "
+            "thinking"
+        )
+    return warnings
