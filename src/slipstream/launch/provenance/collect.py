@@ -57,7 +57,7 @@ def code_digest(prepared: Prepared) -> str:
 
 def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
     section = prepared.config.environment
-    if section is not None:
+    if section is not None and prepared.environment is not None:
         environments = parts_of(getattr(prepared.environment, "_environment", prepared.environment))
         sections = {name: section_of(section, part) for name, part in section.mixture.items()} or {"": section}
         for part, each in sections.items():
