@@ -341,10 +341,12 @@ def test_a_run_that_ended_early_is_complete_until_its_limits_change(slipstream, 
     ("gone", "is_made_again"),
     [
         (["exit.json"], False),
-        (["exit.json", "metrics.jsonl"], False),
-        (["exit.json", "checkpoints/step-000002"], True),
-        (["exit.json", "checkpoints/step-000002/manifest.json"], True),
-        (["exit.json", "checkpoints/step-000002", "checkpoints/step-000001"], True),
+        pytest.param(["exit.json", "metrics.jsonl"], False, marks=pytest.mark.full),
+        pytest.param(["exit.json", "checkpoints/step-000002"], True, marks=pytest.mark.full),
+        pytest.param(["exit.json", "checkpoints/step-000002/manifest.json"], True, marks=pytest.mark.full),
+        pytest.param(
+            ["exit.json", *(f"checkpoints/step-00000{step}" for step in (1, 2))], True, marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_run_that_is_killed_at_its_end_ends_with_its_resume(slipstream, two_steps, tmp_path, gone, is_made_again):

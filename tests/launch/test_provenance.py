@@ -265,7 +265,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("alone", marks=pytest.mark.full), "in a mixture apart"])
 @pytest.mark.parametrize("named", NAMED)
 def test_what_decides_a_reward_counts_wherever_it_is_named(prepared, installed, tmp_path, named, place):
     (tmp_path / "words.py").write_text("")
@@ -290,7 +290,7 @@ def test_slipstreams_own_environments_are_its_version(prepared, tmp_path):
     section = made.config.environment.model_copy(update={"name": "detection", "settings": {}})
     config = made.config.model_copy(update={"environment": section})
     (source,) = found(replace(made, plan=replace(made.plan, config=config), reads=()), "environment")
-    assert (source.name, source.version, source.path) == ("detection", "built in", None)
+    assert (source.name, source.version, source.path) == ("detection", "built in", "")
 
 
 def test_verifiers_is_looked_up_where_its_interpreter_has_it(prepared, tmp_path):
