@@ -1,7 +1,7 @@
 """`OpenAIServer`: vLLM's own OpenAI-compatible server in a child process. Run as `__main__`, this module is that child.
 
 Guarantees: `wait_ready` returns when the server answers, or raises with its last error; `stop` leaves no process of it
-behind; it ends with the process that started it, and its shared memory goes with the temporary folder of its log. With
+behind; it ends with the process that started it. Its shared memory goes with the temporary folder of its log. With
 a key every path but `/health` needs it, also those that vLLM's own check leaves open, and the key is in no argument
 list. Without one no web page is answered whose name was pointed to this machine.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child_process
-from slipstream.inference.plugin import FOLDER_VARIABLE
+from slipstream.runlog.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _HOST_VARIABLE = "SLIPSTREAM_HOST"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
+from slipstream.runlog.temporary import FOLDER_VARIABLE
+
 ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 """Set in the environment of every engine process that Slipstream starts."""
-FOLDER_VARIABLE = "SLIPSTREAM_TEMPORARY"
-"""Set in that of vLLM's own server: the temporary folder with which its shared memory is removed."""
 
 
 def register() -> None:
