@@ -37,7 +37,7 @@ _SPLITS = {
 _FORMS = "a .jsonl or .parquet file, a folder of them, or a folder of datasets.save_to_disk"
 _HUB_TIMEOUT_S = 5.0
 _HUB_ROWS = 1000
-"""Of a data set on the hub that are read at once."""
+"""Rows of a data set on the hub that are read at once."""
 _MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 

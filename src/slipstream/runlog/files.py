@@ -36,7 +36,7 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file for writing, which is made where there is none. Raises OSError unless it is a regular file of this
+    """Open a file for writing, which is made if it does not exist. Raises OSError unless it is a regular file of this
     user and no link."""
     try:
         made = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -60,7 +60,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def require_own(folder: Path) -> None:
-    """Raise `ConfigError` for a folder of another user, who could put anything in the place of its files."""
+    """Raise `ConfigError` for a folder of another user, who could replace its files by anything."""
     owner = folder.stat().st_uid
     if owner != os.geteuid():
         with tempfile.TemporaryFile(dir=folder) as file:  # see `open_own`

@@ -85,7 +85,7 @@ def _why_no_line(line: dict[str, Any]) -> str:
     if not isinstance(time_, int | float) or not 0 <= time_ < _MAX_TIME:
         return "it has no time"
     if not all(isinstance(number, int) and 0 <= number < _MAX_NUMBER for number in numbers):
-        return "it has no lineage, or no step that can be one"
+        return "its lineage or step is no such number"
     return ""
 
 

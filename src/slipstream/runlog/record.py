@@ -96,7 +96,7 @@ def samples_with_tokens(record: RunRecord) -> list[dict[str, Any]]:
 def _usable(
     path: Path, why_none: Callable[[dict[str, Any]], str], damage: list[str], without: str = ""
 ) -> list[dict[str, Any]]:
-    """The lines that are what they should be; of others the first is told, and how many there are."""
+    """The lines that `why_none` accepts. The number of others is reported, with the problem of the first."""
     rows = read_lines(path, damage, without=without)
     bad = [problem for row in rows if (problem := why_none(row))]
     if bad:

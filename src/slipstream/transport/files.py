@@ -161,7 +161,7 @@ class FileTransport(PolledTransport[T]):
         return True
 
     def _names(self, *suffixes: str) -> list[str]:
-        """Names with that end; a network file system may put files of its own there, which are left alone."""
+        """Names of records with that end; files that a network file system puts there are left alone."""
         names = os.listdir(self._folder)
         return [name for name in names if name.endswith(suffixes) and _RECORD.match(name)]
 
