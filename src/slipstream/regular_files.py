@@ -1,7 +1,7 @@
 """Opens files that somebody else may have made: of a data set, an archive, or another user's run folder.
 
-Guarantees: only regular files are opened, so that none waits for a writer, as a FIFO does, or has no end, as a device
-has; and no read takes more memory than its caller allows. Each refusal is an OSError with a reason for the user.
+Guarantees: only regular files are opened, as a FIFO waits for a writer and a device may have no end. No read takes more
+memory than its caller allows. Each refusal is an OSError with a reason for the user.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_BYTES = 1 << 30
-"""Of a file that is read whole, where its caller knows no smaller bound."""
+"""A file that is read whole has no more, if its caller knows no smaller bound."""
 MAX_LINE_BYTES = 1 << 28
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 

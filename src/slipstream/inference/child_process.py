@@ -50,7 +50,7 @@ _DYING_S = 30.0
 """How long a killed process may take to end."""
 
 _SHARED = "/dev/shm"
-"""Where vLLM's processes keep shared memory. Without it their errors name no file."""
+"""The place of shared memory of vLLM's processes. Without it their errors name no file."""
 popen: type[subprocess.Popen[bytes]] = subprocess.Popen
 """What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
 

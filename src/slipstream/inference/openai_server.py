@@ -1,9 +1,9 @@
 """`OpenAIServer`: vLLM's own OpenAI-compatible server in a child process. Run as `__main__`, this module is that child.
 
 Guarantees: `wait_ready` returns when the server answers, or raises with its last error; `stop` leaves no process of it
-behind; it ends with the process that started it. With a key every path but `/health` needs it, also those that vLLM's
-own check leaves open, and the key is in no argument list. Without one no web page whose name was pointed to this
-machine is answered.
+behind; it ends with the process that started it. Its shared memory goes with the temporary folder of its log. With
+a key every path but `/health` needs it, also those that vLLM's own check leaves open, and the key is in no argument
+list. Without one no web page is answered whose name was pointed to this machine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child_process
+from slipstream.runlog.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _HOST_VARIABLE = "SLIPSTREAM_HOST"
@@ -51,6 +52,7 @@ class OpenAIServer:
         guard = ["--middleware", f"{__name__}.{'KeyGuard' if self._api_key else 'HostGuard'}"]
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH, _HOST_VARIABLE: self._host}
+        environment[FOLDER_VARIABLE] = str(self._log_path.parent)
         if self._api_key:
             environment[KEY_VARIABLE] = self._api_key
         self._process = child_process.launch(
@@ -147,6 +149,7 @@ def main() -> None:
     """Run vLLM's server until standard input closes."""
     from slipstream.inference.plugin import lifeline
 
+    lifeline.name_shared_memory()
     lifeline.follow_stdin()
     runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
 

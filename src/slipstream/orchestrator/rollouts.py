@@ -10,6 +10,7 @@ import asyncio
 import copy
 import hashlib
 import itertools
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence

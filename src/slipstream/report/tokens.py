@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.report.headline import setting
 from slipstream.report.markup import Html, h
 from slipstream.runlog import RunRecord, checkpoints_of, samples_with_tokens
+from slipstream.runlog.samples import are_ranges
 
 MAX_TOKENS = 60_000
 """Most tokens in a report: those of the latest rollouts that fit."""
@@ -41,6 +42,8 @@ def token_views(record: RunRecord) -> tuple[dict[Key, Html], str]:
 def _is_whole(sequence: Any) -> bool:
     """Whether it is as `runlog.samples` writes it."""
     if not isinstance(sequence, dict) or not all(isinstance(sequence.get(name), list) for name in _FIELDS):
+        return False
+    if not are_ranges(sequence["sampled"], len(sequence["token_ids"])):
         return False
     sampled = sum(end - start for start, end in sequence["sampled"])
     return len(sequence["logprobs"]) in (0, sampled)

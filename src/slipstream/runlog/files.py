@@ -15,7 +15,7 @@ import tempfile
 import time
 import tomllib
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file for writing, which is made where there is none. Raises OSError unless it is a regular file of this
+    """Open a file for writing, which is made if it does not exist. Raises OSError unless it is a regular file of this
     user and no link."""
     try:
         made = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -60,7 +60,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def require_own(folder: Path) -> None:
-    """Raise `ConfigError` for a folder of another user, who could put anything in the place of its files."""
+    """Raise `ConfigError` for a folder of another user, who could replace its files by anything."""
     owner = folder.stat().st_uid
     if owner != os.geteuid():
         with tempfile.TemporaryFile(dir=folder) as file:  # see `open_own`
@@ -247,11 +247,11 @@ def read_lines(
     damage: list[str] | None = None,
     words: Sequence[bytes] = (),
     without: str = "",
-    needs: Mapping[str, type | tuple[type, ...]] | None = None,
+    why_none: Callable[[dict[str, Any]], str] = lambda row: "",
 ) -> list[dict[str, Any]]:
     """The whole lines of a file, optionally only those that contain one of `words`, without the fields `without`.
-    Raises `DataError` for a line that is not a JSON object, or lacks a field of `needs`; with `damage` such lines are
-    skipped and reported there."""
+    Raises `DataError` for a line that is not a JSON object, or of which `why_none` has something to say; with `damage`
+    such lines are skipped and reported there."""
     decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] if without else dict[str, Any])
     rows: list[dict[str, Any]] = []
     lines = whole_lines(path) if damage is None else _readable(whole_lines(path), damage)
@@ -262,8 +262,8 @@ def read_lines(
             row = decoder.decode(line)
             if without:
                 row = {name: msgspec.json.decode(value) for name, value in row.items() if name != without}
-            if lacking := [name for name, kind in (needs or {}).items() if not isinstance(row.get(name), kind)]:
-                raise msgspec.ValidationError(f"it lacks {lacking[0]}")
+            if problem := why_none(row):
+                raise msgspec.ValidationError(problem)
             rows.append(row)
         except UNDECODABLE as error:
             sentence = f"{path}, line {number} is damaged ({error}): remove that line"

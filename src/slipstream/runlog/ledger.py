@@ -155,13 +155,13 @@ class Ledger:
         if row is None:
             return None
         lineage, oldest, tokens, data = row
-        if oldest + self._staleness < step or not is_in_time(oldest):
-            self._set(group, "dropped", "stale", lineage=lineage)
-            self._tell_drop("stale", group, lineage, tokens)
-            return None
-        if (rollouts := _decoded(data)) is None:
-            self._set(group, "dropped", "damaged", lineage=lineage)
-            self._tell_drop("damaged", group, lineage, tokens)
+        rollouts = _decoded(data) if isinstance(oldest, int) else None
+        reason = "damaged" if rollouts is None else ""
+        if rollouts is not None and (oldest + self._staleness < step or not is_in_time(oldest)):
+            reason = "stale"
+        if rollouts is None or reason:
+            self._set(group, "dropped", reason, lineage=lineage)
+            self._tell_drop(reason, group, lineage, tokens)
             return None
         self._set(group, "ready", lineage=lineage)
         return oldest, rollouts

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -21,13 +21,6 @@ from slipstream.runlog.heartbeat import read_heartbeat, read_processes
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
-_NUMBER = (int, float)
-LINE = {"time": _NUMBER, "lineage": int}
-"""Fields that every line has."""
-EVENT = {**LINE, "kind": str}
-"""Fields of every event."""
-STEP = {**LINE, "step": int}
-"""Fields of every row of metrics, and of every sample of a step."""
 COUNTS = ("dropped/", "dropped_groups/", "dropped_tokens/", "retry/")
 """Groups of metrics that are counts by reason, of what happened since the row before."""
 ROLLOUT_COUNTS = ("non_finite", "metrics_left_out")
@@ -40,6 +33,9 @@ _SPARSE = re.compile(
 )
 MAX_FOLDERS = 20_000
 """A search for runs ends after so many: it may have been asked of a whole disk."""
+_MAX_TIME, _MAX_NUMBER = 1e11, 1 << 53
+_TABLES = ("sequences", "images", "turns")
+"""Fields of a sample that are lists of tables."""
 
 ExitStatus = Literal["finished", "failed", "interrupted"]
 RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged", "unreadable"]
@@ -105,6 +101,37 @@ class _Settings(msgspec.Struct):
     training: _Training = msgspec.field(default_factory=_Training)
 
 
+def _why_no_line(line: dict[str, Any]) -> str:
+    time_, numbers = line.get("time"), [line.get("lineage"), line.get("step", 0)]
+    if not isinstance(time_, int | float) or not 0 <= time_ < _MAX_TIME:
+        return "it has no time"
+    if not all(isinstance(number, int) and 0 <= number < _MAX_NUMBER for number in numbers):
+        return "its lineage or step is no such number"
+    return ""
+
+
+def why_no_event(line: dict[str, Any]) -> str:
+    """Why a line is no event; empty if it is."""
+    return _why_no_line(line) or ("" if isinstance(line.get("kind"), str) else "it has no kind")
+
+
+def why_no_row(line: dict[str, Any]) -> str:
+    """Why a line is no row of metrics; empty if it is."""
+    bad = [name for name, value in line.items() if "/" in name and not isinstance(value, int | float | None)]
+    if "step" not in line:
+        return "it has no step"
+    return _why_no_line(line) or (f"{bad[0]} is no number" if bad else "")
+
+
+def why_no_sample(line: dict[str, Any]) -> str:
+    """Why a line is no sample; empty if it is."""
+    for name in _TABLES:
+        tables: Any = line.get(name, [])
+        if not isinstance(tables, list) or not all(isinstance(each, dict) for each in cast("list[Any]", tables)):
+            return f"{name} is no list of tables"
+    return _why_no_line(line)
+
+
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """One row for each step of the surviving history, in order.
 
@@ -112,7 +139,7 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     one step are merged: values are the last written, but of a later lineage, which begins with that step's weights,
     only what the step lacks; counts add up; `lineage` and `time` are those of the first row.
     """
-    return metrics_of(read_lines(Path(folder) / "metrics.jsonl", needs=STEP), read_events(folder))
+    return metrics_of(read_lines(Path(folder) / "metrics.jsonl", why_none=why_no_row), read_events(folder))
 
 
 def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -157,7 +184,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
     """The samples of the surviving history. `step` of a training sample is that of its batch (from 0); of a held-out
     one (`split` is `eval`) that of the evaluated version."""
-    return samples_of(read_lines(Path(folder) / "samples.jsonl", needs=LINE), read_events(folder))
+    return samples_of(read_lines(Path(folder) / "samples.jsonl", why_none=why_no_sample), read_events(folder))
 
 
 def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -181,7 +208,7 @@ def read_events(
 ) -> list[dict[str, Any]]:
     """Events of all lineages, optionally only of `kinds`, in the order of writing; for `damage` see `read_lines`."""
     words = tuple(f'"{kind}"'.encode() for kind in kinds)
-    events = read_lines(Path(folder) / "events.jsonl", damage, words, needs=EVENT)
+    events = read_lines(Path(folder) / "events.jsonl", damage, words, why_none=why_no_event)
     return [event for event in events if not kinds or event.get("kind") in kinds]
 
 

@@ -6,6 +6,7 @@ are left out and reported in `damage`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.regular_files import read_regular
 from slipstream.runlog.files import read_lines, read_toml
 from slipstream.runlog.reader import (
-    EVENT,
-    STEP,
     ExitReport,
     RunSummary,
     is_running,
@@ -25,6 +24,9 @@ from slipstream.runlog.reader import (
     read_exit,
     samples_of,
     summary_of,
+    why_no_event,
+    why_no_row,
+    why_no_sample,
 )
 
 
@@ -71,9 +73,9 @@ def read_run(folder: str | Path) -> RunRecord:
         report = read_exit(folder)
     except DataError as error:
         damage.append(str(error))
-    events = _usable(folder / "events.jsonl", EVENT, damage)
-    rows = metrics_of(_usable(folder / "metrics.jsonl", STEP, damage), events)
-    samples = samples_of(_usable(folder / "samples.jsonl", STEP, damage, without="sequences"), events)
+    events = _usable(folder / "events.jsonl", why_no_event, damage)
+    rows = metrics_of(_usable(folder / "metrics.jsonl", why_no_row, damage), events)
+    samples = samples_of(_usable(folder / "samples.jsonl", _why_no_sample, damage, without="sequences"), events)
     tables, settings = _settings(folder / "resolved.toml", damage)
     try:
         summary = summary_of(folder, running, report, events, rows, tables)
@@ -87,17 +89,23 @@ def read_run(folder: str | Path) -> RunRecord:
 
 def samples_with_tokens(record: RunRecord) -> list[dict[str, Any]]:
     """The same samples with their tokens. What cannot be read is in `damage` already."""
-    lines = _usable(Path(record.summary.folder) / "samples.jsonl", STEP, [])
+    lines = _usable(Path(record.summary.folder) / "samples.jsonl", _why_no_sample, [])
     return samples_of(lines, record.events)
 
 
-def _usable(path: Path, needs: dict[str, Any], damage: list[str], without: str = "") -> list[dict[str, Any]]:
-    """The lines with the fields that every line must have."""
+def _usable(
+    path: Path, why_none: Callable[[dict[str, Any]], str], damage: list[str], without: str = ""
+) -> list[dict[str, Any]]:
+    """The lines that `why_none` accepts. The number of others is reported, with the problem of the first."""
     rows = read_lines(path, damage, without=without)
-    good = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in needs.items())]
-    if len(good) < len(rows):
-        damage.append(f"{path}: {len(rows) - len(good)} lines lack one of {', '.join(needs)}: remove them")
-    return good
+    bad = [problem for row in rows if (problem := why_none(row))]
+    if bad:
+        damage.append(f"{path}: {len(bad)} lines cannot be used, as {bad[0]}: remove them")
+    return [row for row in rows if not why_none(row)] if bad else rows
+
+
+def _why_no_sample(line: dict[str, Any]) -> str:
+    return why_no_sample(line) or ("" if "step" in line else "it has no step")
 
 
 def _settings(path: Path, damage: list[str]) -> tuple[dict[str, Any], list[Setting]]:

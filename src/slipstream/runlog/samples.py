@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -98,6 +98,19 @@ def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
         start = end
 
 
+def are_ranges(sampled: Any, num_tokens: int) -> bool:
+    """Whether a sample's `sampled` are ranges of so many tokens, in order."""
+    at = 0
+    for each in cast("list[Any]", sampled):
+        if not isinstance(each, list | tuple) or not all(isinstance(end, int) for end in cast("list[Any]", each)):
+            return False
+        ends = [at, *cast("list[int]", each)]
+        if len(ends) != 3 or ends != sorted(ends):
+            return False
+        at = ends[2]
+    return at <= num_tokens
+
+
 def keep_ticket(folder: Path, ticket: Ticket, held: int | None = None) -> None:
     """Writes the ticket to the run folder atomically and removes old ones, but for that of step `held` of its
     lineage."""
@@ -126,4 +139,4 @@ def read_tickets(folder: Path) -> list[Ticket]:
 
 def _place(path: Path) -> tuple[int, ...]:
     """Lineage and step, from the version's name."""
-    return tuple(int(part) for part in path.stem.split(".") if part.isdigit())
+    return tuple(int(part) for part in path.stem.split(".") if part.isdecimal())

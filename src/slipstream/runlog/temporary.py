@@ -22,6 +22,8 @@ from pathlib import Path
 
 PREFIX = "slipstream-"
 """Of a temporary folder's name."""
+FOLDER_VARIABLE = "SLIPSTREAM_TEMPORARY"
+"""Environment variable of vLLM's own server: the temporary folder with which its shared memory is removed."""
 _SHARED = Path("/dev/shm")
 _NOTES = "shared"
 _OWNER = "owner.lock"
@@ -78,8 +80,8 @@ def remove_left(parent: Path | None = None) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder, not a link to one, that belongs to this user and that nobody else may use. False where
-    there is none."""
+    """Whether it is a folder, not a link to one, that belongs to this user and that nobody else may use. False if it
+    does not exist."""
     try:
         state = folder.lstat()
     except OSError:

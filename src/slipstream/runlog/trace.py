@@ -12,7 +12,7 @@ import msgspec
 from slipstream.errors import ConfigError, DataError
 from slipstream.runlog.files import whole_lines
 from slipstream.runlog.record import RunRecord
-from slipstream.runlog.samples import sample_id
+from slipstream.runlog.samples import are_ranges, sample_id
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ def _follow(sample: _Sample) -> tuple[list[SpanTrace], list[TokenTrace]]:
     for number, sequence in enumerate(sample.sequences):
         starts = [*sequence.versions, (len(sequence.token_ids), "")]
         logprobs = iter(sequence.logprobs)
+        if not are_ranges(sequence.sampled, len(sequence.token_ids)):
+            raise DataError(f"sample {sample.id} has sampled tokens that it does not hold: remove its line")
         for begin, end in sequence.sampled:
             for position in range(begin, end):
                 makers = [name for start, name in starts if start <= position]
@@ -253,7 +255,8 @@ def _checkpoints(record: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _how_to_get(record: RunRecord, name: str) -> str:
-    step = int(name.partition(".")[2] or 0)
+    number = name.partition(".")[2]
+    step = int(number) if number.isdecimal() else 0
     before = [
         (event["step"], path)
         for path, event in _checkpoints(record).items()

@@ -32,7 +32,7 @@ from slipstream.runlog.files import (
     write_whole,
 )
 from slipstream.runlog.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
-from slipstream.runlog.reader import EVENT, STEP, ExitReport, ExitStatus, is_sparse, plain, read_exit
+from slipstream.runlog.reader import ExitReport, ExitStatus, is_sparse, plain, read_exit, why_no_event, why_no_row
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
 
@@ -105,8 +105,8 @@ class RunLog:
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
         self._warning_listeners: list[Callable[[str], None]] = []
         self._sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
-        events = read_lines(folder / _EVENTS, needs=EVENT)
-        rows = [*events, *(metrics := read_lines(folder / _METRICS, needs=STEP))]
+        events = read_lines(folder / _EVENTS, why_none=why_no_event)
+        rows = [*events, *(metrics := read_lines(folder / _METRICS, why_none=why_no_row))]
         self._sparse.update(name for row in metrics for name in row if is_sparse(name))
         self.num_restarts = sum(event.get("kind") == "restart" for event in events)
         """Automatic restarts of the run, over all lineages."""

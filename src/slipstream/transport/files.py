@@ -38,6 +38,7 @@ _LOCK, _CLOSED = "lock", "closed"
 _WAITING, _TAKEN, _PARTIAL = ".msg", ".taken", ".partial"
 _RECEIPT = re.compile(r"[0-9]{16,}\.[0-9a-f]{16}")
 _RECORD = re.compile(r"[0-9]{16,}\.")
+_MAX_REASON_BYTES = 1 << 20
 _LOCK_WAIT_S = 1.0
 _LOCK_PAUSE_S = 0.0005
 
@@ -116,7 +117,8 @@ class FileTransport(PolledTransport[T]):
                 if len(records) >= self._capacity:
                     return None
                 for name in self._names(_WAITING + _PARTIAL):  # left by a process that was killed
-                    (self._folder / name).unlink()
+                    with contextlib.suppress(OSError):  # a folder, which is none of ours
+                        (self._folder / name).unlink()
                 # Names never come again, whatever a network file system remembers of them.
                 number = max([time.time_ns() // 1000, *(1 + _number(name) for name in records)])
                 write_whole(self._folder / f"{number:016d}{_WAITING}", data, durable=False)
@@ -159,13 +161,18 @@ class FileTransport(PolledTransport[T]):
         return True
 
     def _names(self, *suffixes: str) -> list[str]:
-        """Names with that end; a network file system may put files of its own there, which are left alone."""
+        """Names of records with that end; files that a network file system puts there are left alone."""
         names = os.listdir(self._folder)
         return [name for name in names if name.endswith(suffixes) and _RECORD.match(name)]
 
     def _refuse_closed(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            raise TransportClosed((self._folder / _CLOSED).read_text(encoding="utf-8", errors="replace"))
+        try:
+            reason = read_regular(self._folder / _CLOSED, _MAX_REASON_BYTES).decode(errors="replace")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            reason = f"{self._folder / _CLOSED} cannot be read ({error.strerror}): let nothing else write there"
+        raise TransportClosed(reason)
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[None]:
@@ -176,6 +183,10 @@ class FileTransport(PolledTransport[T]):
         except FileNotFoundError as error:
             raise TransportLost(
                 f"{self._folder} is gone with its records: let nothing remove it, and resume"
+            ) from error
+        except OSError as error:
+            raise TransportLost(
+                f"{self._folder / _LOCK} is no lock ({error.strerror}): let nothing else write there, and resume"
             ) from error
         try:
             deadline = time.monotonic() + _LOCK_WAIT_S

@@ -2,7 +2,7 @@
 
 Guarantees: an image is decoded once, completely, when it is read, so that one that is missing, truncated or too large
 is named with its row before anything starts; its bytes are checked against their digest whenever they are used;
-nothing is fetched from a network; and only decoders of `FORMATS` see a file, as others start programs (EPS).
+nothing is fetched from a network. Only decoders of `FORMATS` see a file, as others start programs (EPS).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 64_000_000
 """Larger images are refused: decoding one takes three bytes a pixel, and models scale it down to a small part."""
 MAX_BYTES = 1 << 29
-"""Of an image's file: more than so many pixels take in any format."""
+"""An image's file: more than so many pixels take in any format."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read, by Pillow's names."""
 MAX_ASPECT_RATIO = 200

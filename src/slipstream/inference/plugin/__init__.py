@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from slipstream.runlog.temporary import FOLDER_VARIABLE
+
 ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 """Set in the environment of every engine process that Slipstream starts."""
 
@@ -16,6 +18,10 @@ def register() -> None:
     """Apply the patches, end this process with its parent and not by the trainer's signals, name its shared memory, and
     answer for its stacks; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
+        if os.environ.get(FOLDER_VARIABLE):  # vLLM's own server, whose shared memory goes with a folder
+            from slipstream.inference.plugin import lifeline
+
+            lifeline.name_shared_memory()
         return
     from slipstream.inference.plugin import lifeline, start_marks
     from slipstream.inference.plugin.patches import patch_table

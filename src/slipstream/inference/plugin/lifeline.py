@@ -18,7 +18,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from types import FrameType
 
-from slipstream.runlog.temporary import PREFIX, named_after, note_shared, remove_shared
+from slipstream.runlog.temporary import FOLDER_VARIABLE, PREFIX, named_after, note_shared, remove_shared
 
 _POLL_S = 0.5
 _PIPE_BYTES = 1 << 16
@@ -142,7 +142,7 @@ def name_shared_memory() -> None:
 
 def _own_folder() -> Path | None:
     """The temporary folder that whoever started this process made for it."""
-    folder = Path(os.environ.get("TMPDIR", ""))
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or os.environ.get("TMPDIR", ""))
     return folder if folder.name.startswith(PREFIX) else None
 
 

@@ -50,7 +50,7 @@ def _serve_part(run: Path, kind: str, number: int, patience_s: float, say: Calla
     folder.mkdir(mode=0o700, exist_ok=True)
     for each in (run, folder):
         state = each.stat()
-        if state.st_uid != os.geteuid() or (each == folder and state.st_mode & 0o077):
+        if state.st_uid != os.geteuid() or state.st_mode & (0o077 if each == folder else 0o022):
             raise ConfigError(f"{each} is not yours alone, and what it asks for would run as you: be its owner")
 
     def is_over() -> bool:
