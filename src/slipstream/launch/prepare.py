@@ -128,7 +128,6 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     loaded = with_weights_folder(loaded)
     config = _with_environment(loaded.config)
     _check_what_it_needs(config)
-    check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
     config = config.model_copy(update={"model": model, "teacher": find_teacher(config, weights=weights)})
     check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
@@ -236,12 +235,13 @@ def _with_environment(config: RunConfig) -> RunConfig:
 
 
 def _check_what_it_needs(config: RunConfig) -> None:
-    """Packages, a server's address, functions of the user."""
+    """Packages, a server's address, functions of the user, options that vLLM knows."""
     require_sinks(config.run.sinks)
     if config.run.streams == "redis" and config.redis is not None:
         check_redis(config.redis.url, config.redis.password_variable)
     _check_optimizer(config)
     _check_functions(config)
+    check_options(config.inference.options)
 
 
 def _check_optimizer(config: RunConfig) -> None:
