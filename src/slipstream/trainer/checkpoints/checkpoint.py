@@ -198,8 +198,8 @@ class CheckpointStore:
         return self.read_extra(path)
 
     def set_aside(self, path: Path) -> Path | None:
-        """Rename a damaged checkpoint, which then is none of the store's, and return its new folder; None, and nothing
-        is changed, where no earlier one can be resumed from."""
+        """Rename a damaged checkpoint, so that the store does not find it, and return its new folder. Without an
+        earlier one to resume from, nothing is changed, and None is returned."""
         if self.latest(until=_step_of(path) - 1) is None:
             return None
         final = path.with_name(f"{_DAMAGED}{path.name}")
@@ -214,7 +214,7 @@ class CheckpointStore:
 
     @classmethod
     def read_loop_state(cls, path: Path) -> dict[str, Any]:
-        """The same of a checkpoint of a loop, with all that it needs to go on."""
+        """The `extra` of a loop's checkpoint. Raises `DataError` too if the loop cannot resume from it."""
         extra = cls.read_extra(path)
         check_loop_state(extra, path / _STATE / _EXTRA)
         return extra
