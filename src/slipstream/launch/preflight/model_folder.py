@@ -110,13 +110,14 @@ def find_teacher(config: RunConfig, *, weights: bool) -> TeacherConfig | None:
         raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
 
 
-def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy."""
+def check_teacher(config: RunConfig, tokenizer: ChatTokenizer, *, weights: bool) -> None:
+    """Raise `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy. Without `weights`,
+    those of a snapshot of the hub may be missing."""
     if config.teacher is None or not starts_teacher(config):
         return
     model = config.model.model_copy(update={"path": config.teacher.path})
     try:
-        check_model(model, packing=False)
+        check_model(model, packing=False, weights=weights or hub_commit(model.path)[1] is None)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
     try:
