@@ -283,15 +283,19 @@ def damage(path: Path, *, whole: str | None = None) -> str | None:
     stays cheap."""
     try:
         files = read_manifest(path).files
-        for name, facts in files.items():
-            if found := difference(path / name, facts, whole=whole is not None and name.startswith(whole)):
-                return f"{name} {found}"
-        if lacking := {_FINGERPRINTS, f"{_STATE}/{_EXTRA}"} - files.keys():
-            return f"its manifest does not name {min(lacking)}"
-        CheckpointStore.read_fingerprints(path)
-        CheckpointStore.read_extra(path)
-    except (DataError, OSError) as error:
-        return str(error)
+    except DataError as error:
+        return f"its manifest cannot be read ({error.__cause__})"
+    for name, facts in files.items():
+        if found := difference(path / name, facts, whole=whole is not None and name.startswith(whole)):
+            return f"{name} {found}"
+    reads = {_FINGERPRINTS: CheckpointStore.read_fingerprints, f"{_STATE}/{_EXTRA}": CheckpointStore.read_extra}
+    for name, read in reads.items():
+        if name not in files:
+            return f"its manifest does not name {name}"
+        try:
+            read(path)
+        except DataError as error:
+            return f"{name} cannot be read ({error.__cause__})"
     return None
 
 
