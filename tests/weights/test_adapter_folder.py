@@ -2,6 +2,7 @@
 
 import json
 
+import peft
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from slipstream.weights.adapter_folder import (
     AdapterConfig,
     adapted_modules,
     adapter_parameter,
+    changes_nothing,
     check_adapter_fits,
     folded,
     is_adapter_folder,
@@ -17,6 +19,7 @@ from slipstream.weights.adapter_folder import (
     read_adapter_config,
     read_adapter_shapes,
     read_adapter_tensors,
+    renamed,
     selects,
     write_adapter_folder,
 )
@@ -207,3 +210,46 @@ def test_a_spare_file_is_written_over_and_an_absent_one_is_made(tmp_path):
         assert not spare.exists()
         assert (file.stat().st_ino == inode) == (step == 0)
         assert read_adapter_tensors(tmp_path / f"0.{step}").keys() == WEIGHTS.keys()
+
+
+INFIXES = {
+    "newer": ("model.language_model.layers.0.q_proj", "model.layers.0.q_proj"),
+    "older": ("language_model.model.layers.0.q_proj", "model.language_model.layers.0.q_proj"),
+    "text only": ("model.layers.0.q_proj", "language_model.model.layers.0.q_proj"),
+    "the same": ("model.layers.0.q_proj", "model.layers.0.q_proj"),
+}
+
+
+@pytest.mark.parametrize("case", INFIXES)
+def test_a_decoder_of_a_vision_language_model_may_have_another_name(case, tmp_path):
+    theirs, ours = INFIXES[case]
+    tensors = {adapter_parameter(theirs, half): torch.ones(2, 2) for half in "AB"}
+    tensors |= {adapter_parameter("visual.merger", half): torch.ones(2, 2) for half in "AB"}
+    config = AdapterConfig(2, 4.0, ("q_proj",), "org/base")
+    write_adapter_folder(tmp_path / "adapter", tensors.items(), config)
+    wanted = {adapter_parameter(module, half): (2, 2) for module in (ours, "visual.merger") for half in "AB"}
+    names = check_adapter_fits(tmp_path / "adapter", config, wanted)
+    assert names[adapter_parameter(theirs, "A")] == adapter_parameter(ours, "A")
+    assert sorted(names.values()) == sorted(wanted)
+
+
+def test_a_name_that_fits_two_or_none_stays():
+    wanted = ["model.a.w", "language_model.a.w", "b.w"]
+    assert renamed(["model.language_model.a.w"], wanted) == {"model.language_model.a.w": "model.language_model.a.w"}
+    assert renamed(["c.w", "model.b.w"], wanted) == {"c.w": "c.w", "model.b.w": "b.w"}
+    assert renamed(["model.b.w", "b.w"], wanted) == {"model.b.w": "model.b.w", "b.w": "b.w"}, "two would become one"
+
+
+def test_an_adapter_before_its_first_update_changes_nothing(tmp_path):
+    config, tensors = AdapterConfig(2, 4.0, ("q",), "m"), {adapter_parameter("q", "A"): torch.ones(2, 2)}
+    for number, (b, expected) in enumerate(((0.0, True), (0.5, False))):
+        more = {adapter_parameter("q", "B"): torch.full((2, 2), b)}
+        write_adapter_folder(tmp_path / str(number), (tensors | more).items(), config)
+        assert changes_nothing(tmp_path / str(number)) is expected
+
+
+def test_the_commit_of_a_base_is_pefts_revision(tmp_path):
+    config = AdapterConfig(2, 4.0, ("q",), "org/base", revision="1" * 40)
+    write_adapter_folder(tmp_path / "a", {adapter_parameter("q", "A"): torch.ones(2, 2)}.items(), config)
+    assert peft.PeftConfig.from_pretrained(tmp_path / "a").revision == "1" * 40
+    assert read_adapter_config(tmp_path / "a").revision == "1" * 40

@@ -98,8 +98,8 @@ class ChatTokenizer:
 
     @property
     def end_tokens(self) -> tuple[tuple[int, ...], str]:
-        """The tokens that end generation, the one that ends a turn first; and its text, where the tokenizer may take it
-        for its own end token: not if the template writes that token, or the tokenizer appends it to every text."""
+        """The tokens that end generation, first that of a turn; and its text, if the tokenizer may take it for its own
+        end token: not if the template writes that token, or the tokenizer appends it to every text."""
         others = (stop for stop in self.stop_token_ids if stop != self.end_token_id)
         is_used = "eos_token" in template_variables(self._tokenizer.chat_template)
         is_used |= self._tokenizer.eos_token_id in self._tokenizer.encode("")

@@ -141,7 +141,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     check_model(model, packing=config.training.packing is True, weights=weights or has_weights(Path(model.path)))
     untrained = check_adapter(model, config.lora.path if config.lora else None)
     tokenizer = _tokenizer(config)
-    check_teacher(config, tokenizer)
+    check_teacher(config, tokenizer, weights=weights)
     environment = load_environment(config.environment) if config.environment else None
     train_tasks, eval_tasks, requested = _tasks(config, environment)
     dropped: dict[str, int] = {}

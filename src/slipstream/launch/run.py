@@ -272,8 +272,8 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
 
 
 def _resume(log: RunLog, loop: TrainingLoop) -> None:
-    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command. One that turns
-    out to be damaged once it is read is set aside, and the one before it is loaded."""
+    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command. A damaged
+    one is renamed, and the one before it is loaded."""
     from slipstream.trainer.checkpoints.checkpoint import DamagedCheckpoint
 
     while (latest := loop.store.latest()) is not None:
@@ -283,7 +283,7 @@ def _resume(log: RunLog, loop: TrainingLoop) -> None:
             aside = loop.store.set_aside(latest)
             if aside is None:
                 raise
-            log.warning(f"{damaged}: the run goes on from the one before, and this one is now {aside.name}")
+            log.warning(f"{damaged}: the run continues from the one before, and this one is now {aside.name}")
         else:
             break
     for attempt in earlier_attempts(read_events(log.folder), log.lineage)[:1]:

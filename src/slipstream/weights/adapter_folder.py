@@ -123,7 +123,6 @@ def write_adapter_folder(
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": config.base,
-            "revision": config.revision,
             "r": config.rank,
             "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
             "target_modules": list(config.target_modules),
@@ -136,6 +135,8 @@ def write_adapter_folder(
             "use_dora": config.dora,
             "modules_to_save": None,
         }
+        if config.revision is not None:
+            content["revision"] = config.revision
         if config.excluded:
             # PEFT's own form: an expression that a whole name fits.
             content["exclude_modules"] = rf"({'|'.join(map(re.escape, config.excluded))})(\..*)?"

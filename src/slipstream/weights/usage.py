@@ -1,8 +1,8 @@
 """What a saved folder says of how its model is used, beside its weights.
 
-Guarantees: a model that was trained to end its turns with another token than its base says so in every file that
-readers take end tokens from, and an adapter's folder has the tokenizer and `generation_config.json` of its model; a
-folder that says so already is left as it is.
+Guarantees: every file that readers take end tokens from names the token of training, whatever the base names. An
+adapter's folder has the tokenizer and `generation_config.json` of its model. A folder with the right end tokens is left
+unchanged.
 """
 
 from __future__ import annotations

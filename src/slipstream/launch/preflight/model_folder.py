@@ -120,13 +120,14 @@ def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf"))
 
 
-def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy."""
+def check_teacher(config: RunConfig, tokenizer: ChatTokenizer, *, weights: bool) -> None:
+    """Raise `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy. Without `weights`,
+    those of a snapshot of the hub may be missing."""
     if config.teacher is None or not starts_teacher(config):
         return
     model = config.model.model_copy(update={"path": config.teacher.path})
     try:
-        check_model(model, packing=False)
+        check_model(model, packing=False, weights=weights or hub_commit(model.path)[1] is None)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
     try:

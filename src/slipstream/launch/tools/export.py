@@ -43,7 +43,7 @@ def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_co
 
 
 def remarks(checkpoint: Path, *, merged: bool = False) -> list[str]:
-    """What an export of `checkpoint` does not say, and who uses it has to know."""
+    """Facts about an export of `checkpoint` that its folder does not say, for its user."""
     source = weights_folder(checkpoint)
     settings, found = run_settings(source), list[str]()
     if is_adapter_folder(source) and not merged:
@@ -67,7 +67,7 @@ def remarks(checkpoint: Path, *, merged: bool = False) -> list[str]:
 
 
 _PROMPT = ("model.thinking", "model.chat_template_kwargs", "environment.system_prompt")
-"""Settings that decide how prompts are rendered, and are no part of a chat template."""
+"""Settings of how prompts are rendered that are no part of a chat template."""
 
 
 def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:

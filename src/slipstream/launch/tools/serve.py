@@ -24,6 +24,7 @@ from slipstream.launch.plan.machine import measure_gpus
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.tools.deployable import Deployable, adapter_config_of, deployed_engine_plan
 from slipstream.runlog.temporary import temporary
+from slipstream.weights.usage import GENERATION_CONFIG
 
 _POLL_S = 0.5
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -103,15 +104,16 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         "max-num-seqs": settings.max_num_seqs,
         # By default older versions answer requests from any web site that the user visits.
         "allowed-origins": "[]",
-        # A base model, and so an adapter of one, may name another end token than its chat template has.
-        "override-generation-config": json.dumps({"eos_token_id": list(tokenizer.stop_token_ids)}),
     }
     if on_cpu:
         values["kv-cache-memory-bytes"] = settings.kv_cache_bytes
     else:
         values["gpu-memory-utilization"] = settings.gpu_memory_utilization
-    if adapter is not None:
+    if adapter is not None and deployable.adapter is not None:
         values["max-lora-rank"] = min(size for size in _LORA_RANKS if size >= adapter.rank)
+        if (deployable.adapter / GENERATION_CONFIG).is_file():
+            # The base may name another end token; vLLM reads those of --override-generation-config for nothing.
+            values["generation-config"] = str(deployable.adapter)
         values["lora-modules"] = json.dumps({"name": name, "path": str(deployable.adapter)})
     if tokenizer.template_kwargs:
         values["default-chat-template-kwargs"] = json.dumps(tokenizer.template_kwargs)

@@ -2,7 +2,7 @@
 
 Guarantees: nothing is changed; every parameter is compared with the fingerprint of the trainer's own memory from when
 the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; the
-resume state is compared with the digests of its files; a
+resume state is compared with the checksums of its files; a
 live engine that applies a new version meanwhile is asked again, and every wait has a deadline.
 """
 

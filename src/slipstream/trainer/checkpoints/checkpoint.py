@@ -202,8 +202,8 @@ class CheckpointStore:
         return self.read_extra(path)
 
     def set_aside(self, path: Path) -> Path | None:
-        """Rename a damaged checkpoint, which then is none of the store's, and return its new folder; None, and nothing
-        is changed, where no earlier one can be resumed from."""
+        """Rename a damaged checkpoint, so that the store does not find it, and return its new folder. Without an
+        earlier one to resume from, nothing is changed, and None is returned."""
         if self.latest(until=_step_of(path) - 1) is None:
             return None
         final = path.with_name(f"{_DAMAGED}{path.name}")
@@ -218,7 +218,7 @@ class CheckpointStore:
 
     @classmethod
     def read_loop_state(cls, path: Path) -> dict[str, Any]:
-        """The same of a checkpoint of a loop, with all that it needs to go on."""
+        """The `extra` of a loop's checkpoint. Raises `DataError` too if the loop cannot resume from it."""
         extra = cls.read_extra(path)
         check_loop_state(extra, path / _STATE / _EXTRA)
         return extra
@@ -287,15 +287,19 @@ def damage(path: Path, *, whole: str | None = None) -> str | None:
     stays cheap."""
     try:
         files = read_manifest(path).files
-        for name, facts in files.items():
-            if found := difference(path / name, facts, whole=whole is not None and name.startswith(whole)):
-                return f"{name} {found}"
-        if lacking := {_FINGERPRINTS, f"{_STATE}/{_EXTRA}"} - files.keys():
-            return f"its manifest does not name {min(lacking)}"
-        CheckpointStore.read_fingerprints(path)
-        CheckpointStore.read_extra(path)
-    except (DataError, OSError) as error:
-        return str(error)
+    except DataError as error:
+        return f"its manifest cannot be read ({error.__cause__})"
+    for name, facts in files.items():
+        if found := difference(path / name, facts, whole=whole is not None and name.startswith(whole)):
+            return f"{name} {found}"
+    reads = {_FINGERPRINTS: CheckpointStore.read_fingerprints, f"{_STATE}/{_EXTRA}": CheckpointStore.read_extra}
+    for name, read in reads.items():
+        if name not in files:
+            return f"its manifest does not name {name}"
+        try:
+            read(path)
+        except DataError as error:
+            return f"{name} cannot be read ({error.__cause__})"
     return None
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint consists of: its manifest, and what the loop needs of its `state.json`.
+"""The manifest of a checkpoint, and the part of its `state.json` for the loop.
 
-Guarantees: what another program wrote there, or a damaged disk, is one sentence and no other exception.
+Guarantees: a file of another shape, or a damaged one, is one sentence and no other exception.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class FileFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     size_bytes: int
     sha256: str = ""
-    """Of a file of up to `HASHED_BYTES`."""
+    """SHA-256 of a file of up to `HASHED_BYTES`."""
     checksum: str = ""
-    """Of a larger file, see `checksum_of`; empty in checkpoints of older versions."""
+    """`checksum_of` a larger file; empty in checkpoints of older versions."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class _EarlyStop(msgspec.Struct):
 
 
 class _LoopState(msgspec.Struct):
-    """What a resume reads of `state.json`, of which the loop also keeps more."""
+    """The fields of `state.json` that every resume reads."""
 
     step: int
     lineage: int
@@ -65,12 +65,12 @@ class _LoopState(msgspec.Struct):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`. Raises `DataError` where there is none or it is damaged."""
+    """The manifest of the checkpoint in `folder`. Raises `DataError` for a missing or damaged one."""
     return decoded(folder / MANIFEST, Manifest)
 
 
 def check_loop_state(extra: dict[str, Any], file: Path) -> None:
-    """Raise `DataError` unless the loop can go on from `extra`, the content of `file`."""
+    """Raise `DataError` unless the loop can resume from `extra`, the content of `file`."""
     try:
         msgspec.convert(extra, _LoopState)
     except msgspec.ValidationError as error:
