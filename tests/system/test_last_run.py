@@ -8,6 +8,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import load_config
 from slipstream.launch.plan import measure
+from slipstream.launch.plan.memory.cards import Gpus
 from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
@@ -46,7 +47,7 @@ def card(monkeypatch):
         sizes = {"peak_gib": 0.9 * held, "held_gib": held, "planned_gib": planned_bytes / GIB}
         return {f"memory/trainer_{name}": size for name, size in (sizes | {"row_tokens": longest_row}).items()}
 
-    monkeypatch.setattr(measure, "measure_gpus", lambda: (1, CARD_BYTES))
+    monkeypatch.setattr(measure, "describe_gpus", lambda: Gpus(1, CARD_BYTES))
     monkeypatch.setattr(learner, "memory_metrics", metrics)
     return values
 

@@ -24,7 +24,8 @@ class ModelConfig(Section):
     """What is trained."""
 
     path: str
-    """A local folder in Hugging Face format, or a hub id. Of a vision-language model the language model is trained, on
+    """A local folder in Hugging Face format, a hub id, or the folder of a run, whose best checkpoint is taken, or else
+    its latest. Of a vision-language model the language model is trained, on
     text and images; the vision tower stays frozen unless `train_tower` is set."""
     revision: str | None = None
     """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""

@@ -243,7 +243,7 @@ class FoundRuns:
 
 def find_runs(roots: Sequence[str | Path]) -> FoundRuns:
     """The runs in `roots`, which may be runs themselves, and below them at any depth, but in no hidden folder and in no
-    run; they are named by their paths below their root, after the root where there are several."""
+    run. A run's name is its path below its root; with several roots it includes the root."""
     found, seen = FoundRuns(), set[Path]()
     for root in map(Path, roots):
         for folder in _run_folders(root, found):

@@ -34,7 +34,7 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
             ACCURACY_COLUMN.text(run.accuracy),
             as_duration(run.duration_s),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)),
-            clean(run.model),
+            Text(clean(run.model)),
         )
     reasons = [Text.assemble((clean(run.name), "bold"), ": ", clean(run.message)) for run in runs if run.message]
     return Group(table, *([Text(), *reasons] if reasons else []))

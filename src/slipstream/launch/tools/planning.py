@@ -23,8 +23,8 @@ BARE_CONTEXT = 1 << 20
 
 
 def plan_run(loaded: Loaded, gpus: Gpus | None = None) -> Prepared:
-    """Prepare a run for `gpus`, by default this machine's. Raises ConfigError for what cannot run, and `DoesNotFit`,
-    which holds the plan, for what is too large."""
+    """Prepare a run for `gpus`, by default this machine's. Raises ConfigError for a run that is impossible, and
+    `DoesNotFit` with the plan for one that is too large."""
     folder = Path(with_weights_folder(loaded).config.model.path)
     missing = _missing(loaded, folder)
     if "tokenizer" not in missing:

@@ -75,7 +75,7 @@ def chosen_gpus(device: str | None, memory_gib: float | None, count: int) -> Gpu
 
 
 def with_held(gpus: Gpus, totals: Sequence[int], used: Sequence[int], processes: Sequence[Sequence[str]] = ()) -> Gpus:
-    """`gpus` with what is held of them: the memory of each, what is in use of it, and the processes that use it."""
+    """`gpus` with the memory that is held. Of each: its memory, the part in use, and the processes in it."""
     free = [total - _held(amount) for total, amount in zip(totals, used, strict=True)]
     fullest = free.index(min(free))
     held = max(0, gpus.memory_bytes - free[fullest])

@@ -95,7 +95,7 @@ def checkpoint_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
 
 def check_disk(config: PlannedConfig, facts: Facts) -> tuple[list[str], list[str]]:
     """Warnings of a disk that may get too full, and refusals of one that certainly gets too full: with the checkpoints
-    that are made whatever happens."""
+    of every run."""
     disk = facts.disk
     if disk is None:
         return [], []
