@@ -28,7 +28,7 @@ from slipstream.trainer.packing import StepBatch, make_step_batches
 _COUNTS = ("num_tokens", "num_sequences", "num_micro_batches", "num_row_tokens", "overflows")
 _SUMS = {f"train/{name}" for name in _COUNTS}
 _LARGEST = "memory/"
-"""Metrics that are summed up over a batch's updates, and those of which the largest counts; all others are means."""
+"""Sums over a batch's updates, and metrics with their largest value; all others are means."""
 
 
 class NoSignal(Enum):

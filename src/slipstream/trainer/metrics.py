@@ -59,8 +59,8 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
 
 
 def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
-    """Of what rewards and environments measured: means over the rollouts that have a number, sums of counts, and of
-    flags the part of the rollouts that they could be raised for: those that the named part of a rubric saw."""
+    """What rewards and environments measured: counts are summed up, other numbers averaged over the rollouts with one.
+    A flag is a share of the rollouts that the named part of a rubric saw."""
     counts, values = Counter[str](), dict[str, list[float]]()
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
