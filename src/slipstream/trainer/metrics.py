@@ -61,7 +61,7 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
 def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
     """What rewards and environments measured: counts are summed up, other numbers averaged over the rollouts with one.
     A flag is a share of the rollouts that the named part of a rubric saw."""
-    counts, values = Counter[str](), dict[str, list[float]]()
+    counts, values = dict.fromkeys(ROLLOUT_COUNTS, 0.0), dict[str, list[float]]()
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             kind = name.rpartition("/")[2]
@@ -71,7 +71,7 @@ def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
                 counts[kind] += value
             else:
                 values.setdefault(name, []).append(value)
-    found = {f"reward/{kind}": float(count) for kind, count in counts.items() if count}
+    found = {f"reward/{kind}": count for kind, count in counts.items() if count}
     for name, own in values.items():
         part, _, kind = name.rpartition("/")
         size = sum(_saw(part, rollout) for rollout in rollouts) if kind in ROLLOUT_FLAGS else len(own)
