@@ -34,6 +34,8 @@ from slipstream.trainer.model import policy
 from slipstream.view import make_view
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
+from ..metrics_page import undocumented
+
 WITHOUT_EVALUATION = ("--evaluation", "false")
 FINISHED = ("ready", "batched", "trained")
 """States of a group that has finished, in the ledger."""
@@ -46,6 +48,7 @@ def test_a_run_without_faults_finishes(scripted):
     assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5
     assert all(0 < row["reward/mean"] < 1 for row in scripted.metrics[1:])
     assert scripted.metrics[-1]["eval/num_tasks"] == 8
+    assert undocumented({name for row in scripted.metrics for name in row}) == set()
     assert [event["version"] for event in scripted.events("apply")] == ["0.0", "0.1", "0.2", "0.3"]
     (readiness,) = scripted.events("readiness")
     assert readiness["verdict"]
@@ -125,7 +128,7 @@ def test_a_step_that_importance_sampling_leaves_nothing_of_is_followed_by_others
     settings = ("--algorithm.importance_sampling", "sequence_masked")
     report = scripted.run(*WITHOUT_EVALUATION, *settings, change=off_by(-9.0, until=18))
     assert (report.status, report.step) == ("finished", 3)
-    assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0, None, None]
+    assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0, 0.0, 0.0]
     assert [row.get("train/learning_rate") for row in scripted.metrics] == [None, None, 1e-3, 1e-3]
 
 

@@ -105,7 +105,8 @@ def test_the_staleness_of_each_task_is_over_its_tokens():
 
 
 def test_what_only_some_optimizer_steps_of_a_batch_measure_is_averaged_over_those():
-    first, second = {"a": 1.0, "train/overflows": 1.0}, {"a": 3.0, "train/overflows": 2.0}
+    first = {"a": 1.0, "train/overflows": 1.0, "memory/trainer_peak_gib": 2.0}
+    second = {"a": 3.0, "train/overflows": 2.0, "memory/trainer_peak_gib": 4.0}
     rows = iter([(first, True), ({**second, "mismatch/at_position_64": 5.0}, True), ({"a": 9.0}, False)])
     training = SimpleNamespace(updates_per_batch=3, epochs_per_batch=1)
     trainer = SimpleNamespace(
@@ -114,7 +115,8 @@ def test_what_only_some_optimizer_steps_of_a_batch_measure_is_averaged_over_thos
         optimizer_step=lambda step, number, may_be_zero: next(rows),
     )
     found = BatchTrainer.optimizer_steps(trainer, [(0, None), (1, None), (2, None)], 0)
-    assert found == ({"a": 2.0, "train/overflows": 3.0, "mismatch/at_position_64": 5.0}, 1), "counts are summed up"
+    peak = {"memory/trainer_peak_gib": 4.0}
+    assert found == ({"a": 2.0, "train/overflows": 3.0, "mismatch/at_position_64": 5.0} | peak, 1)
 
 
 def rollout(group, reward, size=1, outcome="done", **fields):

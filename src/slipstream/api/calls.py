@@ -58,8 +58,8 @@ class Evaluation:
     metrics: dict[str, float] = field(repr=False)
     """All numbers, as they stand in `metrics.jsonl`."""
     samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], repr=False)
-    """The completions, as `Run.samples` has them: task, prompt, right answer, completion, reward and outcome. Those of
-    one task follow one another."""
+    """The completions, as `Run.samples` has them: task, prompt, right answer, completion, reward and outcome. A
+    task's completions follow one another."""
 
 
 def train(

@@ -20,8 +20,8 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of it: a summary, and of an evaluation its samples; or an error by its class, exit code and message; or
-    that it goes on in a new process (`again`)."""
+    """The result: a summary, and of an evaluation its samples; or an error by its class, exit code and message; or a
+    request to continue in a new process (`again`)."""
 
     summary: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []

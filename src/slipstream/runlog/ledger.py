@@ -68,8 +68,8 @@ class Entry:
     reason: str
     num_groups: int
     num_tokens: int
-    """Sampled tokens; of a group that did not finish, none are counted. Those of rollouts that failed are `dropped`
-    for their outcome, in an entry of its own that has no groups."""
+    """Sampled tokens; of a group that did not finish, none are counted. The tokens of failed rollouts are `dropped` for
+    their outcome, in a separate entry without groups."""
 
 
 @dataclass(frozen=True)
@@ -382,8 +382,8 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 
 
 def balance(folder: Path) -> Balance | None:
-    """Where the groups of the run in `folder` are; None without a ledger. Those of batches that taught nothing, which
-    `metrics.jsonl` knows, are dropped as `skipped`. Raises DataError if it cannot be read."""
+    """How the groups of the run in `folder` ended; None without a ledger. Groups of batches that `metrics.jsonl` has as
+    skipped are dropped as `skipped`. Raises DataError if it cannot be read."""
     paths = [folder / FILE, *(_path_of(folder, other) for other in _others(folder))]
     if not paths[0].is_file():
         return None

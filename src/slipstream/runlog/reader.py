@@ -136,8 +136,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """One row for each step of the surviving history, in order.
 
     Steps of an earlier lineage after the step from which a later one resumed are left out: they were repeated. Rows of
-    one step are merged: values are the last written, but of a later lineage, which begins with that step's weights,
-    only what the step lacks; counts add up; `lineage` and `time` are those of the first row.
+    one step are merged. Values are the last written; a later lineage adds only what the step lacks. Counts add up.
+    `lineage` and `time` are those of the first row.
     """
     return metrics_of(read_lines(Path(folder) / "metrics.jsonl", why_none=why_no_row), read_events(folder))
 
@@ -166,7 +166,7 @@ def is_sparse(name: str) -> bool:
 
 
 def plain(name: str) -> float:
-    """What a sparse metric is where there is nothing to tell."""
+    """The value of a sparse metric in a row without it."""
     return 1.0 if name == "rollout/turns" else 0.0
 
 

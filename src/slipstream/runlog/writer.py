@@ -213,8 +213,8 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Writes the row of a step: `values`, noted and counted numbers, and phase times since the last row; returns
-        these. Names are `group/name`. A count or share that a row lacks and an earlier one had is 0: plots would
-        join the others. A value that is not finite becomes null, and a warning event names it."""
+        these. Names are `group/name`. A count or share that a batch's row lacks and an earlier one had is 0: plots
+        would join the others. A value that is not finite becomes null, and a warning event names it."""
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
             numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})

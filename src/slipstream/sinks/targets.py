@@ -78,8 +78,8 @@ class TensorBoard:
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """See `Sink`."""
         if self._is_first:
-            # Marks an earlier lineage's rows from this step on as superseded. That of the step which is gone on from
-            # stays: what comes of that step now is added to it.
+            # Marks an earlier lineage's rows from this step on as superseded. The row of the checkpoint's step stays:
+            # a resume adds to it.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             made_again = step if self._resumed_from is None else self._resumed_from + 1
             self._writer.add_event(self._event.Event(wall_time=when, step=made_again, session_log=start))

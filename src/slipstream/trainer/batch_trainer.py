@@ -26,8 +26,10 @@ from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
 from slipstream.trainer.packing import StepBatch, make_step_batches
 
-_SUMS = ("train/num_tokens", "train/num_sequences", "train/overflows")
-"""Counts of an optimizer step; all other metrics are means over the batch's steps."""
+_COUNTS = ("num_tokens", "num_sequences", "num_micro_batches", "num_row_tokens", "overflows")
+_SUMS = {f"train/{name}" for name in _COUNTS}
+_LARGEST = "memory/"
+"""Sums over a batch's updates, and metrics with their largest value; all others are means."""
 
 
 class NoSignal(Enum):
@@ -171,8 +173,7 @@ class BatchTrainer:
         names = dict.fromkeys(name for row in rows for name in row)
         # Not each step has tokens of every position and probability.
         values = {name: [row[name] for row in rows if name in row] for name in names}
-        found = {name: math.fsum(own) if name in _SUMS else statistics.fmean(own) for name, own in values.items()}
-        return found, len(skipped)
+        return {name: _joined(name, own) for name, own in values.items()}, len(skipped)
 
     def optimizer_step(self, step: StepBatch, number: int, *, may_be_zero: bool) -> tuple[dict[str, float], bool]:
         """Compute the gradient of `step` and apply it. Returns its metrics, and whether it was applied: a gradient of
@@ -207,3 +208,9 @@ class BatchTrainer:
         if self.config.model.dtype == "float16":
             named |= {"train/loss_scale": stats.loss_scale, "train/overflows": float(stats.num_overflows)}
         return named, True
+
+
+def _joined(name: str, values: list[float]) -> float:
+    if name in _SUMS:
+        return math.fsum(values)
+    return max(values) if name.startswith(_LARGEST) else statistics.fmean(values)

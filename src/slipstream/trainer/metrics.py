@@ -61,9 +61,9 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
 
 
 def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
-    """Of what rewards and environments measured: means over the rollouts that have a number, sums of counts, and of
-    flags the part of the rollouts that they could be raised for: those that the named part of a rubric saw."""
-    counts, values = Counter[str](), dict[str, list[float]]()
+    """What rewards and environments measured: counts are summed up, other numbers averaged over the rollouts with one.
+    A flag is a share of the rollouts that the named part of a rubric saw."""
+    counts, values = dict.fromkeys(ROLLOUT_COUNTS, 0.0), dict[str, list[float]]()
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             kind = name.rpartition("/")[2]
@@ -73,7 +73,7 @@ def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
                 counts[kind] += value
             else:
                 values.setdefault(name, []).append(value)
-    found = {f"reward/{kind}": float(count) for kind, count in counts.items() if count}
+    found = {f"reward/{kind}": count for kind, count in counts.items() if count}
     for name, own in values.items():
         part, _, kind = name.rpartition("/")
         size = sum(_saw(part, rollout) for rollout in rollouts) if kind in ROLLOUT_FLAGS else len(own)

@@ -41,8 +41,9 @@ def waits_line(row: Mapping[str, float]) -> str:
     parts = [f"idle: {', '.join(_idle(row, side) for side in ('engine', 'trainer'))}"]
     if "rollout/groups_running" in row:
         parts.append(f"groups: {row['rollout/groups_running']:.0f} running, {row['rollout/groups_ready']:.0f} ready")
-    if row.get("staleness/max"):
+    if oldest := row.get("staleness/max"):
         ages = {int(name.rpartition("_")[2]): part for name, part in row.items() if name.startswith("staleness/age_")}
+        ages = {age: part for age, part in ages.items() if age <= oldest}
         parts.append(f"tokens by age: {', '.join(f'{age}: {100 * part:.0f} %' for age, part in sorted(ages.items()))}")
     if dropped := sum(value for name, value in row.items() if name.startswith("dropped/")):
         parts.append(f"dropped: {dropped:.0f}")

@@ -281,7 +281,7 @@ def _check_frozen(identity: Mapping[str, str], trained: Trained) -> None:
 
 def _compared(row: Mapping[str, Any], metrics: Mapping[str, float]) -> Iterable[Metric]:
     """Everything that training gives, judged metrics first; a recorded number that was not finite is None."""
-    names = [name for name in JUDGED if name in row or name in metrics]
+    names = [name for name in JUDGED if row.get(name) or name in metrics]  # rows later than a skipped one have a 0
     names += [name for name in metrics if name not in JUDGED and not name.startswith(_OF_A_PROCESS)]
     for name in names:
         value = metrics.get(name)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _GENERATE_S = "time/generate_s"
 _RATE, _LARGEST = "throughput/", ("time/", "rollout/refills")
 _SIDES = ("engine", "trainer")
-"""Of each side, the idle seconds as a whole and those by reason, which add up to them."""
+"""Each has idle seconds as a whole and by reason; the reasons add up to the whole."""
 _OF_GROUPS = "reward/drawn_mean"
 """A mean over the rollouts of the groups that were drawn."""
 _LEFT_OUT = ("no_signal", "surplus")
