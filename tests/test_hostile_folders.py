@@ -16,7 +16,7 @@ from slipstream.runlog.evaluations import read_evaluation
 from slipstream.runlog.files import open_own, refuse_in_use
 from slipstream.runlog.heartbeat import read_heartbeat
 from slipstream.runlog.ledger import Ledger
-from slipstream.runlog.reader import list_runs, read_events, read_exit, read_metrics, read_settings
+from slipstream.runlog.reader import find_runs, read_events, read_exit, read_metrics, read_settings
 from slipstream.runlog.record import read_run
 from slipstream.runlog.samples import read_tickets
 from slipstream.transport import FileStreams, open_transport
@@ -114,7 +114,7 @@ def test_a_file_of_a_run_that_is_none_is_named(name, kind, run):
         path.write_bytes(GARBAGE[kind])
     with pytest.raises(DataError, match=Path(name).name):
         READERS[name](run)
-    list_runs(run.parent)
+    find_runs([run.parent])
     if name != "events.jsonl" or kind not in ("fifo", "folder"):
         read_run(run)
 

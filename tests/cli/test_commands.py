@@ -422,7 +422,7 @@ def test_env_test_with_the_model_needs_no_gold_answers(try_model, tmp_path):
     (tmp_path / "poems.py").write_text(source)
     code, out, _ = try_model((1.0, 0.5, 0.0, 0.0), "--environment.name", tmp_path / "poems.py")
     assert code == 0
-    assert "none of 8 tasks has a gold answer" in out
+    assert "8 of 8 tasks have no gold answer" in out
     assert "ready for RL" in out
 
 

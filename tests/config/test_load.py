@@ -99,7 +99,7 @@ def test_missing_file_and_folder(tmp_path):
             "training.prompts_per_batch = 1000.0 is a number with a decimal point: "
             "use a positive whole number (run.toml:11)",
         ),
-        ("packing = 1", "training.packing = 1 is a whole number: use true or false (run.toml:11)"),
+        ("packing = 1", 'training.packing = 1 is a whole number: use true, false or "auto" (run.toml:11)'),
         (
             'schedule = "cosin"',
             'training.schedule = "cosin" is not a choice: did you mean "cosine"? '
