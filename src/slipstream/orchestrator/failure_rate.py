@@ -26,7 +26,7 @@ class FailureCounts(NamedTuple):
 
     def exceed(self, fraction: float) -> bool:
         """Whether they are more than chance makes of a rate of `fraction`. Rollouts of a group fail together, as where
-        a row has no answer, so groups are what is drawn. Where all failed nothing is left to go on with."""
+        a row has no answer, so groups are drawn. A batch whose rollouts all failed has nothing to train on."""
         if self.num_failed == self.num_rollouts and self.num_rollouts:
             return fraction < 1.0
         if self.num_failed <= fraction * self.num_rollouts or fraction in (0.0, 1.0):

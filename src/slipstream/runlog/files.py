@@ -30,7 +30,7 @@ LOCK_FILE = "run.lock"
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02
 _BLOCK_BYTES = 1 << 16
 _UNUSABLE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
-"""Of a file that is none of ours, whoever may read it."""
+"""Error numbers of a file that this program did not write."""
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for a damaged file."""
 

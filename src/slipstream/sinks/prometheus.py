@@ -2,8 +2,8 @@
 
 It listens on 127.0.0.1 alone, answers `GET /metrics` from a thread, but no web page whose name was pointed there
 (`Host`), and ends with the run. A run is never held up: rows are handed over without waiting, and a client has
-`_CLIENT_S` for its request. Counters begin with what the run folder's
-rows add up to, so that they go on after a resume; steps that a resume makes again count once.
+`_CLIENT_S` for its request. Counters begin with the sums of the run
+folder's rows, so they continue after a resume; repeated steps count once.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Facts:
     """Major compute capability of all GPUs; 0 where they differ."""
     gpu_name: str = ""
     gpu_held_bytes: int = 0
-    """Of the GPU that has least left, what processes hold that are not this run's."""
+    """Held by other processes, on the GPU with the least free memory."""
     gpu_holders: tuple[str, ...] = ()
     """Those processes, for people."""
     adapter: AdapterFacts | None = None

@@ -51,7 +51,8 @@ def leading(plan: Plan) -> list[tuple[str, str]]:
     sizes = [f"{side} {notes[name].value:.2f} GiB" for side in sides if (name := f"memory of the {side}") in notes]
     found = [("run", run), ("memory", f"{', '.join(sizes)}; {plan.device}")]
     if (time := notes.get(TRAINING_TIME)) is not None:
-        found.append(("time", f"about {time.value:g} {time.unit} of training ({time.how})"))
+        amount = f"about {time.value:g} {time.unit}" if float(time.value) >= 1 else "less than a minute"
+        found.append(("time", f"{amount} of training ({time.how})"))
     return found
 
 

@@ -67,13 +67,24 @@ def weights_folder(path: Path) -> Path:
     raise ConfigError(f"{path} {problem}: name the folder of a model, adapter, checkpoint or run")
 
 
+def _holds_weights(folder: Path) -> bool:
+    """Whether it is the folder of a run or of a checkpoint."""
+    return any((folder / name).is_file() for name in ("events.jsonl", "manifest.json"))
+
+
 def with_weights_folder(loaded: Loaded) -> Loaded:
-    """Replace a run or checkpoint in `model.path` by the folder of its weights, see `weights_folder`. Raises
-    ConfigError where these are an adapter, which belongs into `lora.path`."""
+    """Replace a run or checkpoint in `model.path` or `lora.path` by the folder of its weights, see `weights_folder`.
+    Raises ConfigError where these belong into the other of the two."""
     from slipstream.weights.adapter_folder import is_adapter_folder
 
+    lora = loaded.config.lora
+    if lora is not None and lora.path is not None and _holds_weights(adapter := Path(lora.path).expanduser()):
+        folder = weights_folder(adapter)
+        if not is_adapter_folder(folder):
+            raise ConfigError(f'lora.path = "{adapter}" holds a whole model: give it as model.path')
+        loaded = replace(loaded, config=with_values(loaded.config, {"lora.path": str(folder)}))
     path = Path(loaded.config.model.path).expanduser()
-    if not any((path / name).is_file() for name in ("events.jsonl", "manifest.json")):
+    if not _holds_weights(path):
         return loaded
     folder = weights_folder(path)
     if is_adapter_folder(folder):

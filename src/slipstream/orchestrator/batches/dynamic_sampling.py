@@ -101,9 +101,8 @@ def task_counts(
     has_signal: Callable[[Sequence[Rollout]], bool],
     parts: Collection[str] = (),
 ) -> dict[str, float]:
-    """Of all groups that were generated for a batch, by the tasks' source: their number, that of groups with signal,
-    and of rollouts that failed. Nothing where tasks have no source. `parts`: of a mixture, whose curriculum needs all
-    groups of each."""
+    """Counts the groups that were generated for a batch, by the tasks' source: all, those with signal, and failed
+    rollouts. Empty without sources. `parts`: the parts of a mixture; its curriculum needs all groups of each."""
     found: dict[str, float] = {}
     tasks: set[str] = set()
     left_out: set[str] = set()

@@ -48,7 +48,7 @@ class Gpus:
     capability: int = 0
     name: str = ""
     held_bytes: int = 0
-    """Of the GPU that has least left, what processes hold that are not this run's."""
+    """Held by other processes, on the GPU with the least free memory."""
     holders: tuple[str, ...] = ()
     """Those processes, for people, as far as they can be seen."""
     is_here: bool = True
@@ -108,14 +108,15 @@ def read_processes(text: str) -> dict[str, list[str]]:
     return found
 
 
-def read_state(used: str, processes: str) -> list[dict[str, str | list[str]]]:
+def read_state(used: str, processes: str) -> list[dict[str, str | int | list[str]]]:
     """Each GPU as a run records it: the rows of nvidia-smi with `STATE`, and its processes."""
-    of_each, found = read_processes(processes), list[dict[str, str | list[str]]]()
+    of_each, found = read_processes(processes), list[dict[str, str | int | list[str]]]()
     for line in used.splitlines():
         parts = [part.strip() for part in line.split(",", len(STATE) - 1)]
         if len(parts) == len(STATE):
             names = ("uuid", "total_mib", "used_mib", "driver", "temperature_c", "name")
-            found.append({**dict(zip(names, parts, strict=True)), "processes": of_each.get(parts[0], [])})
+            values = {name: int(part) if part.isdecimal() else part for name, part in zip(names, parts, strict=True)}
+            found.append({**values, "processes": of_each.get(parts[0], [])})
     return found
 
 
