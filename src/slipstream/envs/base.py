@@ -325,6 +325,22 @@ def plain_numbers(episode: Episode) -> Episode:
     return msgspec.structs.replace(episode, metrics=metrics, turn_rewards=turns, reward=reward)
 
 
+def with_turn_rewards(score: Score | None, episode: Episode, num_turns: int, name: str) -> Score:
+    """The score of an episode of environment `name`, with its turn rewards and their sum in the reward; `score` is None
+    where the episode has its reward. Raises RewardFailed unless there is none, or one for each of `num_turns`."""
+    if score is None:
+        score = as_score({**episode.metrics, "reward": episode.reward})
+    turns = score.turn_rewards
+    if not turns and episode.turn_rewards:
+        turns = as_score(Score(0.0, turn_rewards=tuple(episode.turn_rewards))).turn_rewards
+    if turns and len(turns) != num_turns:
+        raise RewardFailed(
+            f"environment {name} gave {len(turns)} turn rewards for an episode of {num_turns} turns: give one for each "
+            "turn of the policy"
+        )
+    return Score(score.reward + sum(turns), score.metrics, turns)
+
+
 def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Awaitable[Score]:
     """Converts a reward function's result, which may be a coroutine."""
     if not inspect.isawaitable(value):
