@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
@@ -365,10 +365,15 @@ def _refuse_many(named: Collection[str]) -> None:
 
 
 def _finite(value: object, name: str) -> float:
-    # Number types of Python and NumPy are registered as Real; not all of other libraries are.
+    # Number types of Python and NumPy are registered as Real; not all of other libraries are, nor NumPy's truth values.
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = cast("Any", value).item()
     if not isinstance(value, numbers.Real):
         raise RewardFailed(f"the reward returned {name} = {value!r:.80}, a {type(value).__name__}: return a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.copysign(math.inf, value > 0 or -1)
     if not math.isfinite(number):
         raise RewardFailed(f"the reward returned {name} = {number}, which is not finite: return a finite number")
     return number
