@@ -373,7 +373,7 @@ def _finite(value: object, name: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.copysign(math.inf, value > 0 or -1)
+        number = math.inf
     if not math.isfinite(number):
         raise RewardFailed(f"the reward returned {name} = {number}, which is not finite: return a finite number")
     return number
