@@ -327,7 +327,7 @@ def plain_numbers(episode: Episode) -> Episode:
 
 def with_turn_rewards(score: Score | None, episode: Episode, num_turns: int, name: str) -> Score:
     """The score of an episode of environment `name`, with its turn rewards and their sum in the reward; `score` is None
-    where the episode has its reward. Raises RewardFailed unless there is none, or one for each of `num_turns`."""
+    where the episode has its reward. Raises RewardFailed for any number of them but 0 and `num_turns`."""
     if score is None:
         score = as_score({**episode.metrics, "reward": episode.reward})
     turns = score.turn_rewards

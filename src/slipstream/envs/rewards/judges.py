@@ -62,8 +62,8 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     key_variable: str = ""
     """The environment variable that holds the key; name it in `environment.variables`, too."""
     reply: Literal["number", "json"] = "number"
-    """What is read after the reply's thinking: the last number, or `score` of the last JSON object, whose other numbers
-    are metrics. In `8/10` and `8 out of 10` the number is 8, if `scale` ends with 10."""
+    """Read after the reply's thinking: the last number, or `score` of the last JSON object, whose other numbers are
+    metrics. In `8/10` and `8 out of 10` the number is 8, if `scale` ends with 10."""
     scale: tuple[float, float] = (0.0, 1.0)
     """The worst and the best score, which become 0 and 1."""
     max_tokens: int = 512
