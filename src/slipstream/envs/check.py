@@ -164,8 +164,8 @@ async def check_environment(
         cut = sum(golds[task.id] != gold_turns(environment, task) for task in own if task.id in golds) if stop else 0
         if found and cut:
             found.append(
-                f"{cut} of {len(own)} gold answers continue after a string of sampling.stop = {list(stop)}, which ends a "
-                "turn: remove the string, or end the answers with it"
+                f"{cut} of {len(own)} gold answers continue after a string of sampling.stop = {list(stop)}, which ends "
+                "a turn: remove the string, or end the answers with it"
             )
         failures += [f"{part}: {text}" if part else text for text in found]
     reason = _without_gold(tasks, golds)
