@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from slipstream.envs import Environment, Episode, Message, Score, SingleTurn, Task, ToolCall
 from slipstream.envs.check import check_environment
@@ -107,6 +108,24 @@ async def test_turns_of_an_environments_own_run_are_played_and_closed():
     assert result.failures == []
     assert result.results[0].mean_reward == 1.0, "with the rewards of its turns"
     assert environment.num_closed == sum(found.num_scored for found in result.results)
+
+
+@pytest.mark.parametrize(("own_reward", "turns"), [(None, (1.0,)), (1.0, (1.0,)), (None, (0.0, 0.0, 1.0))])
+async def test_turn_rewards_that_are_not_one_for_each_turn_fail_the_check(own_reward, turns):
+    class Miscounted(Dialogue):
+        async def run(self, task, policy):
+            return replace(await super().run(task, policy), turn_rewards=turns, reward=own_reward)
+
+    result = await check(Miscounted())
+    assert "turn rewards for an episode of 2 turns" in result.failures[0]
+
+
+async def test_turn_rewards_count_beside_the_episodes_own_reward():
+    class Own(Dialogue):
+        async def run(self, task, policy):
+            return replace(await super().run(task, policy), reward=0.5)
+
+    assert (await check(Own())).results[0].mean_reward == 1.0
 
 
 async def raises():

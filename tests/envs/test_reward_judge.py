@@ -125,8 +125,45 @@ async def test_json_replies(make):
 
 
 @pytest.mark.parametrize(
+    ("reply", "scale", "reward"),
+    [
+        ("8/10", (0, 10), 0.8),
+        ("Score: **8** / **10**.", (0, 10), 0.8),
+        ("7.5 out of 10", (0, 10), 0.75),
+        ("I count 2 of 5", (0, 5), 0.4),
+        ("3/5", (1, 5), 0.5),
+        ("3/4", (0, 1), 0.75),
+        ("1/1", (0, 1), 1.0),
+        ("8 out of 10", (0, 1), 0.8),
+        ("2/10", (0, 10), 0.2),
+        ("2/10", (10, 0), 0.8),
+        ("8/1, 7/10", (0, 10), 0.7),
+        ("8/10, so 9", (0, 10), 0.9),
+        ("<think>2</think>8", (0, 10), 0.8),
+    ],
+)
+async def test_a_score_before_the_full_marks(make, reply, scale, reward):
+    assert (await make(reply, scale=scale)(TASK, "12")).reward == pytest.approx(reward)
+
+
+def cut(text):
+    return {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(
     ("reply", "settings", "said"),
     [
+        (cut("First, 2 points for"), {}, "max_tokens"),
+        (cut(None), {}, "max_tokens"),
+        (cut('{"score": 8} {'), {"reply": "json"}, "max_tokens"),
+        ("<think>perhaps 2", {}, "did not reply with a number"),
+        ('<think>{"score": 2}', {"reply": "json"}, "did not reply with a JSON object"),
+        ('<think>{"score": 2}</think>none', {"reply": "json"}, "did not reply with a JSON object"),
+        ("8/1", {}, "did not reply with a number"),
+        ("17/20", {}, "did not reply with a number"),
+        ("It meets 1 of 2 conditions", {}, "did not reply with a number"),
+        ("8,5", {}, "did not reply with a number"),
+        ('{"score": true}', {"reply": "json"}, "did not reply with a JSON object"),
         ("I cannot say", {}, "did not reply with a number from 0 to 10: 'I cannot say'"),
         ("11", {}, "did not reply with a number from 0 to 10"),
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),

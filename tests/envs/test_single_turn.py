@@ -18,6 +18,9 @@ from slipstream.records import Message, Task
         (True, Score(1.0)),
         (np.float32(0.5), Score(0.5)),
         (np.int64(2), Score(2.0)),
+        (np.bool_(True), Score(1.0)),
+        (np.array(0.5), Score(0.5)),
+        ({"reward": np.bool_(False), "right": np.bool_(True)}, Score(0.0, {"right": 1.0})),
         ({"reward": 0.5, "format": True}, Score(0.5, {"format": 1.0})),
         (Score(0.25, {"x": 1}), Score(0.25, {"x": 1.0})),
     ],
@@ -27,7 +30,8 @@ def test_numbers_and_mappings_are_scores(value, score):
 
 
 @pytest.mark.parametrize(
-    "value", ["1", None, [1.0], 1j, float("-inf"), {"reward": None}, {"score": 1}, Score(float("nan"))]
+    "value",
+    ["1", None, [1.0], 1j, float("-inf"), {"reward": None}, {"score": 1}, Score(float("nan")), 10**400, np.ones(1)],
 )
 def test_anything_else_is_a_failed_reward(value):
     with pytest.raises(RewardFailed):

@@ -39,6 +39,13 @@ def test_metrics_that_are_no_finite_numbers_are_counted_and_the_others_averaged(
     assert found["dropped/reward_error"] == 2.0
 
 
+@pytest.mark.parametrize("name", ["mean", "std", "min", "max", "signal_fraction", "drawn_mean"])
+def test_a_rewards_number_with_the_name_of_a_runs_metric_is_kept_beside_it(name):
+    found = rollout_metrics(batch_of({name: 7.0}, {name: 9.0}))
+    assert found["reward/own/" + name] == 8.0
+    assert found.get("reward/" + name) not in (7.0, 8.0, 9.0)
+
+
 def test_where_all_are_numbers_there_is_nothing_to_count():
     assert "reward/non_finite" not in rollout_metrics(batch_of({"a": 1.0}))
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
@@ -325,6 +325,22 @@ def plain_numbers(episode: Episode) -> Episode:
     return msgspec.structs.replace(episode, metrics=metrics, turn_rewards=turns, reward=reward)
 
 
+def with_turn_rewards(score: Score | None, episode: Episode, num_turns: int, name: str) -> Score:
+    """The score of an episode of environment `name`, with its turn rewards and their sum in the reward; `score` is None
+    where the episode has its reward. Raises RewardFailed for any number of them but 0 and `num_turns`."""
+    if score is None:
+        score = as_score({**episode.metrics, "reward": episode.reward})
+    turns = score.turn_rewards
+    if not turns and episode.turn_rewards:
+        turns = as_score(Score(0.0, turn_rewards=tuple(episode.turn_rewards))).turn_rewards
+    if turns and len(turns) != num_turns:
+        raise RewardFailed(
+            f"environment {name} gave {len(turns)} turn rewards for an episode of {num_turns} turns: give one for each "
+            "turn of the policy"
+        )
+    return Score(score.reward + sum(turns), score.metrics, turns)
+
+
 def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Awaitable[Score]:
     """Converts a reward function's result, which may be a coroutine."""
     if not inspect.isawaitable(value):
@@ -349,10 +365,15 @@ def _refuse_many(named: Collection[str]) -> None:
 
 
 def _finite(value: object, name: str) -> float:
-    # Number types of Python and NumPy are registered as Real; not all of other libraries are.
+    # Number types of Python and NumPy are registered as Real; not all of other libraries are, nor NumPy's truth values.
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = cast("Any", value).item()
     if not isinstance(value, numbers.Real):
         raise RewardFailed(f"the reward returned {name} = {value!r:.80}, a {type(value).__name__}: return a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise RewardFailed(f"the reward returned {name} = {number}, which is not finite: return a finite number")
     return number

@@ -161,6 +161,12 @@ async def check_environment(
         results += of_part
         found = judge_results(of_part) if of_part else []
         found += shared_prompts(own, [task for task in held_out_tasks if task.part == part])
+        cut = sum(golds[task.id] != gold_turns(environment, task) for task in own if task.id in golds) if stop else 0
+        if found and cut:
+            found.append(
+                f"{cut} of {len(own)} gold answers continue after a string of sampling.stop = {list(stop)}, which ends "
+                "a turn: remove the string, or end the answers with it"
+            )
         failures += [f"{part}: {text}" if part else text for text in found]
     reason = _without_gold(tasks, golds)
     notes = _differences(environment, rehearsal, len(golds)) if rehearsal else ()

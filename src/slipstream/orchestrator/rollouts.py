@@ -28,11 +28,10 @@ from slipstream.envs.base import (
     RewardError,
     RewardFailed,
     RewardTimeout,
-    Score,
     Scorer,
     ToolResult,
-    as_score,
     plain_numbers,
+    with_turn_rewards,
 )
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
@@ -284,22 +283,11 @@ class RolloutRunner:
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:
-        if episode.reward is None:
-            score = await grades.score(task, episode)
-        else:
-            score = as_score({**episode.metrics, "reward": episode.reward})
+        score = await grades.score(task, episode) if episode.reward is None else None
+        score = with_turn_rewards(score, episode, len(rollout.turn_spans), self._environment.name)
         rollout.reward = score.reward
         rollout.metrics |= score.metrics
-        rewards = score.turn_rewards
-        if not rewards and episode.turn_rewards:
-            rewards = as_score(Score(0.0, turn_rewards=tuple(episode.turn_rewards))).turn_rewards
-        if rewards and len(rewards) != len(rollout.turn_spans):
-            raise RewardFailed(
-                f"environment {self._environment.name} gave {len(rewards)} turn rewards for an episode of "
-                f"{len(rollout.turn_spans)} turns: give one for each turn of the policy"
-            )
-        rollout.turn_rewards = list(rewards)
-        rollout.reward += sum(rewards)
+        rollout.turn_rewards = list(score.turn_rewards)
 
     def _outcome_of(self, error: BaseException) -> tuple[Outcome, str]:
         """Outcome and error text of a rollout that ended with `error`, see `_OUTCOMES`; raises what is no outcome."""

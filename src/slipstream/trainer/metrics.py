@@ -21,6 +21,8 @@ _FITS, _GROWS, _JUMPS, _GROWN = 0.1, 3.0, 3.0, 1.5
 before and of the first version, above which it is told."""
 _HIGHEST_EXPONENT = 700.0
 """Beyond it the exponential is no float64."""
+_OF_THE_RUN = ("mean", "std", "min", "max", "signal_fraction", "drawn_mean")
+"""Metrics below `reward/` that every run has; a reward's own number of such a name is below `reward/own/`."""
 
 
 def any_cut(metrics: Mapping[str, float]) -> bool:
@@ -77,7 +79,7 @@ def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
     for name, own in values.items():
         part, _, kind = name.rpartition("/")
         size = sum(_saw(part, rollout) for rollout in rollouts) if kind in ROLLOUT_FLAGS else len(own)
-        found[f"reward/{name}"] = math.fsum(own) / size
+        found[f"reward/own/{name}" if name in _OF_THE_RUN else f"reward/{name}"] = math.fsum(own) / size
     return found
 
 

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from slipstream.envs.answers import last_number
+from slipstream.envs.answers import final_answer, last_number
 from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
 from slipstream.errors import ConfigError, one_line
@@ -40,6 +40,8 @@ from slipstream.records import NON_FINITE, Task
 _AGAIN = (408, 425, 429)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
+_FULL_MARKS = re.compile(r"[*_`\s]*(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
+_DECIMAL_COMMA = re.compile(r"\d,\d{1,2}(?!\d)\D*$")
 _SHOWN = 200
 _MAX_BYTES = 8 << 20
 """Bound of an answer: a reply of many thousand tokens has a hundredth of it."""
@@ -60,8 +62,8 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     key_variable: str = ""
     """The environment variable that holds the key; name it in `environment.variables`, too."""
     reply: Literal["number", "json"] = "number"
-    """What is read: the last number of the reply, or `score` of the last JSON object in it, whose other numbers are
-    metrics."""
+    """Read after the reply's thinking: the last number, or `score` of the last JSON object, whose other numbers are
+    metrics. In `8/10` and `8 out of 10` the number is 8, if `scale` ends with 10."""
     scale: tuple[float, float] = (0.0, 1.0)
     """The worst and the best score, which become 0 and 1."""
     max_tokens: int = 512
@@ -193,10 +195,11 @@ class Judge(Graded):
     def _reply(self, data: bytes) -> _Reply:
         try:
             found = json.loads(data)
-            text = found["choices"][0]["message"]["content"]
+            choice = found["choices"][0]
+            text, end = choice["message"]["content"], choice.get("finish_reason")
             count = (found.get("usage") or {}).get("total_tokens") or 0
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            text = count = None
+            text = count = end = None
         if count is not None and not (isinstance(count, int | float) and 0 <= count <= _MAX_COUNT):
             raise RewardFailed(
                 f"the judge {self.name} at {self._where} counts {count!r:.40} tokens, which max_total_tokens cannot be "
@@ -204,6 +207,11 @@ class Judge(Graded):
             )
         tokens = int(count or 0)
         self._spent.add(0, tokens)
+        if end == "length":
+            # Its last number need not be the score.
+            raise RewardFailed(
+                f"the reply of the judge {self.name} was cut at max_tokens = {self._settings.max_tokens}: raise it"
+            )
         if not isinstance(text, str):
             shown = self._shown(data.decode(errors="replace"))
             raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
@@ -213,16 +221,19 @@ class Judge(Graded):
         """The reward in a reply, and its metrics."""
         metrics: dict[str, float] = {}
         found: Any = None
+        low, high = self._settings.scale
+        answer = final_answer(text) or ""
         if self._settings.reply == "number":
-            number = last_number(text)
+            number = _score_in(answer, max(low, high))
             found = None if number is None else _as_float(number)
-        elif (table := _last_object(text)) is not None:
+        elif (table := _last_object(answer)) is not None:
             named = {key: _as_float(value) for key, value in table.items() if type(value) in (int, float, bool)}
             found = named.pop("score", None)
+            if isinstance(table["score"], bool) and (low, high) != (0.0, 1.0):
+                found = None
             metrics = {key: value for key, value in named.items() if math.isfinite(value)}
             if left_out := len(named) - len(metrics):
                 metrics[NON_FINITE] = float(left_out)
-        low, high = self._settings.scale
         if found is None or not min(low, high) <= found <= max(low, high):
             what = "a number" if self._settings.reply == "number" else "a JSON object with a score"
             raise RewardFailed(
@@ -327,6 +338,19 @@ def _filled(template: str, task: Task, answer: str) -> str:
         "answer": right if isinstance(right, str) else "" if right is None else json.dumps(right),
     }
     return _NAMES.sub(lambda found: values[found[1]], template)
+
+
+def _score_in(text: str, best: float) -> Fraction | None:
+    """The last number in a text; before the full marks, where it ends with these. None where they are not `best`."""
+    if _DECIMAL_COMMA.search(text):
+        return None
+    if not (found := [*_FULL_MARKS.finditer(text)]) or last_number(text[found[-1].end() :]) is not None:
+        return last_number(text)
+    marks = found[-1]
+    number, full = last_number(text[: marks.start()]), Fraction(marks[1])
+    if number is None or full == best:
+        return number
+    return number / full if best == 1 and full else None
 
 
 def _last_object(text: str) -> dict[str, Any] | None:

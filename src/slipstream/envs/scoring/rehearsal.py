@@ -22,6 +22,7 @@ from slipstream.envs.base import (
     Scorer,
     ToolResult,
     plain_numbers,
+    with_turn_rewards,
 )
 from slipstream.envs.policy import following
 from slipstream.errors import one_line
@@ -48,13 +49,13 @@ class Rehearsal:
         episode = await self._play(task, policy)
         if is_gold and policy.difference:
             self.differences.append(policy.difference)
-        if episode.reward is not None:
-            return Score(episode.reward, episode.metrics)
-        if not episode.messages:
-            turns = tuple(following(task.prompt, policy.conversation))
-            episode = msgspec.structs.replace(episode, messages=turns)
-        score = await self._scorer.score(task, episode)
-        return Score(score.reward + sum(score.turn_rewards or episode.turn_rewards), score.metrics)
+        score = None
+        if episode.reward is None:
+            if not episode.messages:
+                messages = tuple(following(task.prompt, policy.conversation))
+                episode = msgspec.structs.replace(episode, messages=messages)
+            score = await self._scorer.score(task, episode)
+        return with_turn_rewards(score, episode, policy.num_turns, self._environment.name)
 
     async def _play(self, task: Task, policy: _Saying) -> Episode:
         environment, name = self._environment, self._environment.name
@@ -87,7 +88,7 @@ class _Saying:
         self._task = task
         self._said = [turn for turn in turns if turn.role == "assistant"]
         self._between = _others(turns)
-        self._num_turns = 0
+        self.num_turns = 0
         self.state: Any = None
         self.num_tools = 0
         """Calls of tools under way, which have a deadline of their own."""
@@ -102,14 +103,14 @@ class _Saying:
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> Reply:
         """See `Policy`."""
-        if self._num_turns == self._environment.max_turns:
+        if self.num_turns == self._environment.max_turns:
             raise RuntimeError(
-                f"run() asked for turn {self._num_turns + 1}, and max_turns = {self._environment.max_turns}: raise it "
+                f"run() asked for turn {self.num_turns + 1}, and max_turns = {self._environment.max_turns}: raise it "
                 "in the class, as the context is planned with it"
             )
-        turn = self._said[min(self._num_turns, len(self._said) - 1)]
+        turn = self._said[min(self.num_turns, len(self._said) - 1)]
         self._compare(_others(following(self._task.prompt, messages)))
-        self._num_turns += 1
+        self.num_turns += 1
         calls = tuple(_call(call) for call in turn.tool_calls)
         self.conversation = [*messages, turn]
         return Reply(turn.content, "stop", calls, turn.content)
