@@ -15,8 +15,8 @@ from slipstream.runlog import RunLog
 from slipstream.runlog.evaluations import read_evaluation
 from slipstream.runlog.files import open_own, refuse_in_use
 from slipstream.runlog.heartbeat import read_heartbeat
-from slipstream.runlog.ledger import Ledger
-from slipstream.runlog.reader import find_runs, read_events, read_exit, read_metrics, read_settings
+from slipstream.runlog.ledger import Ledger, balance, end_whole
+from slipstream.runlog.reader import find_runs, read_events, read_exit, read_metrics, read_settings, summarize
 from slipstream.runlog.record import read_run
 from slipstream.runlog.samples import read_tickets
 from slipstream.transport import FileStreams, open_transport
@@ -119,6 +119,11 @@ def test_a_file_of_a_run_that_is_none_is_named(name, kind, run):
         read_run(run)
 
 
+def test_settings_of_another_type_are_named_by_their_file(run):
+    (run / "resolved.toml").write_text("model = 5\n")
+    assert "resolved.toml" in summarize(run).message
+
+
 def test_a_heartbeat_that_is_none(run):
     for content in GARBAGE.values():
         (run / "heartbeat.json").write_bytes(content)
@@ -167,6 +172,25 @@ def test_a_ledger_that_is_none_has_the_right_remedy(kind, tmp_path):
         opened(tmp_path, 1)
     assert ("make room" in str(raised.value)) == (kind in ("folder", "link"))
     assert not (tmp_path / "other").exists()
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"CREATE VIEW more AS {ENDLESS}",
+        f"CREATE TRIGGER more AFTER UPDATE ON groups BEGIN SELECT count(*) FROM ({ENDLESS}); END",
+    ],
+)
+def test_a_ledger_that_would_compute_for_ever_is_refused(statement, tmp_path):
+    opened(tmp_path, 0).close(0)
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as data:
+        data.execute(statement)
+    for reads in (lambda: opened(tmp_path, 1), lambda: balance(tmp_path), lambda: end_whole(tmp_path, 1)):
+        with pytest.raises(SlipstreamError, match="more"):
+            reads()
 
 
 @pytest.mark.parametrize("content", [b"\xc1junk", b"", "text", 7, b"\x90" * 3])

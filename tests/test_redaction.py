@@ -79,3 +79,7 @@ def test_what_is_no_secret_stays(text):
 
 def test_variables_that_every_shell_has_are_no_secrets():
     assert [name for name in ("PWD", "OLDPWD", "SSH_AUTH_SOCK", "HF_TOKEN") if is_secret_variable(name)] == ["HF_TOKEN"]
+
+
+def test_a_connection_string_is_a_secret():
+    assert redact({"connection_string": "Account=a;Key=b"}) == {"connection_string": "<redacted>"}

@@ -212,6 +212,7 @@ MODELS = [
     ("finished", "the run in .*finished has no whole checkpoint yet: wait for its first, or name a model"),
     ("no_runs/sft/checkpoints/step-000061/weights", "is no folder here, and no name of a model on the hub: correct"),
     ("config_text", "config.json cannot be read .*: save or download the model again"),
+    ("config_deep", "config.json cannot be read .*: save or download the model again"),
     ("config_list", "config.json is not a JSON object: save the model again"),
     ("unknown", "holds no usable configuration .*martian.*: use another model"),
     ("encoder", "BertForMaskedLM, not a causal language model: give one that generates text"),
@@ -221,6 +222,7 @@ MODELS = [
     ("shard_missing", "lacks model-00002-of-00002.safetensors, which its index names"),
     ("no_tokenizer", ". has no tokenizer .*: copy the files"),
     ("tokenizer_text", "no tokenizer can be loaded .*: "),
+    ("tokenizer_deep", "no tokenizer can be loaded .*: "),
     ("no_template", "the tokenizer has no chat template: use a chat model"),
     ("template_syntax", "chat template cannot render a question .*: use"),
 ]
@@ -244,6 +246,7 @@ def make_models(root):
 
     config = json.loads((good / "config.json").read_text())
     variant("config_text", config_json="model_type: qwen3")
+    variant("config_deep", config_json="[" * 100_000)
     variant("config_list", config_json="[]")
     variant("unknown", config_json=json.dumps({**config, "model_type": "martian"}))
     variant("encoder", config_json=json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
@@ -256,6 +259,7 @@ def make_models(root):
     tokenizer = [file.name for file in good.iterdir() if "token" in file.name or file.suffix == ".jinja"]
     variant("no_tokenizer", tokenizer)
     variant("tokenizer_text", tokenizer_json="not a tokenizer")
+    variant("tokenizer_deep", tokenizer_json="[" * 100_000 + "]" * 100_000)
     settings = json.loads((good / "tokenizer_config.json").read_text())
     for name, template in (("no_template", None), ("template_syntax", "{% for %}")):
         folder = variant(name, [file for file in tokenizer if file.endswith(".jinja")])

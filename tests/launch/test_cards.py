@@ -147,7 +147,7 @@ class TestHeld:
     def test_a_run_records_driver_temperature_and_processes(self):
         row = "GPU-a, 81559, 41000, 570.86, 43, NVIDIA H100 80GB HBM3\n"
         [found] = read_state(row + "GPU-b, 1\n", self.PROCESSES)
-        assert (found["driver"], found["temperature_c"], found["name"]) == ("570.86", "43", "NVIDIA H100 80GB HBM3")
+        assert (found["driver"], found["temperature_c"], found["name"]) == ("570.86", 43, "NVIDIA H100 80GB HBM3")
         assert len(found["processes"]) == 2
         assert read_state("", "") == []
 

@@ -168,7 +168,12 @@ class TestModel:
 
     @pytest.mark.parametrize(
         ("content", "expected"),
-        [("{", "cannot be read"), ("[]", "is not a JSON object"), ("{}", "neither a local folder nor a hub id")],
+        [
+            ("{", "cannot be read"),
+            ("[" * 100_000, "cannot be read"),
+            ("[]", "is not a JSON object"),
+            ("{}", "neither a local folder nor a hub id"),
+        ],
     )
     def test_bad_config_files(self, tmp_path, content, expected):
         with pytest.raises(ConfigError, match=expected):

@@ -73,7 +73,8 @@ async def test_they_are_in_no_batch_and_no_grade(kind, tmp_path):
     assert environment.graded == ["z"] * 4
     assert len(warnings) == 1, "said once for a run"
     found = {(entry.state, entry.reason): entry.num_groups for entry in balance(tmp_path).entries}
-    assert found == {("trained", ""): 2, ("dropped", "no_tokens"): 2}
+    # Groups without a rollout to train on are `failed`; their rollouts' tokens, none, are counted by outcome.
+    assert found == {("trained", ""): 2, ("dropped", "failed"): 2, ("dropped", "no_tokens"): 0}
 
 
 async def test_a_first_observation_beyond_the_context_is_one_of_them():

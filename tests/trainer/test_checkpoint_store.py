@@ -66,6 +66,21 @@ def test_a_step_that_may_turn_out_the_best_is_kept_and_its_critic_goes_with_its_
     assert CheckpointStore(tmp_path / "none").best() is None
 
 
+def test_links_and_files_under_the_names_of_checkpoints_do_not_stop_a_save(tmp_path):
+    """A link is removed and not what it names; a file is no checkpoint."""
+    store, elsewhere = CheckpointStore(tmp_path / "checkpoints", keep=1), tmp_path / "elsewhere"
+    save(store, 1)
+    (store.folder / "step-000001").rename(elsewhere)
+    (store.folder / "step-000001").symlink_to(elsewhere)
+    (store.folder / "step-000002").symlink_to("step-000002")
+    (store.folder / "step-000003").write_text("not a checkpoint")
+    assert store.latest() == store.folder / "step-000001"
+    for step in (2, 3, 4):
+        save(store, step)
+    assert {path.name for path in store.folder.iterdir()} == {"step-000004"}
+    assert damage(elsewhere) is None
+
+
 def test_the_newest_until_a_step_is_found(tmp_path):
     store = CheckpointStore(tmp_path, keep=2, keep_weights=4)
     assert (store.why_none(), store.resumable_steps()) == ("", [])

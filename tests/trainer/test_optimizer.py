@@ -289,6 +289,18 @@ def test_state_is_not_asked_for_between_the_halves_of_a_step():
             lambda state: state.update({"master.weight": torch.zeros(3, 2)}),
             r"shape \[3, 2\] there and \[2, 2\]",
         ),
+        (
+            lambda state: state.update({"exp_avg.weight": torch.zeros(3, 2)}),
+            r"shape \[3, 2\] there and \[2, 2\]",
+        ),
+        (
+            lambda state: state.update({"exp_avg_sq.weight": torch.zeros(2, 2, dtype=torch.int8)}),
+            "exp_avg_sq of weight in torch.int8",
+        ),
+        (
+            lambda state: state.update({"master.weight": torch.zeros(2, 2, dtype=torch.int64)}),
+            "master of weight in torch.int64",
+        ),
     ],
 )
 def test_state_that_does_not_fit_is_refused_and_nothing_changes(change, problem):

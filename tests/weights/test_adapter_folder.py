@@ -1,6 +1,7 @@
 """Adapters as PEFT's folders: what is written, what is read back, and what is refused in which words."""
 
 import json
+import math
 
 import peft
 import pytest
@@ -93,6 +94,21 @@ def test_others_leave_out_what_they_do_not_need(folder):
     assert read_adapter_config(folder) == AdapterConfig(4, 8.0, ("all-linear",), "")
     rewrite(folder, base_model_name_or_path=..., use_dora=True, target_modules=None, init_lora_weights="gaussian")
     assert read_adapter_config(folder) == AdapterConfig(4, 8.0, (), "", dora=True)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 10**9}, {"r": 2}, {"r": 0}, {"r": -4}, {"lora_alpha": math.nan}, {"lora_alpha": math.inf}]
+)
+def test_a_rank_or_scale_of_no_adapter_is_refused_before_layers_are_made(folder, settings):
+    rewrite(folder, **settings)
+    with pytest.raises(ConfigError, match="r = "):
+        read_adapter_config(folder)
+
+
+def test_brackets_without_end_are_a_sentence(folder):
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_adapter_config(folder)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class ChatTokenizer:
         self._system: list[dict[str, Any]] = []
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"model.path = {self.path}: no tokenizer can be loaded ({first_line(error)}): correct it"
             ) from error
@@ -466,7 +466,7 @@ def _embeddings(folder: Path) -> tuple[int, frozenset[int]]:
     no bound where it does not say so."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return sys.maxsize, frozenset()
     rows = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size") or sys.maxsize
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

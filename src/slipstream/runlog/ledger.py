@@ -128,6 +128,7 @@ class Ledger:
             os.close(open_own(path, os.O_RDWR))
         self._data = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         with self._reported():
+            _check_tables(self._data)
             self._data.execute("PRAGMA journal_mode = WAL")
             self._data.execute("PRAGMA synchronous = NORMAL")
             self._data.execute("PRAGMA secure_delete = OFF")  # what is forgotten need not be overwritten
@@ -353,6 +354,7 @@ def end_whole(folder: Path, step: int) -> None:
             continue
         try:
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as data:
+                _check_tables(data)
                 data.execute("BEGIN IMMEDIATE")
                 data.execute("UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'")
                 data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (step,))
@@ -426,9 +428,16 @@ def _end_of(path: Path) -> str:
     return "".join(f"at step {step}: {reason or 'no reason was given'}" for step, reason in _read(path, query))
 
 
+def _check_tables(data: sqlite3.Connection) -> None:
+    """Raise DatabaseError for a file with views or triggers: no ledger has any, and one may compute for ever."""
+    if others := data.execute("SELECT name FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchall():
+        raise sqlite3.DatabaseError(f"it has the view or trigger {others[0][0]!r}")
+
+
 def _read(path: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
+            _check_tables(data)
             return data.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise DataError(f"{path} cannot be read ({error}): it is no ledger, or was not begun") from error

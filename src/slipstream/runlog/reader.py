@@ -314,7 +314,10 @@ def summary_of(
     tables: dict[str, Any],
 ) -> RunSummary:
     """Summary of a run's files after reading; `running` is checked before anything is read."""
-    settings = msgspec.convert(tables, _Settings)
+    try:
+        settings = msgspec.convert(tables, _Settings)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{folder / 'resolved.toml'} is damaged ({error}): rewrite or remove it") from error
     started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
     return RunSummary(
         name=folder.resolve().name,

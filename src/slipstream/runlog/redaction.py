@@ -28,7 +28,7 @@ _SECRET_WORDS = frozenset(
     | {"credential", "credentials", "authorization", "auth", "bearer", "cookie", "cookies", "jwt", "pat", "dsn"}
     | {"webhook", "signature", "sig", "sessionid", "authtoken", "accesstoken", "accesskey", "secretkey", "privatekey"}
 )
-_SECRET_PAIRS = frozenset({("access", "code"), ("session", "id")})
+_SECRET_PAIRS = frozenset({("access", "code"), ("session", "id"), ("connection", "string")})
 _HARMLESS_VARIABLES = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "TERM_SESSION_ID"})
 _COMMAND = "mcp:"
 _VALUE = r"""(?P<value>"[^"]*"|'[^']*'|[^\s"'<>]+)"""

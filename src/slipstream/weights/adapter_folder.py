@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         base = str(content.get("base_model_name_or_path") or "")
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no {CONFIG_FILE}: give the folder of an adapter in PEFT's format") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read ({error!r}): save the adapter again") from None
     for name, allowed in _PLAIN.items():
         value = content.get(name)
@@ -184,6 +185,13 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
                 f"the adapter in {folder} has {name} = {json.dumps(value)}, which is neither plain LoRA nor DoRA: merge"
                 " it into its model with PEFT and train on that"
             )
+    if rank < 1 or not math.isfinite(alpha):
+        raise ConfigError(f"{file} has r = {rank} and lora_alpha = {alpha}, of no adapter: save the adapter again")
+    stored = read_adapter_shapes(folder) if (folder / WEIGHTS_FILE).is_file() else {}
+    ranks = {shape[0] for name, shape in stored.items() if name.endswith(".lora_A.weight") and shape}
+    # Before any caller makes layers of this rank, which may be larger than memory.
+    if ranks - {rank}:
+        raise ConfigError(f"{file} has r = {rank}, and its weights are of rank {max(ranks)}: save the adapter again")
     names = (targets,) if isinstance(targets, str) else tuple(targets or ())
     revision = content.get("revision")
     return AdapterConfig(

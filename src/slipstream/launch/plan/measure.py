@@ -420,7 +420,7 @@ def _read_config_file(folder: Path) -> dict[str, Any]:
                 "or make a whole model of it with slipstream export --merged"
             ) from None
         raise ConfigError(f'model.path = "{folder}" has no config.json: give a folder in Hugging Face format') from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} is not a JSON object: save the model again")

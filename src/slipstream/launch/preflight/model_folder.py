@@ -264,5 +264,5 @@ def _check_weights(folder: Path) -> list[str]:
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): save or download the model again") from error

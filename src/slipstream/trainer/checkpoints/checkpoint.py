@@ -108,7 +108,7 @@ class CheckpointStore:
         step is replaced. `best`: point the link `best` to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._unfinished():
-            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+            _remove(leftover)
         temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
         final = self._path(step)
         with told_of_the_disk(final, temporary):
@@ -207,8 +207,8 @@ class CheckpointStore:
         if self.latest(until=_step_of(path) - 1) is None:
             return None
         final = path.with_name(f"{_DAMAGED}{path.name}")
-        if final.exists():
-            shutil.rmtree(final)
+        if os.path.lexists(final):
+            _remove(final)
         return path.rename(final)
 
     @staticmethod
@@ -242,21 +242,21 @@ class CheckpointStore:
     def _step_aside(self, final: Path) -> None:
         """Free the name of a checkpoint that is written again. Folders cannot be replaced atomically, so that a
         complete one stays valid as `.old` until the new one is in place."""
-        if not final.exists():
+        if not os.path.lexists(final):
             return
         if damage(final) is not None:
             final.rename(final.with_name(f".unfinished-{final.name}"))
             return
         replaced = final.with_name(f"{final.name}.old")
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        if os.path.lexists(replaced):
+            _remove(replaced)
         final.rename(replaced)
 
     def named(self) -> list[Path]:
         """Folders that look like checkpoints, oldest step first, a replaced one before its replacement."""
         found = {path: _STEP.fullmatch(path.name) for path in self.folder.glob("step-*")}
         return sorted(
-            (path for path, match in found.items() if match),
+            (path for path, match in found.items() if match and path.is_dir()),
             key=lambda path: (_step_of(path), -len(path.name)),
         )
 
@@ -272,9 +272,17 @@ class CheckpointStore:
                 # Renamed first: an interrupted removal must not leave what looks like a checkpoint.
                 doomed = path.with_name(f".unfinished-{path.name}")
                 path.rename(doomed)
-                shutil.rmtree(doomed)
+                _remove(doomed)
             elif path not in with_state:
                 _remove_state(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file, or a link; the folder that a link names stays: its owner put it there."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _step_of(path: Path) -> int:
@@ -320,10 +328,8 @@ def _remove_state(path: Path) -> None:
     _replace_manifest(path, msgspec.structs.replace(manifest, files=kept))
     # Also what an interrupted removal left.
     for file in (path / _STATE).iterdir():
-        if file.is_dir():
-            shutil.rmtree(file)
-        elif file.name != _EXTRA:
-            file.unlink()
+        if file.name != _EXTRA:
+            _remove(file)
 
 
 def _write_manifest(folder: Path, step: int) -> None:

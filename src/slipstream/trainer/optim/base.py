@@ -28,6 +28,9 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 RateOf = Callable[[str], float]
 """By parameter name, the factor on the learning rate."""
 
+_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Optimizer states that are floats in the shape of their parameter."""
+
 
 @dataclass(frozen=True)
 class OptimStats:
@@ -243,11 +246,17 @@ class Optimizer(ABC):
                     f"the saved optimizer state does not say how often {name} was updated, which its moments are "
                     "corrected by: start a new run from the checkpoint's weights"
                 )
-            if (shape := memory[self.weights_key].shape) != live[name].shape:
-                raise TrainingError(
-                    f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
-                    f"{list(live[name].shape)} here"
-                )
+            for key in {self.weights_key, *_SHAPED} & memory.keys():
+                if (shape := memory[key].shape) != live[name].shape:
+                    raise TrainingError(
+                        f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
+                        f"{list(live[name].shape)} here"
+                    )
+                if not memory[key].is_floating_point():
+                    raise TrainingError(
+                        f"the saved optimizer state has {key} of {name} in {memory[key].dtype}, and it needs a float: "
+                        "resume from another checkpoint"
+                    )
 
     def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
         """Whether a parameter's states are another optimizer's with the same keys."""
