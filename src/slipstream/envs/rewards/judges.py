@@ -60,8 +60,8 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     key_variable: str = ""
     """The environment variable that holds the key; name it in `environment.variables`, too."""
     reply: Literal["number", "json"] = "number"
-    """What is read: the last number of the reply, or `score` of the last JSON object in it, whose other numbers are
-    metrics."""
+    """What is read: the last number of the reply (7 of "7/10" on a scale to 10), or `score` of the last JSON
+    object in it, whose other numbers are metrics."""
     scale: tuple[float, float] = (0.0, 1.0)
     """The worst and the best score, which become 0 and 1."""
     max_tokens: int = 512
@@ -191,9 +191,11 @@ class Judge(Graded):
         self._spent.add(1, 0)
 
     def _reply(self, data: bytes) -> _Reply:
+        was_cut = False
         try:
             found = json.loads(data)
             text = found["choices"][0]["message"]["content"]
+            was_cut = found["choices"][0].get("finish_reason") == "length"
             count = (found.get("usage") or {}).get("total_tokens") or 0
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             text = count = None
@@ -207,6 +209,11 @@ class Judge(Graded):
         if not isinstance(text, str):
             shown = self._shown(data.decode(errors="replace"))
             raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
+        if was_cut:  # its last number may be any number of its reasoning, or the first digit of a score
+            raise RewardFailed(
+                f"a reply of the judge {self.name} was cut at max_tokens = {self._settings.max_tokens}: raise it, or "
+                f"ask for a shorter reply: {self._shown(text)}"
+            )
         return _Reply(text, tokens)
 
     def _read(self, text: str) -> tuple[float, dict[str, float]]:
@@ -214,11 +221,13 @@ class Judge(Graded):
         metrics: dict[str, float] = {}
         found: Any = None
         if self._settings.reply == "number":
-            number = last_number(text)
+            number = last_number(_without_points(text, max(self._settings.scale)))
             found = None if number is None else _as_float(number)
         elif (table := _last_object(text)) is not None:
             named = {key: _as_float(value) for key, value in table.items() if type(value) in (int, float, bool)}
             found = named.pop("score", None)
+            if isinstance(table["score"], bool):  # `true` is no 1 from 0 to 10
+                found = None
             metrics = {key: value for key, value in named.items() if math.isfinite(value)}
             if left_out := len(named) - len(metrics):
                 metrics[NON_FINITE] = float(left_out)
@@ -341,6 +350,11 @@ def _last_object(text: str) -> dict[str, Any] | None:
         if isinstance(found, dict) and "score" in found:
             return cast("dict[str, Any]", found)
     return None
+
+
+def _without_points(text: str, most: float) -> str:
+    """The text without "/10", "/ 10" and "out of 10" after a number, where 10 is the scale's largest score."""
+    return re.sub(rf"(?<=\d)\s*(?:/|\b(?:out )?of\b)\s*{re.escape(f'{most:g}')}(?:\.0+)?(?![.,]?\d)", "", text)
 
 
 def _as_float(number: float | Fraction) -> float:
