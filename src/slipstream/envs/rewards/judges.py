@@ -60,7 +60,7 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     key_variable: str = ""
     """The environment variable that holds the key; name it in `environment.variables`, too."""
     reply: Literal["number", "json"] = "number"
-    """What is read: the last number of the reply (7 of "7/10" on a scale to 10), or `score` of the last JSON
+    """It reads the last number of the reply (7 of "7/10" on a scale to 10), or `score` of the last JSON
     object in it, whose other numbers are metrics."""
     scale: tuple[float, float] = (0.0, 1.0)
     """The worst and the best score, which become 0 and 1."""
