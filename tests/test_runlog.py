@@ -825,3 +825,10 @@ def test_counts_add_up_until_the_next_row(tmp_path):
         log.metrics(2, {"train/loss": 0.25})
     first, second = runlog.read_metrics(tmp_path / "run")
     assert (first["retry/late"], first["retry/refused"], "retry/late" in second) == (3.0, 5.0, False)
+
+
+def test_a_folder_without_a_run_is_no_folder_to_resume(tmp_path):
+    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds no run") as caught:
+        RunLog.create(tmp_path)
+    assert "--resume" not in str(caught.value), "with --resume it would be refused as well"

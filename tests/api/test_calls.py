@@ -31,6 +31,8 @@ def reward(task, completion):
 
 
 LOCK = threading.Lock()
+CYCLE = []
+CYCLE.append(CYCLE)
 ROWS = [{"question": f"{i} + 1?", "answer": i + 1, "level": i % 3} for i in range(40)]
 
 
@@ -271,3 +273,16 @@ def test_a_copy_is_made_for_each_process():
 def test_what_makes_tasks_is_no_data_and_the_argument_is_named(data):
     with pytest.raises(ConfigError, match="pass it as tasks="):
         slipstream.sft("m", data, reward)
+
+
+@pytest.mark.parametrize("bad", ["half \ud83d of it", CYCLE])
+def test_rows_that_are_no_json_are_named(bad):
+    rows = [*ROWS, {"prompt": "a", "completion": "b", "note": bad}]
+    for packed in (lambda: pack_rows(rows), lambda: pack_environment(rows, reward=reward)):
+        with pytest.raises(DataError, match="row 40 of"):
+            packed()
+
+
+def test_on_step_that_cannot_be_called_is_refused_at_once():
+    with pytest.raises(ConfigError, match="on_step"):
+        slipstream.sft("model", ROWS, on_step=3)

@@ -124,6 +124,19 @@ async def test_json_replies(make):
     assert (await make(odd, reply="json")(TASK, "13")).metrics.items() >= {"c": 2.0, "non_finite": 2.0}.items()
 
 
+@pytest.mark.parametrize("text", ["7/10", "Score: 7 / 10.", "7 out of 10", "**7**/10, of 3 tries: 7/10.0", "7 of 10!"])
+async def test_points_of_the_largest_score(make, text):
+    assert (await make(text)(TASK, "12")).reward == 0.7
+    assert (await make(text, scale=(10, 0))(TASK, "12")).reward == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "due"), [("1/2", 0.5), ("7/10", 0.7), ("0 out of 1", 0.0), ("1/1", 1.0), ("0.5", 0.5)]
+)
+async def test_fractions_on_the_scale_of_one(make, text, due):
+    assert (await make(text, scale=(0, 1))(TASK, "12")).reward == due
+
+
 @pytest.mark.parametrize(
     ("reply", "scale", "reward"),
     [
@@ -166,6 +179,13 @@ def cut(text):
         ('{"score": true}', {"reply": "json"}, "did not reply with a JSON object"),
         ("I cannot say", {}, "did not reply with a number from 0 to 10: 'I cannot say'"),
         ("11", {}, "did not reply with a number from 0 to 10"),
+        ("12/10", {}, "did not reply with a number from 0 to 10"),
+        (
+            {"choices": [{"message": {"content": "I think 1"}, "finish_reason": "length"}]},
+            {},
+            "cut at max_tokens = 512",
+        ),
+        ('{"score": true}', {"reply": "json"}, "did not reply with a JSON object with a score"),
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),
         ({"choices": []}, {}, "sent no chat completion"),
         (web.Response(text=f"<html>{KEY}"), {}, "sent no chat completion"),

@@ -11,8 +11,10 @@ import time
 import psutil
 import pytest
 
+from slipstream.errors import ConfigError, TrainerLost
+from slipstream.processes import watchdog
 from slipstream.processes.looks import SILENT_POLLS, STOPPED_POLLS, Looks
-from slipstream.runlog import read_exit, stacks
+from slipstream.runlog import RunLog, read_exit, stacks
 from slipstream.runlog.heartbeat import Heartbeat
 
 TRAINER = """
@@ -32,7 +34,7 @@ class Quick(subprocess.Popen):
         super().__init__([sys.executable, "-c", text, *command[3:]], **options)
         print(self.pid, flush=True)
 
-with RunLog.create(folder) as log, watched(folder, Quick), Beating(log, 0.05), stacks.kept_in(folder):
+with RunLog.create(folder) as log, watched(folder, Quick, log.warning), Beating(log, 0.05), stacks.kept_in(folder):
     log.metrics(2, {{"loss/total": 1.0}})
     while not (folder / "heartbeat.json").exists():
         time.sleep(0.02)
@@ -183,3 +185,28 @@ def test_a_trainer_that_somebody_else_kills_is_no_matter_of_the_watchdog(watched
     run.process.kill()
     assert run.wait()[0] == -signal.SIGKILL
     assert read_exit(run.folder) is None
+
+
+def test_a_watchdog_that_dies_is_missed(watched):
+    run = watched(UNTIL)
+    run.watchdog.kill()
+    events = run.folder / "events.jsonl"
+    run.until(lambda: "the watchdog has ended" in events.read_text())
+    (run.folder / "go").touch()
+    assert run.wait()[0] == 0
+
+
+def test_a_lock_that_is_held_a_little_longer_keeps_no_end_from_the_run(tmp_path, monkeypatch):
+    RunLog.create(tmp_path / "run").close()
+    create, held = RunLog.create, [True, True]
+
+    def later(folder, resume):
+        if held:
+            held.pop()
+            raise ConfigError("in use")
+        return create(folder, resume=resume)
+
+    monkeypatch.setattr(watchdog, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(watchdog.RunLog, "create", later)
+    watchdog.write_end(tmp_path / "run", TrainerLost("it hangs", exit_code=137))
+    assert read_exit(tmp_path / "run").error == "TrainerLost"

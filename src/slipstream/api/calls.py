@@ -189,6 +189,8 @@ def _run(
     progress: bool,
     wait: bool,
 ) -> Run:
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(f"on_step = {on_step!r:.60} cannot be called: give a function of step and metrics, or None")
     loaded = load_settings(tree, algorithm="sft" if command == "sft" else None)  # what is wrong is raised here
     folder = loaded.config.run.folder
     if folder is None:

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import msgspec
+
 from slipstream.config.python_objects import PythonObject, load, pack
 from slipstream.data.conversations import COMPLETIONS, MESSAGES, Columns, problems_of
 from slipstream.data.files.arrow import with_lists, without_nulls
@@ -21,7 +23,7 @@ from slipstream.envs.rewards.functions import by_signature
 from slipstream.envs.rewards.named import BUILT_IN
 from slipstream.envs.single_turn import FunctionEnvironment, Reward, SingleTurn, as_tasks
 from slipstream.envs.split import split_of
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.records import Task
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
@@ -239,6 +241,13 @@ def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
         values = {str(key): value for key, value in cast("Mapping[Any, Any]", row).items()}
         if is_table:
             values |= {name: without_nulls(values[name]) for name in _RENDERED if name in values}
+        try:
+            msgspec.json.encode(values, enc_hook=repr)  # its digest is of these bytes
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise DataError(
+                f"row {number} of {what} cannot be written as JSON ({' '.join(str(error).split())}): correct its text, "
+                "or leave the row out"
+            ) from None
         rows.append(values)
     if not rows:
         raise ConfigError(f"{what} holds no row: give at least one")

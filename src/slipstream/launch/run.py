@@ -109,7 +109,7 @@ def train(
         MetricsServer(prepared.config.run.metrics_port) as server,
         StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
-        watched(folder, child_process.popen) if owns_process and supervisor is None else nullcontext(),
+        watched(folder, child_process.popen, log.warning) if owns_process and supervisor is None else nullcontext(),
         Beating(log),
         stacks.kept_in(folder),
         trainer_logs_as_events(log),

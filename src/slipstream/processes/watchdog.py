@@ -15,8 +15,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, TrainerLost
@@ -33,9 +34,15 @@ _PAUSE_S = 0.05
 
 
 @contextlib.contextmanager
-def watched(folder: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> Generator[None]:
+def watched(
+    folder: Path,
+    popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+    warn: Callable[[str], object] = lambda text: None,
+) -> Generator[None]:
     """In this context a watchdog looks at this process, whose run is in `folder`. Only for a process that is the run's
-    own, as it may be killed. Without a watchdog, where none can be started, the run goes on."""
+    own, as it may be killed. Without a watchdog, where none can be started, the run goes on; it does so with a warning
+    where the watchdog dies."""
+    over = threading.Event()
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(folder.absolute())]
     process: subprocess.Popen[bytes] | None = None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)  # until it ignores them
@@ -45,13 +52,23 @@ def watched(folder: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Pope
             process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if process is not None:
+        threading.Thread(target=_missed, args=(process, over, warn), name="slipstream-watchdog", daemon=True).start()
     try:
         yield
     finally:
+        over.set()
         if process is not None and process.stdin is not None:
             process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
+
+
+def _missed(process: subprocess.Popen[bytes], over: threading.Event, warn: Callable[[str], object]) -> None:
+    """Warn of a watchdog that ends before its trainer."""
+    code = process.wait()
+    if not over.is_set():
+        warn(f"the watchdog has ended with {code}, and nobody would end this run if it hung: it goes on without")
 
 
 def main() -> None:
@@ -104,8 +121,16 @@ def write_end(folder: Path, error: SlipstreamError) -> None:
     if holds_run(folder):
         rows = read_metrics(folder)  # the last attempt may have none
         step = int(rows[-1]["step"]) if rows else 0
-        with contextlib.suppress(SlipstreamError), RunLog.create(folder, resume=True) as log:
-            log.exit(error, step=step)
+        until = time.monotonic() + _END_S
+        while True:
+            try:
+                with RunLog.create(folder, resume=True) as log:
+                    log.exit(error, step=step)
+                return
+            except SlipstreamError:  # a killed process may hold the lock a little longer than its main thread lives
+                if time.monotonic() > until:
+                    return
+                time.sleep(_PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -410,6 +410,8 @@ def refuse_used(folder: Path) -> None:
                 f"{folder} holds a run that ended before its first checkpoint: begin it again with --resume, or use "
                 "another folder"
             )
+        if not (folder / _EVENTS).is_file():
+            raise ConfigError(f"{folder} is not empty and holds no run (no {_EVENTS}): use another folder")
         raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 
 
