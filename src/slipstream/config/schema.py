@@ -233,8 +233,8 @@ class LoraConfig(Section):
     such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`. Not
     over `training.ranks`."""
     path: str | None = None
-    """An adapter to start from, which must fit the settings above: a folder in PEFT's format, or a run or checkpoint that
-    trained one. Not set: a fresh adapter."""
+    """An adapter to start from, which must fit the settings above: a folder in PEFT's format, or the folder of a run or
+    checkpoint. Not set: a fresh adapter."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]

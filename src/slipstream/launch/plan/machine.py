@@ -93,7 +93,7 @@ def gpus_in_use() -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
     return read_used(used), read_processes(processes)
 
 
-def gpus_at_start() -> list[dict[str, str | list[str]]]:
+def gpus_at_start() -> list[dict[str, str | int | list[str]]]:
     """The GPUs of the machine as a run records them; empty where they cannot be asked."""
     return read_state(*_ask_once())
 
