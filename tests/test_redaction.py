@@ -30,12 +30,17 @@ FORMS = (
 )
 
 
+def _value(section, key, form):
+    """The form in a list, but where a summary of the run wants another type."""
+    return {"model.path": form, "training.steps": 1}.get(f"{section}.{key}", [form])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_secret_in_any_setting_leaves_nothing_of_it(form, tmp_path):
     lines = ["tools = 1"]
     names = [name.split(".") for name in all_keys() if name.count(".") == 1]
     for section, keys in itertools.groupby(sorted(names), key=lambda name: name[0]):
-        lines += ["", f"[{section}]", *(f"{key} = {toml_value([form])}  # {form}" for _, key in keys)]
+        lines += ["", f"[{section}]", *(f"{key} = {toml_value(_value(section, key, form))}  # {form}" for _, key in keys)]
     lines += [f"# left_out = {toml_value(form)}  # no effect", "", "[own.settings]"]
     lines += [f'{name} = "{SECRET}"' for name in ("pwd", "auth_header", "session_id", "webhook_url")]
     with RunLog.create(tmp_path / "run") as log:
@@ -83,3 +88,10 @@ def test_variables_that_every_shell_has_are_no_secrets():
 
 def test_a_connection_string_is_a_secret():
     assert redact({"connection_string": "Account=a;Key=b"}) == {"connection_string": "<redacted>"}
+
+
+def test_arguments_in_a_list_follow_their_options():
+    given = {"args": ["--token", "S3KRETX", "--api-key=S4KRETX", "--verbose", "yes", "--password", "--quiet"]}
+    hidden = ["--token", "<redacted>", "--api-key=<redacted>", "--verbose", "yes", "--password", "--quiet"]
+    assert redact(given) == {"args": hidden}
+    assert secrets_of(given) == {"S3KRETX", "S4KRETX"}

@@ -135,3 +135,14 @@ def test_any_command_line_is_settings_or_a_config_error(tmp_path_factory, argume
     path.write_text(MINIMAL)
     with contextlib.suppress(ConfigError):
         load_config(path, arguments)
+
+
+def test_a_table_given_as_text_is_not_shown(run_file):
+    with pytest.raises(ConfigError, match=r"environment\.settings is a text") as raised:
+        load_config(run_file(), ["--environment.settings", '{"password": "S3KRETX"'])
+    assert "S3KRETX" not in str(raised.value)
+
+
+def test_data_takes_a_path(run_file):
+    loaded = load_config(run_file(), ["--algorithm.kind", "sft", "--data", "rows.jsonl"])
+    assert loaded.config.data.path.endswith("rows.jsonl")

@@ -44,8 +44,11 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _is_report(path: Path) -> bool:
-    with open_regular(path) as file:
-        return TITLE_END.encode() in file.read(_HEAD_BYTES)
+    try:
+        with open_regular(path) as file:
+            return TITLE_END.encode() in file.read(_HEAD_BYTES)
+    except OSError:  # a FIFO, or a file that this user may not read
+        return False
 
 
 def _with_names(record: RunRecord) -> RunRecord:

@@ -161,8 +161,10 @@ def _inside_free_table(flag: str, path: tuple[str, ...], text: str | None) -> Ov
 
 
 def _section_switch(flag: str, name: str, text: str | None) -> Override:
-    """`--evaluation` and `--no-evaluation`."""
+    """`--evaluation` and `--no-evaluation`; `--data PATH`, as `slipstream sft` has it, sets `data.path`."""
     section = name.removeprefix("no-")
+    if name == "data" and text not in (None, "true", "false"):
+        return Override(("data", "path"), text, flag)
     if section in optional_sections():
         switched_off = name.startswith("no-")
         if text is None or (not switched_off and text in ("true", "false")):

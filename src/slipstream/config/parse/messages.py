@@ -103,7 +103,9 @@ def _sentence(key: Key, item: Mapping[str, Any], where: Where) -> str:
         remedy = f'did you mean "{near[0]}"? It takes {remedy}' if near else f"use {remedy}"
     else:
         remedy = f"use {remedy}"
-    return located(f"{path} = {show(value)} {_reason(kind, item.get('ctx', {}), value)}: {remedy}", where(key.path))
+    # A table given as text is not shown: it may hold secrets.
+    shown = "" if key.is_free and isinstance(value, str) else f" = {show(value)}"
+    return located(f"{path}{shown} {_reason(kind, item.get('ctx', {}), value)}: {remedy}", where(key.path))
 
 
 def _reason(kind: str, context: Mapping[str, Any], value: Any) -> str:
