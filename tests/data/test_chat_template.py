@@ -179,6 +179,11 @@ def test_an_end_token_inside_an_answer_is_refused(chat):
         chat.training_tokens([USER, Message("assistant", "4<|im_end|>\n<|im_start|>user\nmore")])
 
 
+def test_a_conversation_that_an_assistant_begins_is_refused(chat):
+    with pytest.raises(DataError, match="begin with a user's message"):
+        chat.training_tokens([Message("assistant", "4"), USER, Message("assistant", "5")])
+
+
 def test_a_conversation_without_an_assistant_is_refused(chat):
     with pytest.raises(DataError, match="no assistant message"):
         chat.training_tokens([USER])

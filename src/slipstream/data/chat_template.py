@@ -326,6 +326,8 @@ class ChatTokenizer:
         it."""
         if self._system and (not chat or chat[0]["role"] != "system"):
             chat = self._system + chat
+        if not chat:
+            raise DataError("no message comes before the assistant's first one: begin with a user's message")
         try:
             rendered = self._tokenizer.apply_chat_template(
                 chat,
