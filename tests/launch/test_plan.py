@@ -356,6 +356,7 @@ def test_every_auto_gets_its_value_and_reason():
         "environment.apart": False,
         "environment.reward_workers": 1,
         "training.micro_batch_tokens": 8192,
+        "training.packing": True,
         "training.gradient_checkpointing": False,
         "training.compile": False,
         "run.threads": 2,
@@ -411,6 +412,7 @@ def test_what_the_user_set_stays():
         "environment.apart": True,
         "environment.reward_workers": 3,
         "training.micro_batch_tokens": 512,
+        "training.packing": False,
         "training.gradient_checkpointing": False,
         "training.compile": False,
         "run.threads": 1,
@@ -488,8 +490,9 @@ class TestBatch:
     def test_few_prompts_lower_the_batch_and_say_so(self):
         made = plan(num_train_tasks=12)
         assert made.config.training.prompts_per_batch == 12
-        assert made.derived[1].reason == "lowered from 32: the training data has only 12 prompts"
-        assert made.warnings == (f"training.prompts_per_batch was {made.derived[1].reason}",)
+        [lowered] = [item for item in made.derived if item.name == "training.prompts_per_batch"]
+        assert lowered.reason == "lowered from 32: the training data has only 12 prompts"
+        assert made.warnings == (f"training.prompts_per_batch was {lowered.reason}",)
         assert made.config.inference.max_num_seqs == 256, "the evaluation still has 500 tasks"
 
     def test_updates_have_to_divide_the_lowered_batch(self):
@@ -783,8 +786,8 @@ class TestSFT:
         assert {item.name for item in made.derived} == {
             "model.dtype", "model.fp32_head", "model.fp32_residual", "model.replay_experts", "model.shared_kernels",
             "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
-            "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
-            "run.async_checkpoints",
+            "training.gradient_checkpointing", "training.compile", "training.packing", "run.threads",
+            "run.checkpoint_every", "run.async_checkpoints",
         }  # fmt: skip
         assert [note.name for note in made.notes if note.unit] == ["memory of the trainer", "size of a checkpoint"]
         on_gpu = dataclasses.replace(FACTS, data=SFT_DATA, num_gpus=1, gpu_memory_bytes=8 * GIB)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from slipstream.errors import ConfigError, DataError
 from slipstream.regular_files import read_regular
 from slipstream.runlog.files import read_lines, read_toml
@@ -79,8 +77,8 @@ def read_run(folder: str | Path) -> RunRecord:
     tables, settings = _settings(folder / "resolved.toml", damage)
     try:
         summary = summary_of(folder, running, report, events, rows, tables)
-    except (msgspec.ValidationError, TypeError) as error:
-        damage.append(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): rewrite or remove it")
+    except DataError as error:
+        damage.append(str(error))
         summary = summary_of(folder, running, report, events, rows, {})
     if damage and report is None and not running:
         summary = replace(summary, status="damaged", message=damage[0])
