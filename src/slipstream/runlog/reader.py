@@ -317,7 +317,8 @@ def summary_of(
     try:
         settings = msgspec.convert(tables, _Settings)
     except msgspec.ValidationError as error:
-        raise DataError(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): rewrite or remove it") from error
+        where = folder / "resolved.toml"
+        raise DataError(f"{where} has a value of a wrong kind ({error}): rewrite or remove it") from error
     started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
     return RunSummary(
         name=folder.resolve().name,
