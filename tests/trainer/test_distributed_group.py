@@ -148,7 +148,8 @@ def test_gradients_in_bfloat16_are_added_up_in_float32(make, make_batch, model_f
     masters = learner.optimizer.masters()
     for name, master in optimizer.masters().items():
         difference = masters[name].grad - master.grad
-        assert difference.norm() < 2e-3 * master.grad.norm(), f"{name} is rounded more than once"
+        # Rounded once: 0.0012 to 0.0022, by processor. Added up in bfloat16: 0.0033 to 0.0056.
+        assert difference.norm() < 2.8e-3 * master.grad.norm(), f"{name} is rounded more than once"
 
 
 def test_a_model_in_which_sequences_see_one_another_is_refused_after_sharding(group, model_folder):

@@ -173,8 +173,8 @@ def test_equal_tokens_of_different_images_are_no_shared_prompt(folders):
         [other.sha256, WIDE.sha256],
     )
     scores = score(PolicyModel.load(folder), batch.sequences, micro_batch_tokens=512).logprobs
-    assert scores[0].equal(scores[1])
-    assert not scores[0].allclose(scores[2])
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)  # bits depend on the place in the row
+    assert not scores[0].allclose(scores[2], atol=1e-3)
 
 
 def test_a_placeholder_may_be_no_token_of_the_vocabulary(folders):

@@ -209,6 +209,8 @@ class Optimizer(ABC):
             if name:
                 saved.setdefault(name, {})[key] = tensor
         self._check(saved)
+        if "step" not in tensors:
+            raise TrainingError("the saved optimizer state has no step: resume from another checkpoint")
         self.step = int(tensors["step"])
         self.loss_scale.load(tensors)
         for name, weights in self._weights().items():
