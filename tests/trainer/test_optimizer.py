@@ -301,6 +301,7 @@ def test_state_is_not_asked_for_between_the_halves_of_a_step():
             lambda state: state.update({"master.weight": torch.zeros(2, 2, dtype=torch.int64)}),
             "master of weight in torch.int64",
         ),
+        (lambda state: state.pop("step"), "has no step"),
     ],
 )
 def test_state_that_does_not_fit_is_refused_and_nothing_changes(change, problem):
