@@ -191,7 +191,7 @@ def test_a_watchdog_that_dies_is_missed(watched):
     run = watched(UNTIL)
     run.watchdog.kill()
     events = run.folder / "events.jsonl"
-    run.until(lambda: "the watchdog has ended" in events.read_text())
+    run.until(lambda: "the watchdog ended" in events.read_text())
     (run.folder / "go").touch()
     assert run.wait()[0] == 0
 

@@ -40,8 +40,8 @@ def watched(
     warn: Callable[[str], object] = lambda text: None,
 ) -> Generator[None]:
     """In this context a watchdog looks at this process, whose run is in `folder`. Only for a process that is the run's
-    own, as it may be killed. Without a watchdog, where none can be started, the run goes on; it does so with a warning
-    where the watchdog dies."""
+    own, as it may be killed. If no watchdog can be started, the run continues without; if it dies, with a
+    warning."""
     over = threading.Event()
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(folder.absolute())]
     process: subprocess.Popen[bytes] | None = None
@@ -68,7 +68,7 @@ def _missed(process: subprocess.Popen[bytes], over: threading.Event, warn: Calla
     """Warn of a watchdog that ends before its trainer."""
     code = process.wait()
     if not over.is_set():
-        warn(f"the watchdog has ended with {code}, and nobody would end this run if it hung: it goes on without")
+        warn(f"the watchdog ended with exit code {code}: the run continues, and a hang would not be noticed")
 
 
 def main() -> None:

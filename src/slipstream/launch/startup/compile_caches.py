@@ -1,9 +1,9 @@
 """Persistent compile caches of torch, Triton and vLLM, so that the next run finds what this one has compiled.
 
-Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it; a process for which its
-content is not valid uses another folder; variables that are set take precedence; without a usable folder it is a
-temporary one, as another user may have made the compilers' usual ones. torch and Triton write complete files named
-after their content, so that runs may share the folder. It may be removed at any time.
+Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it. Other versions and
+devices use other folders. Variables that are set take precedence. Without a usable folder it is temporary: another user
+may have made the compilers' usual ones. Runs may share the folder, since torch and Triton write complete files named
+after their content. It may be removed at any time.
 """
 
 from __future__ import annotations
