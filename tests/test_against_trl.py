@@ -95,8 +95,8 @@ def test_lengths_come_from_the_samples(bench, tmp_path):
         },
     ]
     samples = [
-        {"step": 0, "lineage": 0, "completion": "abc", "outcome": "done"},
-        {"step": 0, "lineage": 0, "completion": "abcdefg", "outcome": "truncated"},
+        {"step": 0, "lineage": 0, "time": 11.0, "completion": "abc", "outcome": "done"},
+        {"step": 0, "lineage": 0, "time": 11.0, "completion": "abcdefg", "outcome": "truncated"},
     ]
     for name, records in (("metrics", rows), ("samples", samples)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -193,7 +193,7 @@ def test_damage_is_told_and_the_rest_is_shown(write, tmp_path):
     assert len(record.rows) == 7
     assert len(record.damage) == 4
     _, page = report(tmp_path, folder)
-    for words in ("metrics.jsonl, line 9 is damaged", "1 lines lack one of", "exit.json is damaged", "wrong kind"):
+    for words in ("metrics.jsonl, line 9 is damaged", "1 lines cannot be used", "exit.json is damaged", "wrong kind"):
         assert words in page.words, words
 
 

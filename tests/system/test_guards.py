@@ -79,12 +79,18 @@ def test_after_the_first_update_the_garbage_collector_looks_at_new_objects_only(
     assert gc.get_freeze_count() == 0
 
 
-def test_no_trainable_token_in_a_batch(scripted):
-    report = scripted.run(
-        "--environment.settings", "{coin = true}", "--training.prompts_per_batch", "3", script=after_probe(scripted, [])
-    )
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
-    assert "no trainable token" in report.message
+@pytest.mark.parametrize(
+    ("limit", "error", "step", "words"),
+    [
+        (1, "TrainingError", 0, "no episode has a token of the policy in 1 consecutive steps"),
+        (20, "EngineError", 0, "the engine sampled no token of the probe"),
+    ],
+)
+def test_an_engine_that_samples_no_tokens(scripted, limit, error, step, words):
+    settings = ("--environment.settings", "{coin = true}", "--run.max_steps_without_signal", str(limit))
+    report = scripted.run(*settings, script=after_probe(scripted, []))
+    assert (report.error, report.step) == (error, step)
+    assert words in report.message
 
 
 def test_steps_of_truncated_completions_only_are_skipped_where_these_are_not_trained_on(scripted):

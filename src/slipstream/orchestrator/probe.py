@@ -60,6 +60,8 @@ class Probe:
         for prompt, completion in zip(self._prompts, completions, strict=True):
             if completion.finish_reason == "abort" or completion.logprobs is None:
                 raise EngineError(f"the probe got no log-probabilities: {completion.error or 'none were returned'}")
+            if not completion.token_ids:
+                raise EngineError("the engine sampled no token of the probe: there is nothing to verify it by")
             if prompt.media and completion.prompt_ids != prompt.token_ids:
                 raise IntegrityError(f"in the probe {mismatch_of(completion, prompt.token_ids)}")
             num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids)
