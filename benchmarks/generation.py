@@ -327,7 +327,7 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
-    from slipstream.launch.plan.measure import read_model
+    from slipstream.plan.measure import read_model
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="slipstream-generation-") as folder:

@@ -179,8 +179,8 @@ def make_batch(options: argparse.Namespace) -> tuple[Any, Any, list[int]]:
 
 def planned_bytes(network: Any, options: argparse.Namespace, **how: Any) -> int:
     """What the plan says of the trainer, contexts and workspaces left out."""
-    from slipstream.launch.plan.facts import ModelFacts
-    from slipstream.launch.plan.memory.sizes import activation_bytes_per_token, training_state_bytes
+    from slipstream.plan.facts import ModelFacts
+    from slipstream.plan.memory.sizes import activation_bytes_per_token, training_state_bytes
 
     config = network.config
     model = ModelFacts(

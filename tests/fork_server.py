@@ -44,7 +44,7 @@ KINDS = {
     "slipstream.inference.plugin.main": "engine",
     "slipstream.inference.plugin.try_settings": "engine",
     "slipstream.cli": "trainer",
-    "slipstream.api.child": "trainer",
+    "slipstream.python.child": "trainer",
     "slipstream.launch.ranks.child": "trainer",
     "slipstream.launch.parts.child": "trainer",
     "slipstream.processes.watchdog": "trainer",

@@ -40,22 +40,24 @@ LAYERS = {
     "trainer": 3,
     "envs": 3,
     "orchestrator": 4,
-    "launch": 5,
-    "report": 6,
-    "cli": 6,
-    "view": 6,
-    "api": 7,
-    "__main__": 7,
+    "plan": 5,
+    "launch": 6,
+    "commands": 7,
+    "report": 8,
+    "cli": 8,
+    "view": 8,
+    "python": 9,
+    "__main__": 9,
 }
 SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors")}
 """Pairs of one layer in which the first may import the second."""
 LIGHT_MODULES = (
-    "slipstream.api",
+    "slipstream.python",
     "slipstream.records",
     "slipstream.config",
     "slipstream.detection.figures",
     "slipstream.detection.targets",
-    "slipstream.launch.plan.derive",
+    "slipstream.plan.derive",
     "slipstream.launch.startup",
     "slipstream.processes.watchdog",
     "slipstream.cli",
@@ -105,7 +107,7 @@ def upward_imports(path: Path) -> list[str]:
     """What a file imports against the layers."""
     own = package_of(path)
     if not own:
-        others = [other for _, other in imported_packages(path) if other != "api"]  # which it imports when asked for it
+        others = [other for _, other in imported_packages(path) if other != "python"]  # which it imports when asked for it
         return [f"{label(path)}: the root package imports nothing of the project" for _ in others]
     assert own in LAYERS, f"{own} has no layer: add it to LAYERS, and to the documents"
     return [

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import slipstream
-from slipstream.api import calls
 from slipstream.config import load_config, load_settings
+from slipstream.python import calls
 
 FOLDER = Path(__file__).parents[1] / "examples" / "quickstart"
 ACCURACY = {"sft": 0.48, "grpo": 0.946, "control": 0.614}

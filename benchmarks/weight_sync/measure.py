@@ -32,18 +32,18 @@ from slipstream.config import (
 from slipstream.config.traits import engine_workers, planned_config, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.build import share_weights
+from slipstream.launch.deployable import deployed_engine_plan, find_deployable
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_plan
-from slipstream.launch.plan.deadlines import LEAST_S
-from slipstream.launch.plan.machine import measure_gpus, usable_cpus
-from slipstream.launch.plan.measure import measure_adapter, read_model
-from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place
-from slipstream.launch.plan.memory.sizes import GIB
-from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.signals import StopRequest
-from slipstream.launch.tools.deployable import deployed_engine_plan, find_deployable
 from slipstream.orchestrator.control.executor import share
 from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.plan.deadlines import LEAST_S
+from slipstream.plan.machine import measure_gpus, usable_cpus
+from slipstream.plan.measure import measure_adapter, read_model
+from slipstream.plan.memory.gpu_shares import num_gpus_needed, place
+from slipstream.plan.memory.sizes import GIB
+from slipstream.plan.summary import check_divided
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.runlog.temporary import temporary
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import PlannedConfig
 from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
-from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.signals import StopRequest
+from slipstream.plan.measure import adapter_config
 from slipstream.records import SamplingParams
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.api import Evaluation, Run, evaluate, load_run, new_model, sft, train
+    from slipstream.python import Evaluation, Run, evaluate, load_run, new_model, sft, train
 
 __version__ = "0.1.0"
 __all__ = ["Evaluation", "Run", "__version__", "evaluate", "load_run", "new_model", "sft", "train"]
@@ -12,7 +12,7 @@ __all__ = ["Evaluation", "Run", "__version__", "evaluate", "load_run", "new_mode
 def __getattr__(name: str) -> Any:
     """The Python API, imported when it is first asked for: children of a run import this package too."""
     if name in __all__:
-        from slipstream import api
+        from slipstream import python
 
-        return getattr(api, name)
+        return getattr(python, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,6 @@ import msgspec
 import pytest
 
 import slipstream
-from slipstream.api import calls
-from slipstream.api.protocol import Outcome
-from slipstream.api.run import error_of
 from slipstream.config import load_settings
 from slipstream.config.python_objects import give, given, is_python_object, load, pack
 from slipstream.envs import SingleTurn, Task
@@ -19,6 +16,9 @@ from slipstream.envs.base import Score
 from slipstream.envs.from_python import load_python_environment, pack_environment, pack_rows
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, SlipstreamError
+from slipstream.python import calls
+from slipstream.python.protocol import Outcome
+from slipstream.python.run import error_of
 from tests.envs.environments import shorten
 
 

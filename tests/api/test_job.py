@@ -7,16 +7,16 @@ import sys
 import msgspec
 import pytest
 
-from slipstream.api.child import _sample
-from slipstream.api.protocol import Call, Outcome
-from slipstream.api.run import Job, Run
 from slipstream.inference import child_process
+from slipstream.python.child import _sample
+from slipstream.python.protocol import Call, Outcome
+from slipstream.python.run import Job, Run
 from slipstream.records import Message, Rollout, Sequence
 
 CHILD = """
 import os, signal, sys, time
 import msgspec
-from slipstream.api.protocol import Call, Outcome
+from slipstream.python.protocol import Call, Outcome
 source, sink = map(int, sys.argv[1:])
 os.lseek(source, 0, os.SEEK_SET)
 call = msgspec.msgpack.decode(open(source, "rb").read(), type=Call)

@@ -395,7 +395,7 @@ def try_model(slipstream, run_file, monkeypatch):
     command = ("env", "test", run_file, "--num-tasks", "8", "--model", "--samples", "4")
 
     def run(rewards, *options):
-        monkeypatch.setattr("slipstream.launch.tools.evaluate.sample_groups", played(rewards))
+        monkeypatch.setattr("slipstream.commands.evaluate.sample_groups", played(rewards))
         return slipstream(*command, *options)
 
     return run

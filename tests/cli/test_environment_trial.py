@@ -21,7 +21,7 @@ def test_each_part_and_source_has_a_verdict_of_its_own(monkeypatch, capsys):
         ]
 
     monkeypatch.setattr("slipstream.launch.prepare.prepare", lambda loaded: loaded)
-    monkeypatch.setattr("slipstream.launch.tools.evaluate.sample_groups", sample)
+    monkeypatch.setattr("slipstream.commands.evaluate.sample_groups", sample)
     section = SimpleNamespace(mixture={"easy": None, "odd": None})
     loaded = SimpleNamespace(config=SimpleNamespace(algorithm=None, environment=section))
     golds = [KindResult("gold", [1.0], 1.0, part="easy"), KindResult("gold", [0.1], 1.0, part="odd")]

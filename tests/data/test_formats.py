@@ -16,7 +16,7 @@ from slipstream.data.conversations import read_conversations
 from slipstream.data.files.folders import held_out_split
 from slipstream.data.message_fields import check_contents, check_fields
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.preflight.texts import check_texts
+from slipstream.plan.preflight.texts import check_texts
 from slipstream.records import Message
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")

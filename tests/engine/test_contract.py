@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.commands.export import export
 from slipstream.errors import EngineError, WeightsError
-from slipstream.launch.tools.export import export
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.model.loading import SharedTensors, load_network
 from slipstream.trainer.model.policy import PolicyModel

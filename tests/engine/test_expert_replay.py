@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from slipstream.errors import EngineError
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.plugin.completions import expert_choices
-from slipstream.launch.plan.derive import REPLAYED
+from slipstream.plan.derive import REPLAYED
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments
-from slipstream.launch.plan.derive import CLOSER
+from slipstream.plan.derive import CLOSER
 from slipstream.records import SamplingParams
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model, new_tokenizer

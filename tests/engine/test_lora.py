@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from slipstream.commands.export import export
 from slipstream.errors import EngineError, WeightsError
-from slipstream.launch.tools.export import export
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel

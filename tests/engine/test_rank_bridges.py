@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from slipstream.launch.build import build_sharded
-from slipstream.launch.plan.memory.gpu_shares import place
 from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.plan.memory.gpu_shares import place
 from slipstream.records import Ticket
 from slipstream.weights import create_bridge
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
+from slipstream.commands.verify import _ask, raise_unless_right, verify
 from slipstream.errors import DeadlineError, EngineError, WeightsError
-from slipstream.launch.tools.verify import _ask, raise_unless_right, verify
 from slipstream.records import ApplyReport, EngineHealth, ParameterSpec, Ticket, Version
 from slipstream.runlog import RunLog
 from slipstream.weights import check_report, create_bridge

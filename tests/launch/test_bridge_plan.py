@@ -5,8 +5,8 @@ import pytest
 from slipstream.config import LoraConfig
 from slipstream.config.checks import contradictions
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.facts import AdapterFacts
-from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.plan.facts import AdapterFacts
+from slipstream.plan.memory.sizes import GIB
 
 from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, plan, reasons
 

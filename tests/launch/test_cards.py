@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from slipstream.config import LoraConfig, with_values
 from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError
-from slipstream.launch import make_plan
-from slipstream.launch.plan import machine
-from slipstream.launch.plan.derive import DoesNotFit, draft_plan
-from slipstream.launch.plan.memory.cards import (
+from slipstream.plan import make_plan
+from slipstream.plan import machine
+from slipstream.plan.derive import DoesNotFit, draft_plan
+from slipstream.plan.memory.cards import (
     MEMORY_GIB,
     Gpus,
     chosen_gpus,
@@ -24,8 +24,8 @@ from slipstream.launch.plan.memory.cards import (
     with_gpus,
     with_held,
 )
-from slipstream.launch.plan.memory.sizes import GIB
-from slipstream.launch.plan.render import leading, plan_as_json
+from slipstream.plan.memory.sizes import GIB
+from slipstream.plan.render import leading, plan_as_json
 from tests.launch.test_plan import FACTS, GRPO, LARGE, SFT, facts
 
 GENERATED = {"sampling.max_tokens": 512, "inference.max_model_len": 640}

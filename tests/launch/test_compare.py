@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from slipstream.commands.compare import compare
 from slipstream.errors import DataError
-from slipstream.launch.tools.compare import compare
 from slipstream.records import Media, Message
 from slipstream.runlog.evaluations import keep_evaluation, prompt_digest
 from tests.test_evaluations import evaluation

@@ -3,7 +3,7 @@
 import dataclasses
 
 from slipstream.config.bounds import LONGEST_S
-from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.plan.memory.sizes import GIB
 
 from .test_plan import CARD, GENERATED, TINY, plan, reasons
 

@@ -8,19 +8,19 @@ import time
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands.chat import ChatOptions, Conversation, chat_tokenizer
+from slipstream.commands.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.launch.prepare import prepare
-from slipstream.launch.tools.chat import ChatOptions, Conversation, chat_tokenizer
-from slipstream.launch.tools.deployable import (
+from slipstream.launch.deployable import (
     adapter_config_of,
     deployed_engine_plan,
     find_deployable,
     weights_folder,
     with_weights_folder,
 )
-from slipstream.launch.tools.serve import ServeOptions, is_loopback, vllm_arguments
+from slipstream.launch.prepare import prepare
 from slipstream.records import Message
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 

@@ -5,8 +5,8 @@ import importlib.metadata
 import pytest
 
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.launch.plan.facts import EngineFacts
-from slipstream.launch.plan.vllm_version import read_engine
+from slipstream.plan.facts import EngineFacts
+from slipstream.plan.vllm_version import read_engine
 
 from .test_plan import SFT, plan, reasons
 

@@ -14,8 +14,8 @@ from slipstream.config import (
     TrainingConfig,
 )
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.machine import gpu_capability, measure_gpus, usable_cpus, usable_memory_bytes
-from slipstream.launch.plan.measure import gather_facts, measure_adapter, measure_data, read_model
+from slipstream.plan.machine import gpu_capability, measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.plan.measure import gather_facts, measure_adapter, measure_data, read_model
 from slipstream.records import Message, Sequence, Task
 
 SHAPE = {

@@ -9,10 +9,10 @@ from PIL import Image
 
 from slipstream.config.parse.load import load_config
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch import make_plan
-from slipstream.launch.plan.summary import trainer_bytes
+from slipstream.plan import make_plan
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import identity_of, tasks_digest
+from slipstream.plan.summary import trainer_bytes
 from slipstream.records import Media, Message, Task
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
@@ -174,7 +174,7 @@ def test_images_whose_tokens_see_later_ones(run, tmp_path, monkeypatch):
     said = r"has images whose tokens attend to later ones too, and training.packing = false has a causal mask"
     with pytest.raises(ConfigError, match=said):
         run("--model.path", folder, "--training.packing", "false")
-    monkeypatch.setattr("slipstream.launch.preflight.images.uses_engine", lambda config: True)
+    monkeypatch.setattr("slipstream.plan.preflight.images.uses_engine", lambda config: True)
     with pytest.raises(ConfigError, match="which vLLM does not do on a CPU: use a GPU, or here SFT without"):
         run("--model.path", folder)
 

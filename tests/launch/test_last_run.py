@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from slipstream.launch.plan.memory.last_run import last_run_memory, record_memory
+from slipstream.plan.memory.last_run import last_run_memory, record_memory
 from slipstream.runlog import RunLog, read_events
 from slipstream.trainer.learner import memory_metrics
 

@@ -4,10 +4,10 @@ import pytest
 
 from slipstream.config import LoraConfig, with_values
 from slipstream.errors import ConfigError
-from slipstream.launch import make_plan
-from slipstream.launch.plan.derive import RATES, learning_rate
-from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
-from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.plan import make_plan
+from slipstream.plan.derive import RATES, learning_rate
+from slipstream.plan.lengths import least_tokens, wanted_tokens
+from slipstream.plan.memory.sizes import GIB
 
 from .test_plan import GRPO, SFT, facts
 

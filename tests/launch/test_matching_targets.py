@@ -16,8 +16,8 @@ from slipstream.launch.matching.targets import (
     matched,
     with_figures,
 )
-from slipstream.launch.plan.derive import make_plan
 from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.plan.derive import make_plan
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
 from tests.launch.test_plan import GRPO, facts

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.config import LoraConfig, ModelConfig, with_values
-from slipstream.launch import make_plan
-from slipstream.launch.plan.measure import measure_adapter, read_model, with_scores
+from slipstream.plan import make_plan
+from slipstream.plan.measure import measure_adapter, read_model, with_scores
 
 from .test_facts import SHAPE
 from .test_plan import GRPO, SFT, SFT_DATA, facts, plan

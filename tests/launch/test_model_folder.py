@@ -7,9 +7,9 @@ import pytest
 
 from slipstream.config import dump_resolved, load_config
 from slipstream.errors import ConfigError
-from slipstream.launch.preflight.model_folder import hub_id
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import same_commit
+from slipstream.plan.preflight.model_folder import hub_id
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 FIRST, SECOND = "1" * 40, "2" * 40

@@ -19,11 +19,11 @@ from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
 from slipstream.config.traits import BY_BITSANDBYTES
 from slipstream.errors import ConfigError
-from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.build import build_optimizer
-from slipstream.launch.plan.memory.sizes import GIB, optimizer_bytes, training_state_bytes
-from slipstream.launch.plan.memory.trainer import training_state
 from slipstream.launch.prepare import prepare
+from slipstream.plan.memory.sizes import GIB, optimizer_bytes, training_state_bytes
+from slipstream.plan.memory.trainer import training_state
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.adapter_folder import AdapterConfig

@@ -32,12 +32,12 @@ from slipstream.config.planned import PlannedInference
 from slipstream.config.recipes import RECIPES
 from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
-from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
+from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.engines import engine_gpus
-from slipstream.launch.plan import derive
-from slipstream.launch.plan.facts import AdapterFacts, EngineFacts
-from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
-from slipstream.launch.plan.memory.sizes import (
+from slipstream.plan import derive
+from slipstream.plan.facts import AdapterFacts, EngineFacts
+from slipstream.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
+from slipstream.plan.memory.sizes import (
     GIB,
     activation_bytes_per_token,
     gib,
@@ -45,7 +45,7 @@ from slipstream.launch.plan.memory.sizes import (
     training_state_bytes,
     weights_bytes,
 )
-from slipstream.launch.plan.memory.trainer import training_state
+from slipstream.plan.memory.trainer import training_state
 
 TINY = ModelFacts(
     num_parameters=800_000,

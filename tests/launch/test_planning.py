@@ -8,7 +8,7 @@ import pytest
 from slipstream.cli.app import main
 from slipstream.errors import ConfigError
 from slipstream.inference.preimport import check_plugin
-from slipstream.launch.preflight.model_folder import has_tokenizer, has_weights
+from slipstream.plan.preflight.model_folder import has_tokenizer, has_weights
 
 RUN = """
 [model]

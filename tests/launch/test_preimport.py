@@ -15,7 +15,7 @@ from slipstream.config import (
     with_values,
 )
 from slipstream.launch import startup
-from slipstream.launch.plan.machine import usable_cpus
+from slipstream.plan.machine import usable_cpus
 
 
 @pytest.fixture

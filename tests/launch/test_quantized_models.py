@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.preflight.model_folder import check_model
-from slipstream.launch.tools.deployable import find_deployable
+from slipstream.launch.deployable import find_deployable
+from slipstream.plan.preflight.model_folder import check_model
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 CONFIGS = (

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.launch.engines import engine_gpus
-from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.plan.memory.sizes import GIB
 
 from .test_plan import GENERATED, LARGE, SFT, SFT_DATA, plan, refusal
 

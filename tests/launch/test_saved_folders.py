@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from slipstream.commands.export import export, remarks
+from slipstream.commands.serve import ServeOptions, vllm_arguments
+from slipstream.commands.verify import _downloaded
 from slipstream.config import ModelConfig, load_config
 from slipstream.config.schema import TeacherConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.plan.measure import adapter_config
-from slipstream.launch.preflight.model_folder import check_adapter, find_teacher
-from slipstream.launch.tools.deployable import find_deployable
-from slipstream.launch.tools.export import export, remarks
-from slipstream.launch.tools.serve import ServeOptions, vllm_arguments
-from slipstream.launch.tools.verify import _downloaded
+from slipstream.launch.deployable import find_deployable
+from slipstream.plan.measure import adapter_config
+from slipstream.plan.preflight.model_folder import check_adapter, find_teacher
 from slipstream.records import Message
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner

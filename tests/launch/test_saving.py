@@ -9,13 +9,13 @@ from slipstream import records
 from slipstream.config import LoraConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.launch.build import build_optimizer
-from slipstream.launch.plan.derive import make_plan
-from slipstream.launch.plan.facts import AdapterFacts, DiskFacts
-from slipstream.launch.plan.machine import measure_disk
-from slipstream.launch.plan.measure import read_trained_model
-from slipstream.launch.plan.memory.checkpoints import saved_bytes
-from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.recovery.resume import refuse_to_resume
+from slipstream.plan.derive import make_plan
+from slipstream.plan.facts import AdapterFacts, DiskFacts
+from slipstream.plan.machine import measure_disk
+from slipstream.plan.measure import read_trained_model
+from slipstream.plan.memory.checkpoints import saved_bytes
+from slipstream.plan.memory.sizes import GIB
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective

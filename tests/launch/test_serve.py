@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from slipstream.commands.serve import held_port
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.serve import held_port
 
 
 def test_nobody_else_gets_it_but_a_server_can_listen_there():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.launch.tools.smoke import Health, Limits, across, health_of
+from slipstream.commands.smoke import Health, Limits, across, health_of
 
 
 def row(channel, loss=1.0, invalid=0, truncated=0, any_match=0.5):

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands.results import place_of
+from slipstream.commands.targets import find_target
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
-from slipstream.launch.tools.results import place_of
-from slipstream.launch.tools.targets import find_target
 from slipstream.runlog.files import write_whole
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 

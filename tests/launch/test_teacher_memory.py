@@ -7,9 +7,9 @@ import pytest
 from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
 from slipstream.config.schema import TeacherConfig
 from slipstream.errors import ConfigError
-from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.engines import engine_gpus
-from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.plan.memory.sizes import GIB
 
 STUDENT = ModelFacts(
     num_parameters=1_500_000_000, hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12,

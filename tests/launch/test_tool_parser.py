@@ -4,9 +4,9 @@
 
 import pytest
 
-from slipstream.launch.plan.facts import EngineFacts, ToolFacts
-from slipstream.launch.plan.tool_parser import find_parser
-from slipstream.launch.plan.vllm_version import read_engine
+from slipstream.plan.facts import EngineFacts, ToolFacts
+from slipstream.plan.tool_parser import find_parser
+from slipstream.plan.vllm_version import read_engine
 from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE
 from tests.launch.test_plan import SFT, plan, reasons, refusal
 

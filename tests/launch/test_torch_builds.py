@@ -6,8 +6,8 @@ import platform
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.launch.preflight import torch_builds
-from slipstream.launch.preflight.torch_builds import can_import, check_torch_builds
+from slipstream.plan.preflight import torch_builds
+from slipstream.plan.preflight.torch_builds import can_import, check_torch_builds
 
 
 def check(is_usable=False, **versions):

@@ -9,10 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import LoraConfig, RunConfig
 from slipstream.data.images.families import image_processor
-from slipstream.launch.plan.facts import AdapterFacts
-from slipstream.launch.plan.measure import measure_tower, read_trained_model
-from slipstream.launch.plan.memory.sizes import BYTES_OF, optimizer_bytes
-from slipstream.launch.plan.memory.tower import block_elements, feature_bytes, patches_at_once, tower_bytes
+from slipstream.plan.facts import AdapterFacts
+from slipstream.plan.measure import measure_tower, read_trained_model
+from slipstream.plan.memory.sizes import BYTES_OF, optimizer_bytes
+from slipstream.plan.memory.tower import block_elements, feature_bytes, patches_at_once, tower_bytes
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel

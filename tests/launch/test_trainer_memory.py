@@ -14,9 +14,9 @@ from slipstream.config import (
     TrainingConfig,
     with_values,
 )
-from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
-from slipstream.launch.plan.memory.sizes import GIB
-from slipstream.launch.plan.memory.trainer import RowMemory
+from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.plan.memory.sizes import GIB
+from slipstream.plan.memory.trainer import RowMemory
 
 MODEL = ModelFacts(
     num_parameters=1_543_714_304,

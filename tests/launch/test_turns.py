@@ -7,7 +7,7 @@ import pytest
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs import Environment, Message, SingleTurn, Task
 from slipstream.errors import ConfigError
-from slipstream.launch.preflight.turns import check_gold_turns, check_turns
+from slipstream.plan.preflight.turns import check_gold_turns, check_turns
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 ALTERNATING = """{%- for message in messages -%}

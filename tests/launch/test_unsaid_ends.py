@@ -6,8 +6,8 @@ import pytest
 
 from slipstream.config import with_values
 from slipstream.errors import Interrupted, SlipstreamError
-from slipstream.launch.plan.derive import make_plan
 from slipstream.launch.recovery.resume import end_unsaid
+from slipstream.plan.derive import make_plan
 from slipstream.runlog import RunLog, read_exit
 from slipstream.runlog.ledger import Ledger, balance
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore

@@ -2,8 +2,8 @@
 
 import pytest
 
+from slipstream.commands.verify import _sockets
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.verify import _sockets
 from slipstream.runlog import RunLog
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.preflight.vllm_options import try_options
+from slipstream.plan.preflight.vllm_options import try_options
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.launch.plan.memory import split
+from slipstream.plan.memory import split
 from slipstream.runlog import read_settings
 from slipstream.trainer.model import layers
 

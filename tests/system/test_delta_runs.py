@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.launch.tools.verify import verify
+from slipstream.commands.verify import verify
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.commands.replay import replay
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.launch.teacher import agreement_warning
-from slipstream.launch.tools.replay import replay
 from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view

@@ -21,10 +21,10 @@ from rich.console import Console
 from slipstream.config import load_config
 from slipstream.config.checks import settings
 from slipstream.errors import ConfigError, DataError, EngineError
-from slipstream.launch.plan import derive
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import _end_of, train
 from slipstream.orchestrator import retries
+from slipstream.plan import derive
 from slipstream.runlog import RunLog, read_exit, read_samples, stacks
 from slipstream.runlog.ledger import balance
 from slipstream.shared_kernels import products

@@ -7,11 +7,11 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import load_config
-from slipstream.launch.plan import measure
-from slipstream.launch.plan.memory.cards import Gpus
-from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
+from slipstream.plan import measure
+from slipstream.plan.memory.cards import Gpus
+from slipstream.plan.memory.sizes import GIB
 from slipstream.runlog import read_events
 from slipstream.trainer import learner
 from slipstream.view import make_view

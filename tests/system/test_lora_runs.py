@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from slipstream.commands.export import export
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.export import export
 from slipstream.runlog import read_events, read_metrics
 from slipstream.weights.adapter_folder import read_adapter_config, read_adapter_tensors
 from slipstream.weights.fingerprint import describe

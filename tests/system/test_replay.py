@@ -13,10 +13,10 @@ import pytest
 
 from slipstream import records
 from slipstream.cli import main
+from slipstream.commands import replay as tool
 from slipstream.config import load_config
 from slipstream.config.traits import planned_config
 from slipstream.launch.prepare import prepare
-from slipstream.launch.tools import replay as tool
 from slipstream.runlog import batches, read_metrics
 from slipstream.runlog.batches import kept_steps, read_batch
 from slipstream.runlog.files import cannot_write

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.launch.plan import bridge, derive
+from slipstream.plan import bridge, derive
 from slipstream.runlog import read_settings
 from slipstream.shared_kernels import CannotShareKernels
 from slipstream.trainer.model import policy

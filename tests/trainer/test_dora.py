@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
+from slipstream.commands.export import export
 from slipstream.errors import ConfigError
-from slipstream.launch.tools.export import export
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.loss import SFTObjective

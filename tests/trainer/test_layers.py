@@ -10,8 +10,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.measure import adapter_config, measure_adapter, read_model
-from slipstream.launch.plan.memory.sizes import activation_bytes_per_token
+from slipstream.plan.measure import adapter_config, measure_adapter, read_model
+from slipstream.plan.memory.sizes import activation_bytes_per_token
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers

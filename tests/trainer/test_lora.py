@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from slipstream import records
+from slipstream.commands.export import export
 from slipstream.config import RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.launch.tools.export import export
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, Reference, score
 from slipstream.trainer.loss import PolicyObjective, SFTObjective

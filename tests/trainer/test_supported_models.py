@@ -9,7 +9,7 @@ import transformers
 
 from slipstream import records
 from slipstream.data.images.families import FAMILIES
-from slipstream.launch.plan.derive import CLOSER, NOT_IN_FLOAT16, REPLAYED, SHARED
+from slipstream.plan.derive import CLOSER, NOT_IN_FLOAT16, REPLAYED, SHARED
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.loading import packing_obstacle

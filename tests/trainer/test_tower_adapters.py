@@ -5,13 +5,13 @@ import pytest
 import torch
 from tests.trainer.test_image_rows import FAMILIES, learner_of, own_loss, plain, save, sequences
 
+from slipstream.commands.export import export
+from slipstream.commands.targets import _targets
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.build import _rate_of
-from slipstream.launch.plan.measure import measure_adapter
-from slipstream.launch.tools.deployable import Deployable, adapter_config_of, adapts_tower
-from slipstream.launch.tools.export import export
-from slipstream.launch.tools.targets import _targets
+from slipstream.launch.deployable import Deployable, adapter_config_of, adapts_tower
+from slipstream.plan.measure import measure_adapter
 from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.learner import score
 from slipstream.trainer.loss import SFTObjective

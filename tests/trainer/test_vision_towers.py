@@ -9,11 +9,11 @@ import transformers
 from safetensors.torch import load_file
 
 from slipstream import records
+from slipstream.commands.export import export
 from slipstream.config.schema import CriticConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.measure import read_trained_model
-from slipstream.launch.plan.memory.sizes import optimizer_bytes
-from slipstream.launch.tools.export import export
+from slipstream.plan.measure import read_trained_model
+from slipstream.plan.memory.sizes import optimizer_bytes
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel
 from slipstream.trainer.learner import Learner

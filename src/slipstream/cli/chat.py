@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.progress import printable
 
 if TYPE_CHECKING:
-    from slipstream.launch.tools.chat import Answer, ChatSession
+    from slipstream.commands.chat import Answer, ChatSession
 
 Model = Annotated[
     str,
@@ -75,8 +75,8 @@ def chat(
         raise ConfigError(f"--temperature {temperature:g} is below 0: use 0 for greedy answers, or more")
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} leaves no room for an answer: use 1 or more")
-    from slipstream.launch.tools.chat import ChatOptions, chat_session, chat_tokenizer
-    from slipstream.launch.tools.deployable import find_deployable
+    from slipstream.commands.chat import ChatOptions, chat_session, chat_tokenizer
+    from slipstream.launch.deployable import find_deployable
 
     options = ChatOptions(
         system=system,
@@ -205,9 +205,9 @@ def serve_model(
         raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
     if max_num_seqs is not None and max_num_seqs < 1:
         raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
-    from slipstream.launch.tools.chat import ChatOptions, chat_tokenizer
-    from slipstream.launch.tools.deployable import find_deployable
-    from slipstream.launch.tools.serve import KEY_SOURCE, Address, ServeOptions, serve
+    from slipstream.commands.chat import ChatOptions, chat_tokenizer
+    from slipstream.commands.serve import KEY_SOURCE, Address, ServeOptions, serve
+    from slipstream.launch.deployable import find_deployable
 
     options = ServeOptions(
         name=name,

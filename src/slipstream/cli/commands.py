@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slipstream.config.schema import RunSection
-    from slipstream.launch.plan.derive import Plan
     from slipstream.launch.start import ResumeMode
+    from slipstream.plan.derive import Plan
     from slipstream.progress import Progress
 
 Overrides = Annotated[
@@ -271,12 +271,12 @@ def plan(
         slipstream plan rl.toml --device-memory 24 --lora.rank 16
     """
     from slipstream.config import load_config
-    from slipstream.launch.plan.memory.cards import chosen_gpus
+    from slipstream.plan.memory.cards import chosen_gpus
 
     loaded = load_config(Path(run_file), overrides)
     asked = chosen_gpus(device, device_memory, gpus)
-    from slipstream.launch.plan.derive import DoesNotFit
-    from slipstream.launch.tools.planning import plan_run
+    from slipstream.commands.planning import plan_run
+    from slipstream.plan.derive import DoesNotFit
 
     try:
         prepared = plan_run(loaded, asked)
@@ -288,7 +288,7 @@ def plan(
 
 
 def _show_plan(plan: Plan, dropped: Mapping[str, int], *, as_json: bool, error: SlipstreamError | None = None) -> None:
-    from slipstream.launch.plan.render import plan_as_json, render_plan
+    from slipstream.plan.render import plan_as_json, render_plan
 
     if as_json:
         failed = {} if error is None else json_error(error, str(error), error.exit_code)
@@ -342,8 +342,8 @@ def export(
 
     With --merged, merges the adapter into its base and writes a whole model. Prints the new folder.
     """
-    from slipstream.launch.tools.export import export as write
-    from slipstream.launch.tools.export import remarks
+    from slipstream.commands.export import export as write
+    from slipstream.commands.export import remarks
 
     path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
     print_json({"folder": str(path)}) if json else tell(f"exported: {path}")
@@ -404,7 +404,7 @@ def model_new(
 
     The folder must be new or empty. Prints it.
     """
-    from slipstream.launch.preflight.torch_builds import check_torch_builds
+    from slipstream.plan.preflight.torch_builds import check_torch_builds
 
     check_torch_builds()
     from slipstream.detection.coordinates import LITERALS

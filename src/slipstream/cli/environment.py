@@ -195,7 +195,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     from slipstream.envs.scoring.rehearsal import Rehearsal
     from slipstream.envs.single_turn import make_tasks
     from slipstream.envs.store.registry import located
-    from slipstream.launch.plan.machine import usable_cpus
+    from slipstream.plan.machine import usable_cpus
 
     assert config.environment is not None
     section = located(config.environment)
@@ -241,9 +241,9 @@ def _try_model(
 ) -> _Trial:
     """Sample the model on training tasks and judge what came."""
     from slipstream.algo.readiness import group_has_signal, group_statistics, judge, signal_rule
+    from slipstream.commands.evaluate import sample_groups
     from slipstream.config.schema import RLConfig
     from slipstream.launch.prepare import prepare
-    from slipstream.launch.tools.evaluate import sample_groups
     from slipstream.view import make_view
 
     algorithm = loaded.config.algorithm
@@ -372,7 +372,7 @@ def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: int) -> l
 def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
     """Return warnings about characters without a token, and an error (or "") if the tasks cannot be learned."""
     from slipstream.data.unknown_characters import read_vocabulary
-    from slipstream.launch.preflight.unknown_characters import unknown_in_tasks
+    from slipstream.plan.preflight.unknown_characters import unknown_in_tasks
 
     vocabulary = read_vocabulary(Path(config.model.path))
     if vocabulary is None:

@@ -13,7 +13,7 @@ from slipstream.cli.output import Json, print_json, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.launch.tools.targets import Target
+    from slipstream.commands.targets import Target
     from slipstream.runlog.evaluations import KeptEvaluation
 
 Results = Annotated[
@@ -47,8 +47,8 @@ def evaluate(
     [evaluation] sets the number of tasks, of completions of each (samples_per_task) and the temperature. Every sample
     is kept in the results, which `slipstream compare` reads; an existing file is not overwritten.
     """
-    from slipstream.launch.tools.results import place_of
-    from slipstream.launch.tools.targets import find_target
+    from slipstream.commands.results import place_of
+    from slipstream.commands.targets import find_target
 
     target = find_target(Path(run), model, overrides)
     if not target.address and (served_name or key_variable):
@@ -66,9 +66,9 @@ def evaluate(
 
 
 def _by_engine(target: Target, view: Literal["none", "plain", "auto"]) -> KeptEvaluation:
+    from slipstream.commands.evaluate import evaluate_model
+    from slipstream.commands.results import kept
     from slipstream.launch.prepare import prepare
-    from slipstream.launch.tools.evaluate import evaluate_model
-    from slipstream.launch.tools.results import kept
     from slipstream.view import make_view
 
     prepared = prepare(target.loaded)
@@ -81,8 +81,8 @@ def _by_engine(target: Target, view: Literal["none", "plain", "auto"]) -> KeptEv
 def _at_address(
     target: Target, served_name: str, key_variable: str, view: Literal["none", "plain", "auto"]
 ) -> KeptEvaluation:
-    from slipstream.launch.tools.evaluate_address import evaluate_address, key_of
-    from slipstream.launch.tools.results import kept
+    from slipstream.commands.evaluate_address import evaluate_address, key_of
+    from slipstream.commands.results import kept
     from slipstream.view import make_view
 
     key, config = key_of(key_variable), target.loaded.config
@@ -110,7 +110,7 @@ def compare(a: Results, b: Results, /, *, json: Json = False) -> int:
     Takes the tasks in pairs, by their id. Prints one sentence with the difference, its 95 % interval, and how large a
     difference such a comparison finds in four of five cases.
     """
-    from slipstream.launch.tools.compare import compare as compare_results
+    from slipstream.commands.compare import compare as compare_results
 
     found = compare_results(Path(a), Path(b))
     if json:

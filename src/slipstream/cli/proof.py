@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from slipstream.cli.output import Json, print_json, print_table, tell
 
 if TYPE_CHECKING:
-    from slipstream.launch.tools.replay import Replay
+    from slipstream.commands.replay import Replay
     from slipstream.runlog.trace import Trace
 
 
@@ -32,8 +32,8 @@ def verify(
     was compared. If anything differs, by as little as one bit, it names the parameter and the exit code is 6. It
     changes nothing. Of the optimizer state it checks only the file sizes.
     """
-    from slipstream.launch.tools.verify import raise_unless_right
-    from slipstream.launch.tools.verify import verify as find
+    from slipstream.commands.verify import raise_unless_right
+    from slipstream.commands.verify import verify as find
 
     verdicts = find(Path(path), None if engine is None else Path(engine))
     if json:
@@ -147,8 +147,8 @@ def replay(
     relative to the loss or to 1, whichever is larger. A step that ended the run with an error ends the replay with the
     same. It changes nothing in the run folder.
     """
-    from slipstream.launch.tools.replay import raise_unless_equal
-    from slipstream.launch.tools.replay import replay as train_again
+    from slipstream.commands.replay import raise_unless_equal
+    from slipstream.commands.replay import replay as train_again
 
     found = train_again(Path(run), step)
     if json:

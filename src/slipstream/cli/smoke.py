@@ -34,9 +34,9 @@ def smoke(
     now and then, and whose channels have losses of one order. Prints a table; if anything speaks against a run, the
     exit code is 7. Runs are made without evaluation, each in a process of its own; they keep their folders.
     """
+    from slipstream.commands.smoke import Limits, across, run_channels
     from slipstream.config import load_config
     from slipstream.launch.start import new_run_folder
-    from slipstream.launch.tools.smoke import Limits, across, run_channels
 
     run_file = Path(run_file)
     if load_config(run_file, overrides, algorithm="sft").config.matching is None:

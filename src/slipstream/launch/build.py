@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.measure import adapter_config
+from slipstream.plan.measure import adapter_config
 from slipstream.records import SamplingParams
 from slipstream.runlog.temporary import temporary
 

@@ -20,8 +20,8 @@ from slipstream.inference.launchers import SUBPROCESSES, Elsewhere
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.plan.memory.gpu_shares import place
-from slipstream.launch.plan.tool_parser import NONE as NO_PARSER
+from slipstream.plan.memory.gpu_shares import place
+from slipstream.plan.tool_parser import NONE as NO_PARSER
 
 _GRACE_S = 5.0
 

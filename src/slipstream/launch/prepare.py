@@ -28,18 +28,18 @@ from slipstream.envs.registry import load_environment, played
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch.deployable import with_weights_folder
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.matching.answers import answer_tokens, detects
 from slipstream.launch.matching.schedule import schedule_notes
 from slipstream.launch.matching.targets import conversations_of, examples_of, graded
-from slipstream.launch.plan.derive import Plan, draft_plan
-from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
-from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
-from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
-from slipstream.launch.plan.memory.cards import Gpus
-from slipstream.launch.plan.summary import Note
-from slipstream.launch.preflight.images import check_images, image_tokens
-from slipstream.launch.preflight.model_folder import (
+from slipstream.plan.derive import Plan, draft_plan
+from slipstream.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
+from slipstream.plan.lengths import least_tokens, wanted_tokens
+from slipstream.plan.measure import answer_turns, gather_facts, longest_answer, read_model
+from slipstream.plan.memory.cards import Gpus
+from slipstream.plan.preflight.images import check_images, image_tokens
+from slipstream.plan.preflight.model_folder import (
     check_adapter,
     check_model,
     check_teacher,
@@ -47,14 +47,14 @@ from slipstream.launch.preflight.model_folder import (
     find_teacher,
     has_weights,
 )
-from slipstream.launch.preflight.needs import check_needs
-from slipstream.launch.preflight.rows import read_data, source_of
-from slipstream.launch.preflight.texts import check_texts
-from slipstream.launch.preflight.torch_builds import check_torch_builds
-from slipstream.launch.preflight.turns import check_imitated, check_turns
-from slipstream.launch.preflight.unknown_characters import unknown_characters
-from slipstream.launch.preflight.vllm_options import check_options, try_options
-from slipstream.launch.tools.deployable import with_weights_folder
+from slipstream.plan.preflight.needs import check_needs
+from slipstream.plan.preflight.rows import read_data, source_of
+from slipstream.plan.preflight.texts import check_texts
+from slipstream.plan.preflight.torch_builds import check_torch_builds
+from slipstream.plan.preflight.turns import check_imitated, check_turns
+from slipstream.plan.preflight.unknown_characters import unknown_characters
+from slipstream.plan.preflight.vllm_options import check_options, try_options
+from slipstream.plan.summary import Note
 from slipstream.records import Message, SamplingParams, Task
 
 T = TypeVar("T")

@@ -35,8 +35,6 @@ from slipstream.launch.matching.schedule import generates_for
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
-from slipstream.launch.plan.machine import gpus_at_start
-from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.stock import take_stock
 from slipstream.launch.ranks.processes import rank_threads
@@ -46,7 +44,6 @@ from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
 from slipstream.launch.recovery.restarts import AttemptFailed, has_lost_weights, is_retriable, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.recovery.retry_policy import earlier_attempts
-from slipstream.launch.recovery.shortages import memory_at_start
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
@@ -55,6 +52,9 @@ from slipstream.launch.weight_sync import attach_engine
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Orchestrator
 from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.plan.machine import gpus_at_start
+from slipstream.plan.memory.last_run import record_memory
+from slipstream.plan.memory.shortages import memory_at_start
 from slipstream.processes.watchdog import watched
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams

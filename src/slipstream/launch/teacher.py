@@ -15,9 +15,9 @@ from slipstream.config import PlannedConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EngineMaker, EnginePlan, RunEngine
-from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherMemory
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
+from slipstream.plan.memory.teacher import STEP_TOKENS, TeacherMemory
 from slipstream.records import ParameterSpec, Rollout, Version
 from slipstream.runlog import EventLog, RunLog
 

@@ -23,12 +23,12 @@ from slipstream.launch.children import RunContext
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.matching.reader import MatchingReader
 from slipstream.launch.matching.schedule import generates_for
-from slipstream.launch.plan.memory.sizes import GIB, engine_bytes_per_gpu
 from slipstream.launch.startup.stages import WAIT
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader, Takes
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
+from slipstream.plan.memory.sizes import GIB, engine_bytes_per_gpu
 from slipstream.records import ApplyReport, Rollout, Ticket, Version
 from slipstream.runlog import EventLog, sample_of
 from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher

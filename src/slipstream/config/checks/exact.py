@@ -1,4 +1,4 @@
-"""What `run.exact` refuses beside what `model.shared_kernels` does, which the plan knows (`launch/plan/derive.py`)."""
+"""What `run.exact` refuses beside what `model.shared_kernels` does, which the plan knows (`plan/derive.py`)."""
 
 from __future__ import annotations
 

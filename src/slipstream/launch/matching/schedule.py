@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.config import PlannedConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.detection.schedule import Channel, channel_by_pattern, channel_by_share
-from slipstream.launch.plan.summary import Note
+from slipstream.plan.summary import Note
 
 
 def channel_of(config: MatchingConfig, step: int) -> Channel:

@@ -24,8 +24,8 @@ from typing import Any
 from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
 from slipstream.inference import child_process
-from slipstream.launch.plan.machine import gpus_in_use
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
+from slipstream.plan.machine import gpus_in_use
 from slipstream.processes import looks
 from slipstream.processes.watchdog import write_end
 from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics, stacks

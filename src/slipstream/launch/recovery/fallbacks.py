@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from slipstream.config import Derived, dump_resolved, with_values
 from slipstream.launch.build import CompilerFailed
-from slipstream.launch.plan.derive import make_plan
 from slipstream.launch.prepare import Prepared
+from slipstream.plan.derive import make_plan
 from slipstream.runlog import RunLog
 from slipstream.shared_kernels import CannotShareKernels
 from slipstream.weights.bridges.single_copy import CannotShare

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from slipstream.config import RunConfig, with_values
 from slipstream.errors import ConfigError, EngineError, OrchestratorError, OutOfMemory, RankError, SlipstreamError
-from slipstream.launch.plan.derive import make_plan
-from slipstream.launch.plan.facts import Shortage
-from slipstream.launch.plan.machine import count_oom_kills
-from slipstream.launch.plan.memory.sizes import gib
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.recovery.shortages import run_name, shortage_of
+from slipstream.plan.derive import make_plan
+from slipstream.plan.facts import Shortage
+from slipstream.plan.machine import count_oom_kills
+from slipstream.plan.memory.shortages import run_name, shortage_of
+from slipstream.plan.memory.sizes import gib
 from slipstream.runlog import RunLog
 
 Who = Literal["trainer", "engine", "teacher"]

@@ -12,7 +12,7 @@ from slipstream.config import RunConfig
 from slipstream.config.traits import engine_workers, uses_engine
 from slipstream.inference.plugin.preimport import HAS_GPU
 from slipstream.inference.preimport import EngineAhead
-from slipstream.launch.plan.machine import usable_cpus
+from slipstream.plan.machine import usable_cpus
 
 
 @contextlib.contextmanager

@@ -1,0 +1,166 @@
+"""Serves a model through vLLM's own OpenAI-compatible server, with the arguments that the model needs.
+
+Guarantees: what cannot be served is refused before anything starts; without an API key the server listens on this
+machine only; the server ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.openai_server import OpenAIServer
+from slipstream.launch.deployable import Deployable, adapter_config_of, deployed_engine_plan
+from slipstream.launch.signals import StopRequest
+from slipstream.plan.machine import measure_gpus
+from slipstream.runlog.temporary import temporary
+from slipstream.weights.usage import GENERATION_CONFIG
+
+_POLL_S = 0.5
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `--max-lora-rank`."""
+KEY_SOURCE = "SLIPSTREAM_API_KEY"
+"""The environment variable that holds the API key."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where to listen and how to run vLLM."""
+
+    name: str | None = None
+    """The model's name for clients; None: the deployable's name."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    """Concurrent conversations; None: 16 on a CPU, 256 on a GPU."""
+    gpu_memory_utilization: float = 0.8
+    trust_remote_code: bool = False
+    start_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where clients reach the model."""
+
+    url: str
+    """The base URL for clients, with `/v1`."""
+    model: str
+    needs_key: bool
+
+
+def serve(
+    deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions, on_ready: Callable[[Address], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises when the server does not start, or ends by itself."""
+    api_key = os.environ.get(KEY_SOURCE, "")
+    _check_host(options.host, api_key)
+    arguments = vllm_arguments(deployable, tokenizer, options)
+    with held_port(options.host, options.port) as port, temporary("serve") as folder, StopRequest() as stop:
+        log = Path(folder) / "server.log"
+        server = OpenAIServer(arguments, host=options.host, port=port, api_key=api_key, log_path=log)
+        stop.at_once = lambda: server.stop(0.0)
+        try:
+            server.launch()
+            if not server.wait_ready(options.start_timeout_s, stop):
+                return
+            on_ready(Address(f"{server.url}/v1", _name(deployable, options), bool(api_key)))
+            while not stop():
+                if not server.is_alive():
+                    raise EngineError(f"vLLM's server ended by itself: {server.describe()}")
+                time.sleep(_POLL_S)
+        finally:
+            server.stop()
+
+
+def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
+    """The arguments of `vllm serve`, except host, port and key."""
+    on_cpu = measure_gpus()[0] == 0
+    plan = deployed_engine_plan(
+        deployable,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs or (16 if on_cpu else 256),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        trust_remote_code=options.trust_remote_code,
+    )
+    settings, name = plan.settings, _name(deployable, options)
+    adapter = adapter_config_of(deployable, trust_remote_code=options.trust_remote_code)
+    values: dict[str, Any] = {
+        "model": deployable.model,
+        "served-model-name": f"{name}-base" if deployable.adapter else name,
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_model_len,
+        "max-num-seqs": settings.max_num_seqs,
+        # By default older versions answer requests from any web site that the user visits.
+        "allowed-origins": "[]",
+    }
+    if on_cpu:
+        values["kv-cache-memory-bytes"] = settings.kv_cache_bytes
+    else:
+        values["gpu-memory-utilization"] = settings.gpu_memory_utilization
+    if adapter is not None and deployable.adapter is not None:
+        values["max-lora-rank"] = min(size for size in _LORA_RANKS if size >= adapter.rank)
+        if (deployable.adapter / GENERATION_CONFIG).is_file():
+            # The base may name another end token; vLLM reads those of --override-generation-config for nothing.
+            values["generation-config"] = str(deployable.adapter)
+        values["lora-modules"] = json.dumps({"name": name, "path": str(deployable.adapter)})
+    if tokenizer.template_kwargs:
+        values["default-chat-template-kwargs"] = json.dumps(tokenizer.template_kwargs)
+    flags = {
+        "enforce-eager": settings.enforce_eager,
+        "enable-lora": adapter is not None,
+        "enable-tower-connector-lora": adapter is not None and adapter.with_tower,
+        "trust-remote-code": options.trust_remote_code,
+        "disable-log-stats": True,
+    }
+    given = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    return given + [f"--{key}" for key, is_set in flags.items() if is_set]
+
+
+def _name(deployable: Deployable, options: ServeOptions) -> str:
+    return options.name or deployable.name
+
+
+def _check_host(host: str, api_key: str) -> None:
+    if not is_loopback(host) and not api_key:
+        raise ConfigError(
+            f"--host {host} can be reached from other machines, and there is no API key: put one into the environment "
+            f"variable {KEY_SOURCE}, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether all addresses that `host` resolves to are loopback addresses."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host or "0.0.0.0", None)}
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address of this machine ({error}): use 127.0.0.1") from error
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+@contextlib.contextmanager
+def held_port(host: str, port: int) -> Generator[int]:
+    """Reserve a port, any free one for 0, so that no other process gets it meanwhile. Raises ConfigError when nothing
+    can listen there."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can listen on port {port} of {host} ({error.strerror}): use --port 0 for a free one"
+            ) from error
+        # Linux lets another socket with SO_REUSEADDR, as vLLM's, bind and listen while this one does not listen.
+        yield probe.getsockname()[1]

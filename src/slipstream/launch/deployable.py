@@ -1,0 +1,245 @@
+"""Finds the model that a user names by a model folder, hub id, run, checkpoint or adapter, and plans its engine.
+
+Guarantees: nothing is started and no weights are loaded; anything missing or incomplete is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config import Loaded, ModelConfig, with_values
+from slipstream.errors import ConfigError
+from slipstream.inference.settings import EngineSettings
+from slipstream.launch.engines import EnginePlan
+from slipstream.plan.bridge import NOT_ADAPTED
+from slipstream.plan.deadlines import LEAST_S
+from slipstream.plan.derive import SMALL_MODEL_PARAMETERS
+from slipstream.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.plan.measure import read_model
+from slipstream.plan.memory.sizes import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
+from slipstream.plan.memory.split import MAX_KV_PART, MIN_KV_CACHE_GIB
+from slipstream.plan.preflight.model_folder import check_hub_id, check_model, hub_id
+from slipstream.runlog import read_settings
+
+if TYPE_CHECKING:
+    from slipstream.weights.adapter_folder import AdapterConfig
+
+MAX_CONTEXT, MAX_CPU_CONTEXT = 32_768, 8_192
+"""Default limit of a conversation in tokens: the KV cache must hold it."""
+
+
+@dataclass(frozen=True)
+class Deployable:
+    """A model that an engine can serve: a folder or hub id, and optionally an adapter."""
+
+    name: str
+    """Its name in messages and for clients."""
+    model: str
+    adapter: Path | None = None
+    run_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings (`section.key`) of the run that made it; empty where no run did."""
+
+
+def weights_folder(path: Path) -> Path:
+    """Find the folder of a model or adapter in `path`: a run (its best checkpoint, else its latest), a checkpoint, or
+    the folder itself. Raises ConfigError when it is none of them or incomplete."""
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
+    from slipstream.weights.adapter_folder import is_adapter_folder
+
+    if (path / "events.jsonl").is_file():
+        store = CheckpointStore(path / "checkpoints")
+        checkpoint = store.best() or store.latest(resumable=False)
+        if checkpoint is None:
+            raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
+        return checkpoint / "weights"
+    if (path / "manifest.json").is_file():
+        if reason := damage(path):
+            raise ConfigError(f"checkpoint {path} is damaged ({reason}): use another one of its run")
+        return path / "weights"
+    if is_adapter_folder(path) or (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        raise ConfigError(f"{path} holds neither a model nor an adapter, checkpoint or run: name one of these folders")
+    problem = "is a file" if path.exists() else "does not exist"
+    raise ConfigError(f"{path} {problem}: name the folder of a model, adapter, checkpoint or run")
+
+
+def _holds_weights(folder: Path) -> bool:
+    """Whether it is the folder of a run or of a checkpoint."""
+    return any((folder / name).is_file() for name in ("events.jsonl", "manifest.json"))
+
+
+def with_weights_folder(loaded: Loaded) -> Loaded:
+    """Replace a run or checkpoint in `model.path` or `lora.path` by the folder of its weights, see `weights_folder`.
+    Raises ConfigError where these belong into the other of the two."""
+    from slipstream.weights.adapter_folder import is_adapter_folder
+
+    lora = loaded.config.lora
+    if lora is not None and lora.path is not None and _holds_weights(adapter := Path(lora.path).expanduser()):
+        folder = weights_folder(adapter)
+        if not is_adapter_folder(folder):
+            raise ConfigError(f'lora.path = "{adapter}" holds a whole model: give it as model.path')
+        loaded = replace(loaded, config=with_values(loaded.config, {"lora.path": str(folder)}))
+    path = Path(loaded.config.model.path).expanduser()
+    if not _holds_weights(path):
+        return loaded
+    folder = weights_folder(path)
+    if is_adapter_folder(folder):
+        raise ConfigError(
+            f'model.path = "{path}" holds a LoRA adapter: give its base as model.path and {folder} as lora.path, or '
+            "make a whole model of it with slipstream export --merged"
+        )
+    return replace(loaded, config=with_values(loaded.config, {"model.path": str(folder)}))
+
+
+def find_deployable(
+    named: str, base: str | None = None, *, trust_remote_code: bool = False, quantized: bool = False
+) -> Deployable:
+    """Find the model `named`: a folder, see `weights_folder`, or a hub id. `base`: the base model of an adapter,
+    instead of the one that the adapter's folder names. `quantized`: see `check_model`."""
+    from slipstream.trainer.model.loading import resolve_folder
+    from slipstream.weights.adapter_folder import is_adapter_folder
+
+    path = Path(named).expanduser()
+    if not path.exists() and named.count("/") == 1 and not named.startswith((".", "~", "/")):
+        if path.parent.is_dir():
+            raise ConfigError(f"{path} does not exist, and {path.parent}/ does: correct the name")
+        try:
+            check_hub_id(named)
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("model.path = ")) from error
+        path = resolve_folder(named)
+    folder = weights_folder(path)
+    name = named.rstrip("/") if not Path(named).expanduser().exists() else _name_of(path)
+    settings = run_settings(folder)
+    adapter = folder if is_adapter_folder(folder) else None
+    if adapter is None and base is not None:
+        raise ConfigError(f"{named} is a whole model, so it has no base: leave out --base {base}")
+    if adapter is not None:
+        folder = base_folder(adapter, base)
+    model = ModelConfig(path=str(folder), trust_remote_code=trust_remote_code)
+    check_model(model, packing=False, quantized=quantized)
+    return Deployable(name, str(folder), adapter, settings)
+
+
+def base_folder(adapter: Path, named: str | None = None) -> Path:
+    """The folder of the model that the adapter belongs to, of a hub id in the commit that it was trained on. `named`:
+    the model, instead of the one that the adapter's folder names."""
+    from slipstream.trainer.model.loading import resolve_folder
+    from slipstream.weights.adapter_folder import read_adapter_config
+
+    config, run = read_adapter_config(adapter), run_settings(adapter)
+    base = named or config.base
+    if not base:
+        raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
+    # Adapters of older versions name no commit, and their run does.
+    recorded = run.get("model.revision") if run.get("model.path") == config.base else None
+    try:
+        return resolve_folder(base, (config.revision or recorded) if base == config.base else None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the adapter in {adapter} belongs to the model {base}{f' at {config.revision}' if config.revision else ''}"
+            ", which is not there: name it with --base"
+        ) from error
+
+
+def _name_of(path: Path) -> str:
+    """The last part of the path that is not a name inside a checkpoint."""
+    parts = [part for part in path.resolve().parts if part not in ("weights", "checkpoints", "best", "/")]
+    names = [part for part in parts if not part.startswith("step-")]
+    return (names or parts or ["model"])[-1]
+
+
+def run_settings(weights: Path) -> dict[str, Any]:
+    """Read the settings of the run that these weights are a checkpoint of; empty where there is none."""
+    run = weights.resolve().parent.parent.parent
+    is_checkpoint = weights.name == "weights" and (run / "events.jsonl").is_file()
+    return read_settings(run) if is_checkpoint else {}
+
+
+def adapter_config_of(deployable: Deployable, *, trust_remote_code: bool = False) -> AdapterConfig | None:
+    """Rank, scale and adapted layers of its adapter, None without one. Raises ConfigError for what vLLM cannot load."""
+    from slipstream.weights.adapter_folder import (
+        AdapterConfig,
+        adapted_modules,
+        read_adapter_config,
+        read_adapter_shapes,
+    )
+
+    if deployable.adapter is None:
+        return None
+    adapter = read_adapter_config(deployable.adapter)
+    if adapter.dora:
+        raise ConfigError(
+            f"the adapter in {deployable.adapter} is DoRA, which vLLM does not load: make a whole model of it with "
+            "slipstream export --merged"
+        )
+    modules = adapted_modules(read_adapter_shapes(deployable.adapter))
+    targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
+    has_tower = adapts_tower(deployable.model, modules, trust_remote_code=trust_remote_code)
+    kind = read_model(deployable.model, trust_remote_code=trust_remote_code).architecture
+    if has_tower and kind in NOT_ADAPTED:
+        raise ConfigError(
+            f"the adapter in {deployable.adapter} has layers of the vision tower of {kind}, for which vLLM has other "
+            "names: make a whole model of it with slipstream export --merged"
+        )
+    return AdapterConfig(adapter.rank, adapter.alpha, targets, hub_id(deployable.model), with_tower=has_tower)
+
+
+def adapts_tower(model: str, modules: Iterable[str], *, trust_remote_code: bool = False) -> bool:
+    """Whether an adapter of these modules reaches into the model's vision tower."""
+    from slipstream.trainer.model.vision_towers import names_in_towers
+
+    return bool(names_in_towers(model, modules, trust_remote_code=trust_remote_code))
+
+
+def deployed_engine_plan(
+    deployable: Deployable,
+    *,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 1,
+    gpu_memory_utilization: float = 0.8,
+    enforce_eager: bool | None = None,
+    trust_remote_code: bool = False,
+    start_timeout_s: float = 600.0,
+) -> EnginePlan:
+    """Plan an engine for the model: dtype, context length and memory, without any `auto`.
+
+    On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
+    """
+    facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
+    on_cpu = measure_gpus()[0] == 0
+    dtype = "float16" if facts.dtype == "float16" else "bfloat16"
+    if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS:
+        dtype = "float32"
+    # As vLLM does: beyond its original context, a model with scaled RoPE uses other factors for short sequences too.
+    context = facts.original_context or facts.context_length
+    length = max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
+    if length > facts.context_length:
+        raise ConfigError(
+            f"--max-model-len {length} is above the model's context of {facts.context_length} tokens: use at most that"
+        )
+    # vLLM reserves one block.
+    each = kv_bytes_per_sequence(facts, dtype, length)
+    need = max_num_seqs * each + kv_bytes_per_sequence(facts, dtype, CPU_BLOCK_TOKENS)
+    if on_cpu and need > (available := usable_memory_bytes() * MAX_KV_PART):
+        raise ConfigError(
+            f"{max_num_seqs} conversations of {length} tokens take {gib(need)} of KV cache, more than a quarter of the "
+            f"memory ({gib(available)}): use less with --max-model-len"
+        )
+    settings = EngineSettings(
+        model=deployable.model,
+        socket="",
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+        kv_cache_bytes=max(int(MIN_KV_CACHE_GIB * GIB), round_up(need, GIB // 16)),
+        gpu_memory_utilization=gpu_memory_utilization,
+        trust_remote_code=trust_remote_code,
+        threads=usable_cpus() if on_cpu else None,
+    )
+    return EnginePlan(settings, start_timeout_s=start_timeout_s, request_timeout_s=LEAST_S)

@@ -1,0 +1,170 @@
+"""What this process may use of the machine: cores, memory, GPUs. Reads, never changes anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.plan.facts import DiskFacts
+from slipstream.plan.memory.cards import STATE, Gpus, read_processes, read_state, read_used, with_held
+
+IN_USE = "SLIPSTREAM_GPUS_IN_USE"
+"""Variable with what nvidia-smi answered at the start of the command."""
+_USED, _PROCESSES = f"gpu={','.join(STATE)}", "compute-apps=gpu_uuid,pid,used_memory,process_name"
+_ASKING_S = 20.0
+"""A driver that is loaded for the question alone takes seconds for each GPU."""
+GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Cores that this process may run on or, where a control group has a smaller quota of time, whole cores of that; at
+    least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _control_groups(groups, membership, ("cpu", "cpu,cpuacct")):
+        quota, period = (*_read(folder / "cpu.max").split(), "", "")[:2]  # version 2
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(quota) > 0 and int(period) > 0:
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def usable_memory_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """The machine's memory, or a control group's limit where that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder in _control_groups(groups, membership, ("memory",)):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text.isdigit() and int(text) > 0:
+                memory = min(memory, int(text))
+    return memory
+
+
+def count_oom_kills(groups: Path = GROUPS, membership: Path = MEMBERSHIP, machine: Path = Path("/proc/vmstat")) -> int:
+    """How many processes of this one's control group, or of the machine where that does not count them, the kernel has
+    killed for want of memory."""
+    folders = [*_control_groups(groups, membership, ("memory",))]
+    counters = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
+    for file in (*counters, machine):
+        for line in _read(file).split("\n"):
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                return int(count)
+    return 0
+
+
+def measure_disk(folder: Path | None) -> DiskFacts | None:
+    """The disk of the run folder, which need not be there yet; without one, of the current folder. None where it cannot
+    be asked."""
+    wanted = (folder or Path()).absolute()
+    try:
+        there = next(each for each in (wanted, *wanted.parents) if each.is_dir())
+        folders = [wanted / name for name in ("checkpoints", "weights")] if folder is not None else []
+        files = [file for each in folders for file in each.rglob("*") if file.is_file() and not file.is_symlink()]
+        disk = shutil.disk_usage(there)
+        if not disk.total:  # as /proc: no disk
+            return None
+        return DiskFacts(disk.free, sum(file.stat().st_size for file in files))
+    except OSError:  # gone since, or not ours to ask: the run itself says what is wrong with its folder
+        return None
+
+
+def query_gpus(*queries: str) -> list[str]:
+    """What nvidia-smi answers to each, as rows without a header and units; nothing where it cannot be asked."""
+    program = shutil.which("nvidia-smi")
+    found: list[str] = []
+    for query in queries if program else ():
+        command = [str(program), f"--query-{query}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        found.append(done.stdout if done.returncode == 0 else "")
+    return found
+
+
+def gpus_in_use() -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+    """Bytes of each GPU, all and in use, and its processes, by its UUID, before any process of this run was on it."""
+    used, processes = _ask_once()
+    return read_used(used), read_processes(processes)
+
+
+def gpus_at_start() -> list[dict[str, str | int | list[str]]]:
+    """The GPUs of the machine as a run records them; empty where they cannot be asked."""
+    return read_state(*_ask_once())
+
+
+def _ask_once() -> tuple[str, str]:
+    """What nvidia-smi answers at the start of a command. What the run starts, and a restart, in whose time earlier
+    processes of the run may still be ending, get the same answer by their environment."""
+    if IN_USE not in os.environ:
+        answers = query_gpus(_USED, _PROCESSES)
+        if not answers:
+            return "", ""
+        os.environ[IN_USE] = json.dumps(answers)
+    used, processes = json.loads(os.environ[IN_USE])
+    return used, processes
+
+
+def describe_gpus() -> Gpus:
+    """The GPUs of this machine that are visible, and what others hold of them."""
+    count, memory_bytes = measure_gpus()
+    if not count:
+        return Gpus()
+    import torch
+
+    seen = [torch.cuda.get_device_properties(index) for index in range(count)]
+    gpus = Gpus(count, memory_bytes, gpu_capability(), seen[0].name)
+    in_use, processes = gpus_in_use()
+    ids = [f"GPU-{str(getattr(each, 'uuid', '')).removeprefix('GPU-')}" for each in seen]
+    totals = [int(each.total_memory) for each in seen]
+    # A slice of a GPU (MIG) has the UUID of the whole, whose memory says nothing of it.
+    used = [in_use[i][1] if i in in_use and in_use[i][0] < 1.1 * t else 0 for i, t in zip(ids, totals, strict=True)]
+    return with_held(gpus, totals, used, [processes.get(each, []) for each in ids])
+
+
+def measure_gpus() -> tuple[int, int]:
+    """Number of GPUs and the memory of the smallest, in bytes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0, 0
+    count = torch.cuda.device_count()
+    return count, min(int(torch.cuda.get_device_properties(index).total_memory) for index in range(count))
+
+
+def gpu_capability() -> int:
+    """The major compute capability of all GPUs; 0 without any, or where they differ."""
+    import torch
+
+    if not torch.cuda.is_available():  # a driver that is too old has devices all the same
+        return 0
+    found = {torch.cuda.get_device_capability(index)[0] for index in range(torch.cuda.device_count())}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _control_groups(groups: Path, membership: Path, controllers: tuple[str, ...]) -> Iterator[Path]:
+    """The folders of this process's control group and of those above it, as versions 2 and 1 lay them out. In a
+    container its own may be the root of what it sees."""
+    for line in _read(membership).split("\n"):
+        _, _, own = line.partition(":")
+        names, _, path = own.partition(":")
+        if names and not set(controllers) & {names, *names.split(",")}:
+            continue
+        for root in [groups / name for name in controllers] if names else [groups]:
+            folder = root / path.strip("/")
+            while folder != root and folder.is_relative_to(root):
+                yield folder
+                folder = folder.parent
+    yield from (groups, *(groups / name for name in controllers))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,107 @@
+"""Memory and GPU of a teacher's engine: pure arithmetic on a planned config, in bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slipstream.config import PlannedConfig, RunConfig
+from slipstream.config.traits import engine_workers, starts_teacher
+from slipstream.errors import ConfigError
+from slipstream.plan.facts import Facts
+from slipstream.plan.memory.cards import held_by_others
+from slipstream.plan.memory.gpu_shares import ENGINE_RESERVE, usable_bytes
+from slipstream.plan.memory.sizes import (
+    CPU_BLOCK_TOKENS,
+    GPU_BLOCK_TOKENS,
+    gib,
+    kv_bytes_per_sequence,
+    round_up,
+    weights_bytes,
+)
+
+SEQUENCES = 16
+"""Sequences scored at once; scoring is prefill, so more would be no faster."""
+STEP_TOKENS = 2048
+"""Tokens of a step; the memory of scoring is their logits, twice in float32."""
+
+
+@dataclass(frozen=True)
+class TeacherMemory:
+    """How to start a teacher's engine, and its memory."""
+
+    max_model_len: int
+    max_num_seqs: int
+    weights: int
+    cache: int
+    reserve: int
+    """Contexts and workspaces of a GPU, and the logits of a step."""
+    gpu: int | None
+    """The number of its GPU among those that are visible; None on a CPU."""
+    has_own_gpu: bool = False
+    gpu_memory_utilization: float = 0.45
+    """vLLM's `gpu_memory_utilization`; without effect on a CPU."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.weights + self.cache + self.reserve
+
+    @property
+    def where(self) -> str:
+        """Where it is, for people."""
+        if self.gpu is None:
+            return "in the machine's memory, with the threads of run.threads while the policy's engine waits for it"
+        return f"on GPU {self.gpu}, {'its own' if self.has_own_gpu else 'which it shares'}"
+
+
+def planned_teacher(config: PlannedConfig, facts: Facts) -> TeacherMemory | None:
+    """That of a planned run."""
+    length, separate = config.inference.max_model_len, config.run.placement == "separate"
+    if not starts_teacher(config):
+        return None
+    used = engine_workers(config) + separate * config.training.ranks
+    return teacher_memory(config, facts, length=length, dtype=config.model.dtype, separate=separate, num_used_gpus=used)
+
+
+def teacher_memory(
+    config: RunConfig, facts: Facts, *, length: int, dtype: str, separate: bool, num_used_gpus: int
+) -> TeacherMemory | None:
+    """The teacher for sequences of up to `length` tokens in `dtype`; None if the run starts none. `separate`: trainer
+    and engine have GPUs of their own; `num_used_gpus`: how many they have together. Raises ConfigError if it cannot
+    score such sequences."""
+    model = facts.teacher
+    if model is None or not starts_teacher(config):
+        return None
+    if model.context_length <= length:
+        raise ConfigError(
+            f"teacher.path has a context of {model.context_length} tokens, and scoring sequences of "
+            f"inference.max_model_len = {length} takes one more than that: lower sampling.max_tokens, or use another "
+            "teacher"
+        )
+    longest = min(model.context_length, round_up(length + 1, GPU_BLOCK_TOKENS))
+    on_cpu = facts.num_gpus == 0
+    block = CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS
+    each = kv_bytes_per_sequence(model, dtype, longest + block, block)
+    logits = 2 * 4 * STEP_TOKENS * model.vocab_size
+    own = not on_cpu and facts.num_gpus > num_used_gpus
+    weights, cache = weights_bytes(model, dtype), SEQUENCES * each
+    reserve = logits + (0 if on_cpu else ENGINE_RESERVE)
+    part = 0.45 if on_cpu else min(1.0, math.ceil(100 * (weights + cache + reserve) / facts.gpu_memory_bytes) / 100)
+    teacher = TeacherMemory(
+        max_model_len=longest,
+        max_num_seqs=SEQUENCES,
+        weights=weights,
+        cache=cache,
+        reserve=reserve,
+        gpu=None if on_cpu else num_used_gpus if own else config.training.ranks * separate,
+        has_own_gpu=own,
+        gpu_memory_utilization=part,
+    )
+    if not on_cpu and teacher.total > usable_bytes(facts):
+        raise ConfigError(
+            f"the teacher takes about {gib(teacher.total)}, and a GPU has {gib(facts.gpu_memory_bytes)}"
+            f"{held_by_others(facts)}: use a smaller "
+            "teacher, or serve it elsewhere and give teacher.url"
+        )
+    return teacher

@@ -1,0 +1,101 @@
+"""The process that a Python call runs in: `python -m slipstream.python.child CALL RESULT`, both file descriptors.
+
+It reads one `Call` and writes one `Outcome`, as msgpack. It ends with its caller, whose end closes its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from slipstream.config import load_settings
+from slipstream.config.python_objects import give
+from slipstream.errors import Interrupted, SlipstreamError, StartsAgain
+from slipstream.inference.child_process import leave
+from slipstream.inference.plugin import lifeline
+from slipstream.python.protocol import Call, Outcome
+from slipstream.records import Rollout
+from slipstream.runlog import sample_of
+from slipstream.runlog.redaction import hide_userinfo
+from slipstream.runlog.writer import without_surrogates
+
+_OF_A_RUN = ("step", "version", "sequences")
+
+if TYPE_CHECKING:
+    from slipstream.progress import Progress
+
+
+def main() -> None:
+    """Read the call, carry it out, write the outcome, and end."""
+    lifeline.follow_stdin()
+    source, sink = (int(number) for number in sys.argv[1:3])
+    call = msgspec.msgpack.decode(_read(source), type=Call)
+    outcome = _carry_out(call, lambda error: _tell(sink, _failed(error)))
+    _tell(sink, outcome)
+    leave(outcome.exit_code)
+
+
+def _tell(sink: int, outcome: Outcome) -> None:
+    with open(sink, "wb") as file:
+        file.write(msgspec.msgpack.encode(outcome))
+
+
+def _failed(error: SlipstreamError) -> Outcome:
+    return Outcome(error=type(error).__name__, message=hide_userinfo(str(error)), exit_code=error.exit_code)
+
+
+def _carry_out(call: Call, last_words: Callable[[SlipstreamError], None]) -> Outcome:
+    try:
+        for item in call.objects:
+            give(item)
+        algorithm = "sft" if call.command == "sft" else None
+        loaded = load_settings(call.settings, algorithm=algorithm)
+        if call.command == "evaluate":
+            from slipstream.commands.evaluate import evaluate_model
+            from slipstream.launch.prepare import prepare
+
+            found = evaluate_model(prepare(loaded), _progress(call))
+            return Outcome(found.metrics(), [_sample(rollout) for rollout in found.rollouts])
+        from slipstream.launch.start import run_training
+
+        _, summary = run_training(
+            loaded,
+            "run",
+            resume=call.resume,
+            make_progress=lambda: _progress(call),
+            last_words=last_words,
+            owns_process=True,
+        )
+        return Outcome(summary)
+    except StartsAgain:
+        return Outcome(again=True)
+    except SlipstreamError as error:
+        return _failed(error)
+    except KeyboardInterrupt:
+        return Outcome(error="Interrupted", message="interrupted", exit_code=Interrupted.exit_code)
+
+
+def _sample(rollout: Rollout) -> dict[str, Any]:
+    """As in `samples.jsonl`, without what says which step and tokens of a run it is of."""
+    whole = msgspec.to_builtins(sample_of(rollout, 0, ""))
+    return without_surrogates({name: value for name, value in whole.items() if name not in _OF_A_RUN})
+
+
+def _progress(call: Call) -> Progress:
+    from slipstream.view import make_view
+
+    return make_view(call.view)
+
+
+def _read(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
+if __name__ == "__main__":
+    main()
