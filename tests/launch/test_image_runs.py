@@ -9,9 +9,9 @@ from PIL import Image
 
 from slipstream.config.parse.load import load_config
 from slipstream.errors import ConfigError, DataError
-from slipstream.plan import make_plan
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import identity_of, tasks_digest
+from slipstream.plan import make_plan
 from slipstream.plan.summary import trainer_bytes
 from slipstream.records import Media, Message, Task
 from slipstream.trainer.model.policy import PolicyModel

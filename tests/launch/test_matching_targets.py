@@ -20,7 +20,7 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.plan.derive import make_plan
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
-from tests.launch.test_plan import GRPO, facts
+from tests.plan.test_plan import GRPO, facts
 
 
 @pytest.fixture(scope="module", params=["char", "byte"])

@@ -11,8 +11,7 @@ from slipstream.plan.derive import make_plan
 from slipstream.runlog import RunLog, read_exit
 from slipstream.runlog.ledger import Ledger, balance
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-
-from .test_plan import GRPO, facts
+from tests.plan.test_plan import GRPO, facts
 
 WATCH = {"last": 0.5, "best": 0.5, "best_step": 2, "num_worse": 0}
 ENOUGH = WATCH | {"last": 1.0}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from slipstream.config import LoraConfig, with_values
 from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError
-from slipstream.plan import make_plan
-from slipstream.plan import machine
+from slipstream.plan import machine, make_plan
 from slipstream.plan.derive import DoesNotFit, draft_plan
 from slipstream.plan.memory.cards import (
     MEMORY_GIB,
@@ -26,7 +25,7 @@ from slipstream.plan.memory.cards import (
 )
 from slipstream.plan.memory.sizes import GIB
 from slipstream.plan.render import leading, plan_as_json
-from tests.launch.test_plan import FACTS, GRPO, LARGE, SFT, facts
+from tests.plan.test_plan import FACTS, GRPO, LARGE, SFT, facts
 
 GENERATED = {"sampling.max_tokens": 512, "inference.max_model_len": 640}
 H100 = Gpus(1, int(79.1 * GIB), 9, "NVIDIA H100")

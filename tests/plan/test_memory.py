@@ -6,8 +6,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
-from slipstream.plan import ModelFacts
 from slipstream.launch.build import build_optimizer
+from slipstream.plan import ModelFacts
 from slipstream.plan.memory.sizes import (
     activation_bytes_per_token,
     optimizer_bytes,

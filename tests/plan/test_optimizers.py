@@ -19,9 +19,9 @@ from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
 from slipstream.config.traits import BY_BITSANDBYTES
 from slipstream.errors import ConfigError
-from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.build import build_optimizer
 from slipstream.launch.prepare import prepare
+from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.plan.memory.sizes import GIB, optimizer_bytes, training_state_bytes
 from slipstream.plan.memory.trainer import training_state
 from slipstream.trainer.model.policy import PolicyModel

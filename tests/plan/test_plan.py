@@ -32,9 +32,8 @@ from slipstream.config.planned import PlannedInference
 from slipstream.config.recipes import RECIPES
 from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
-from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.engines import engine_gpus
-from slipstream.plan import derive
+from slipstream.plan import DataFacts, Facts, ModelFacts, derive, make_plan, plan_as_json, render_plan
 from slipstream.plan.facts import AdapterFacts, EngineFacts
 from slipstream.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
 from slipstream.plan.memory.sizes import (

@@ -7,8 +7,8 @@ import pytest
 from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
 from slipstream.config.schema import TeacherConfig
 from slipstream.errors import ConfigError
-from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.engines import engine_gpus
+from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.plan.memory.sizes import GIB
 
 STUDENT = ModelFacts(

@@ -19,8 +19,8 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig
-from tests.launch.test_memory import most_bytes
-from tests.launch.test_plan import CARD, GRPO, plan
+from tests.plan.test_memory import most_bytes
+from tests.plan.test_plan import CARD, GRPO, plan
 from tests.trainer.test_image_rows import FAMILIES, picture, save, sequence, sequences
 from tests.trainer.test_vision_towers import MODELS
 

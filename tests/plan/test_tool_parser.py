@@ -8,7 +8,7 @@ from slipstream.plan.facts import EngineFacts, ToolFacts
 from slipstream.plan.tool_parser import find_parser
 from slipstream.plan.vllm_version import read_engine
 from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE
-from tests.launch.test_plan import SFT, plan, reasons, refusal
+from tests.plan.test_plan import SFT, plan, reasons, refusal
 
 QWEN = (
     "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
