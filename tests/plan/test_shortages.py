@@ -8,7 +8,7 @@ import torch
 
 from slipstream.config import with_values
 from slipstream.errors import ConfigError, EngineError, RankError
-from slipstream.launch.recovery import shortages
+from slipstream.plan.memory import shortages
 from slipstream.launch.recovery.out_of_memory import who_ran_out
 from slipstream.plan.derive import make_plan
 from slipstream.plan.facts import Shortage
