@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from slipstream.inference.plugin.weights.adapters import Adapters
@@ -42,3 +44,21 @@ async def test_after_a_failure_the_next_adapter_is_held_with_the_one_before_it(f
     await adapters.load(tickets[3])
     assert adapters.ids == [4, 2]
     assert sorted(adapters.ids) == sorted(host.ids)
+
+
+async def test_an_adapter_has_room_once_the_requests_of_the_oldest_have_ended():
+    adapters = Adapters(Held())
+    tickets = [Ticket(Version(0, step, "d"), "lora", f"{step}", ()) for step in range(2)]
+    await adapters.until_room()
+    await adapters.load(tickets[0])
+    oldest = adapters.current
+    with adapters.used(oldest):
+        await adapters.until_room()
+        with adapters.used(oldest):
+            await adapters.load(tickets[1])
+            assert adapters.ids == [2, 1]
+            waiting = asyncio.create_task(adapters.until_room())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 60)

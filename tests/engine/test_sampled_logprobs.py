@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +147,14 @@ def test_draws_follow_the_distribution_that_their_numbers_name(name: str):
     # Wilson and Hilferty: this cube root is close to a normal draw; five standard deviations.
     deviation = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     assert abs(deviation) < 5
+
+
+def test_the_second_sampler_gathers_only_where_nothing_else_is_asked_for():
+    module = SimpleNamespace(compute_topk_scores=lambda *given, **options: "vLLM's")
+    sampled_logprobs._second_without_ranks(module, lambda logits, ids: logits.gather(-1, ids))
+    logprobs, ids = torch.arange(6.0).reshape(2, 3), torch.tensor([2, 0])
+    tokens, values, ranks, counts = module.compute_topk_scores(logprobs, 0, ids, [1, 1])
+    assert [each.tolist() for each in (tokens, values, ranks)] == [[[2], [0]], [[2.0], [3.0]], [0, 0]]
+    assert counts == [1, 1]
+    for number, options in ((1, {}), (0, {"logits_mode": True}), (0, {"max_per_req_token_ids": 2})):
+        assert module.compute_topk_scores(logprobs, number, ids, [1], **options) == "vLLM's"

@@ -1,7 +1,6 @@
 """The engine's server by itself, without vLLM: who may be answered, and when."""
 
 import asyncio
-import json
 import tempfile
 from types import SimpleNamespace
 
@@ -94,18 +93,6 @@ async def test_an_update_waits_for_one_whose_client_gave_up(server, monkeypatch)
         await first
     assert (await second).version.step == 2
     assert server.service.is_serving
-
-
-async def test_an_engine_that_did_not_load_the_plugin_does_not_go_into_service():
-    class Host(StandingHost):
-        async def rpc(self, method, *args):
-            shipped = {"patches": ["scores_at_temperature"], "patches_left_out": {}, "files": [], "head_dtypes": []}
-            return [json.dumps(shipped)]
-
-    made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
-    with pytest.raises(RuntimeError, match=r"did not load Slipstream's plugin.*install the package"):
-        await made.start()
-    assert made.service.state is State.STARTING
 
 
 async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(server):

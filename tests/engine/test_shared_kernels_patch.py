@@ -15,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm.model_executor.layers import activation, layernorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample import sampler as second
@@ -76,6 +78,21 @@ def test_norms_and_gates_are_those_of_the_models(patched):
     torch.testing.assert_close(activation.GeluAndMul.forward(tanh, x), gelu(left, approximate="tanh") * up)
     with pytest.raises(ValueError, match="GELU's approximation is none, and only tanh is known"):
         activation.GeluAndMul.forward(erf, x)
+
+
+def test_positions_turn_the_halves_of_each_head_and_products_are_plain(patched):
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(9, 3, generator=generator)
+    layer = SimpleNamespace(cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1), head_size=6)
+    query, key = torch.randn(2, 12, generator=generator), torch.randn(2, 6, generator=generator)
+    for given, turned in zip(
+        (query, key), RotaryEmbedding.forward(layer, torch.tensor([7, 2]), query, key), strict=True
+    ):
+        heads = given.reshape(2, -1, 2, 3)
+        numbers = torch.complex(heads[:, :, 0], heads[:, :, 1]) * torch.polar(torch.ones(2, 3), angles[[7, 2]])[:, None]
+        torch.testing.assert_close(found, torch.cat([numbers.real, numbers.imag], -1).flatten(1))
+    layer, x = SimpleNamespace(weight=torch.tensor([[1.0, 2.0]])), torch.tensor([[3.0, 4.0]])
+    assert UnquantizedLinearMethod.apply(None, layer, x, torch.tensor([0.5])).tolist() == [[11.5]]
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])

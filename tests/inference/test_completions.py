@@ -1,6 +1,5 @@
 """What a completion is made of, and the clock that sees its tokens come; with plain objects in the place of vLLM's."""
 
-import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,110 +87,13 @@ def test_what_vllm_raises_for_a_request_that_it_refuses(monkeypatch):
     assert set(refusals()) == {ValueError, NotImplementedError, EOFError}
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """The time, which passes with every sleep."""
+def test_stillness_is_of_an_engine_that_computes(monkeypatch):
     at = [100.0]
-
-    async def sleep(seconds):
-        at[0] += seconds
-
     monkeypatch.setattr(token_clock, "time", SimpleNamespace(perf_counter=lambda: at[0]))
-    monkeypatch.setattr(token_clock, "asyncio", SimpleNamespace(sleep=sleep))
-    return at
-
-
-async def test_a_stall_is_the_longest_time_without_a_token(now):
-    clock = TokenClock()
-    assert await clock.end(lambda: True) == 0.0
-    clock.tick()
-    now[0] += 50
-    clock.tick()
-    now[0] += 2
-    clock.begin()
-    now[0] += 1
-    clock.tick()  # 3 s after the last one
-    now[0] += 7
-    clock.tick()
-    clock.begin()
-    now[0] += 2
-    assert clock.num_steps == 4
-
-    def ticking():
-        if now[0] > 111:
-            clock.tick()
-        return True
-
-    assert await clock.end(ticking) == 7.0
-    now[0] += 30
-    clock.tick()
-    assert await clock.end(lambda: True) == 0.0
-    clock.begin()
-    now[0] += 1
-    assert await clock.end(lambda: False) == pytest.approx(1.0), "nothing of the update before"
-    clock.tick()
-    clock.begin()
-    now[0] += 0.25
-    clock.tick()
-    assert await clock.end(lambda: False) == pytest.approx(0.25)
-
-
-async def test_where_no_token_comes_the_stall_goes_on_until_nobody_waits_any_more(now):
-    clock = TokenClock()
-    clock.tick()
-    clock.begin()
-    now[0] += 3
-    begun = now[0]
-    assert await clock.end(lambda: now[0] < begun + 2) == pytest.approx(3.0)
-    clock.tick()
-    clock.begin()
-    begun = now[0]
-    now[0] += 0.5
-    stall = await clock.end(lambda: True)
-    assert stall == pytest.approx(now[0] - begun)
-    assert 1 < stall < 60
-
-
-async def test_the_next_token_is_waited_for_and_no_longer(now):
-    clock = TokenClock()
-    clock.tick()
-    now[0] += 1
-    begun = now[0]
-    await clock.next(lambda: True, 0.25)
-    assert now[0] == pytest.approx(begun + 0.25, abs=0.01)
-    begun = now[0]
-    await clock.next(lambda: False, 0.25)
-    clock.tick()
-    await clock.next(lambda: True, 0.25)
-    assert now[0] == begun
-
-
-def test_steps_with_tokens_tick_unless_they_are_ignored(monkeypatch):
-    progress = []
-    monkeypatch.setattr(token_clock.heartbeat, "progress", lambda: progress.append(1))
-    clock = TokenClock()
-    seen = []
-    processor = SimpleNamespace(process_outputs=lambda *given, **options: seen.append((given, options)) or "done")
-    clock.follow(processor)
-    silent, token = SimpleNamespace(new_token_ids=[]), SimpleNamespace(new_token_ids=[5])
-    assert processor.process_outputs([silent], 1, x=2) == "done"
-    assert (seen, clock.num_steps) == ([(([silent], 1), {"x": 2})], 0)
-    processor.process_outputs([silent, token])
-    assert clock.num_steps == 1
-    clock.ignores_tokens = True
-    processor.process_outputs([token])
-    assert (clock.num_steps, len(seen), progress) == (1, 3, [1])
-
-
-def test_stillness_is_of_an_engine_that_computes(now):
-    clock = TokenClock()
-    stillness = Stillness(clock)
-    found = []
+    stillness, found = Stillness(clock := TokenClock()), []
     for seconds, is_computing in ((0.5, True), (0.25, True), (0.5, False), (0.5, True), (9.0, True), (0.5, True)):
-        now[0] += seconds
+        at[0] += seconds
         found.append(stillness.lasts_s(is_computing))
     clock.tick()
-    now[0] += 0.5
-    found.append(stillness.lasts_s(True))
-    assert found == [0.5, 0.75, 0.0, 0.5, 1.5, 2.0, 0.0]
-    assert asyncio.iscoroutinefunction(clock.next)
+    at[0] += 0.5
+    assert [*found, stillness.lasts_s(True)] == [0.5, 0.75, 0.0, 0.5, 1.5, 2.0, 0.0]

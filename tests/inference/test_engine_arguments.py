@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from slipstream.inference.plugin.arguments import (
-    checked_head,
     engine_arguments,
     prompt_arguments,
     sampling_arguments,
@@ -50,41 +49,6 @@ def vllm(monkeypatch):
 
 def made(**settings):
     return engine_arguments(msgspec.structs.replace(BASE, **settings))
-
-
-def test_settings_are_handed_on_and_what_training_needs_is_set():
-    settings = EngineSettings(
-        *("folder", "", "float16", 48, 5),
-        seed=9,
-        enforce_eager=True,
-        gpu_memory_utilization=0.3,
-        trust_remote_code=True,
-        kv_cache_bytes=1000,
-        tensor_parallel_size=2,
-        options={"seed": 10, "swap_space": 1},
-    )
-    assert engine_arguments(settings) == {
-        "scheduling_policy": "priority",
-        "model": "folder",
-        "dtype": "float16",
-        "max_model_len": 48,
-        "max_num_seqs": 5,
-        "seed": 10,
-        "swap_space": 1,
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.3,
-        "trust_remote_code": True,
-        "kv_cache_memory_bytes": 1000,
-        "tensor_parallel_size": 2,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
-        "block_size": 32,
-    }
-    assert made(can_sleep=True)["enable_sleep_mode"] is True
-    assert made(enforce_eager=False)["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16]
 
 
 def test_blocks_are_the_smallest_that_a_cpu_takes_and_vllms_own_elsewhere(vllm):
@@ -127,19 +91,6 @@ def test_shared_kernels_have_their_attention_and_no_compiler_and_users_may_say_o
     assert "attention_backend" not in made()
 
 
-def test_overrides_of_the_user_are_joined_with_ours():
-    assert "hf_overrides" not in made()
-    options = {"hf_overrides": {"rope_theta": 1, "head_dtype": "half"}}
-    assert made(options=options)["hf_overrides"] == {"rope_theta": 1, "head_dtype": "half"}
-    found = made(fp32_head=True, options=options)["hf_overrides"]
-    assert found == {"rope_theta": 1, "head_dtype": "float32"}
-    assert "additional_config" not in made()
-    options = {"additional_config": {"theirs": 1}}
-    assert made(options=options)["additional_config"] == {"theirs": 1}
-    found = made(fp32_residual=True, options=options)["additional_config"]
-    assert found == {"theirs": 1, "slipstream_fp32_residual": True}
-
-
 ROTARY = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 SCALING = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}}
 
@@ -168,56 +119,6 @@ def test_pixels_are_normalized_as_in_the_trainer_where_there_are_any(vllm, tmp_p
     assert made(model=str(tmp_path))[PIXELS] is False
     vllm.known([TOWER])
     assert PIXELS not in made(model=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("most", "sizes"),
-    [
-        (1, [1, 2]),
-        (2, [1, 2, 4]),
-        (3, [1, 2, 3, 4]),
-        (12, [1, 2, 4, 8, 12, 16, 24]),
-        (512, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]),
-        (513, [*range(0)]),
-        (700, [576, 640]),
-    ],
-)
-def test_graphs_are_captured_up_to_twice_the_most_that_run(most, sizes):
-    found = made(max_num_seqs=most, enforce_eager=False)["cudagraph_capture_sizes"]
-    if most > 512:
-        assert (found[18], found[19:]) == (512, [*sizes, most])
-    else:
-        assert found == sizes
-
-
-def test_nothing_is_captured_where_the_user_says_what_is_or_nothing_shall_be():
-    for name in ("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
-        found = made(enforce_eager=False, options={name: 3})
-        assert (found[name], found.get("cudagraph_capture_sizes", 3)) == (3, 3)
-    assert "cudagraph_capture_sizes" not in made(enforce_eager=True)
-
-
-def test_graphs_of_attention_give_no_request_more_tokens_than_a_context():
-    def found(context):
-        settings = {"shared_kernels": True, "enforce_eager": False, "max_num_seqs": 24, "max_model_len": context}
-        return made(**settings)["cudagraph_capture_sizes"]
-
-    # 32 tokens are 1 for each of 24 requests and 8 more; 48 are 2 for each.
-    assert found(9) == [1, 2, 4, 8, 16, 24, 32, 48]
-    assert found(8) == [1, 2, 4, 8, 16, 24, 48]
-    assert found(1) == [1, 2, 4, 8, 16, 24]
-
-
-def test_a_head_is_in_float32_only_if_it_is_in_every_worker():
-    assert checked_head([["float32"], ["float32"]]) == "fp32_head"
-    for dtypes, found in (
-        ([["float32"], ["bfloat16"]], "bfloat16, float32"),
-        ([["?"]], r"\?"),
-        ([[], []], "unknown"),
-        ([["bfloat16", "float32"]], "bfloat16, float32"),
-    ):
-        with pytest.raises(RuntimeError, match=f"computes those of this model in {found}: set it to false"):
-            checked_head(dtypes)
 
 
 def png(mode="L"):

@@ -9,14 +9,13 @@ import pytest
 
 from slipstream.inference.plugin import server as server_module
 from slipstream.inference.plugin import token_clock
-from slipstream.inference.plugin.server import HUNG_S, EngineServer
+from slipstream.inference.plugin.server import HUNG_S
 from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.plugin.tools.reader import Reading
-from slipstream.inference.settings import EngineSettings
 from slipstream.records import SamplingParams, ToolCall, VersionSpan
 
 from .fakes import put
-from .scripted_host import SECOND, Host, ask, disk, made, serving, until
+from .scripted_host import SECOND, ask, made, serving, until
 
 
 @pytest.fixture(autouse=True)
@@ -158,53 +157,6 @@ def test_only_an_engine_in_service_that_has_requests_hangs(monkeypatch):
     assert look(1)
     server.service.fence()
     assert not look(int(HUNG_S) + 1)
-
-
-@pytest.mark.parametrize("is_proved", [True, False])
-async def test_an_answer_is_held_until_its_version_is_verified_and_withheld_when_it_never_is(is_proved, monkeypatch):
-    server = serving()
-    server.host.gate = asyncio.Event()
-    running = asyncio.create_task(server.generate(ask()))
-    await until(lambda: server.host.generated)
-    monkeypatch.setattr(server.host.clock, "next", lambda is_busy, timeout_s: asyncio.sleep(0))
-    await server.fence()
-    await server.go_on(SECOND)
-    server.host.gate.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert not running.done()
-    if not is_proved:
-        server.host.shares = [{"w": ("bb", 4, "p")}] * 2
-    await server.apply(disk(bridge="single_copy"))
-    answer = await running
-    assert (answer.finish_reason, answer.cause) == (("stop", "") if is_proved else ("abort", "refused"))
-    assert ("had no proof" in answer.error) is not is_proved
-
-
-async def test_an_engine_that_cannot_go_on_is_out_of_service_and_says_so():
-    server = serving()
-    await server.fence()
-    server.host.resets = False
-    with pytest.raises(RuntimeError, match="refused to reset the prefix cache"):
-        await server.go_on(SECOND)
-    assert server.service.state is State.FAILED
-    assert server.service.reason.startswith(f"going on with version {SECOND.name} failed: RuntimeError(")
-    assert (await server.generate(ask())).error.startswith("was not begun: going on with version")
-
-
-async def test_vllm_has_twice_as_many_requests_as_it_computes_and_urgent_ones_wait_for_no_others():
-    server = EngineServer(EngineSettings("", "", "float32", 8, 3), Host())
-    server.service.started()
-    server.host.gate = asyncio.Event()
-    asked = [asyncio.create_task(server.generate(ask(f"a{number}"))) for number in range(8)]
-    asked += [asyncio.create_task(server.generate(ask(f"u{number}", is_urgent=True))) for number in range(8)]
-    for _ in range(50):
-        await asyncio.sleep(0)
-    begun = [id_ for id_, *_ in server.host.generated]
-    assert begun == [*(f"a{number}" for number in range(6)), *(f"u{number}" for number in range(6))]
-    server.host.gate.set()
-    assert {answer.finish_reason for answer in await asyncio.gather(*asked)} == {"stop"}
-    assert len(server.host.generated) == 16
 
 
 async def test_the_time_of_a_request_counts_unless_an_update_keeps_vllm_from_stepping(monkeypatch):

@@ -1,19 +1,16 @@
 """What the engine's server asks of vLLM and its workers to start and to change weights; with a scripted vLLM."""
 
 import asyncio
-import json
 
-import msgspec
 import pytest
 
 from slipstream.errors import WeightsError
-from slipstream.inference.plugin import lifeline
 from slipstream.inference.plugin import server as server_module
 from slipstream.inference.plugin.service import State
 from slipstream.records import Delta, Version, VersionSpan
 
 from .fakes import put
-from .scripted_host import ADAPTER, FIRST, GOOD, SECOND, SPEC, ask, disk, lora, made, plain, serving, until
+from .scripted_host import FIRST, GOOD, SECOND, SPEC, ask, disk, lora, made, serving, until
 
 FEATURES = {"fp32_residual": "fp32_residual", "replay_experts": "expert_choices", "shared_kernels": "shared_kernels"}
 
@@ -22,27 +19,6 @@ FEATURES = {"fp32_residual": "fp32_residual", "replay_experts": "expert_choices"
 def scripted(monkeypatch):
     monkeypatch.setattr(server_module, "sampling_arguments", lambda request: f"params of {request.id}")
     put(monkeypatch, exceptions={}, logprobs={"FlatLogprobs": tuple}).__version__ = "1.2.3"
-
-
-@pytest.fixture
-def removed(monkeypatch):
-    paths = []
-    monkeypatch.setattr(lifeline, "remove_at_end", paths.append)
-    return paths
-
-
-async def test_a_start_tells_what_was_patched_and_serves_the_version_that_it_has_verified(removed):
-    server = made(version=FIRST, parameters=(SPEC,))
-    server.host.described[0]["patches_left_out"] = {"plain_steps": "another source"}
-    await server.start()
-    assert (server.patches, server.patches_left_out) == (("flush",), {"plain_steps": "another source"})
-    assert removed == ["/shm/a"]
-    assert server.host.calls[1:] == [("fingerprint", [plain(SPEC)]), ("set_version", "0.1")]
-    health = server.health()
-    assert (health.status, health.version, health.reason, health.num_running) == ("ready", FIRST, "", 0)
-    assert (health.vllm_version, health.patches, health.info) == ("1.2.3", ("flush",), {})
-    assert health.patches_left_out == {"plain_steps": "another source"}
-    assert health.plugin_version
 
 
 @pytest.mark.parametrize(
@@ -117,20 +93,6 @@ async def test_a_start_applies_deltas_and_an_adapter_and_verifies_them(settings,
             await server.start()
 
 
-async def test_a_whole_model_is_loaded_while_nothing_steps_and_then_everything_cached_is_dropped():
-    server = serving(first_rank=3)
-    report = await server.apply(disk())
-    assert server.host.names == [
-        *("pause", "load", "fingerprint", "reset_prefix_cache", "set_version", "reset_encoder_cache", "resume")
-    ]
-    assert server.host.calls[1][1:] == (json.loads(msgspec.json.encode(disk())), 3)
-    assert server.host.calls[4] == ("set_version", "0.2")
-    assert (report.version, report.mismatched, report.unverified) == (SECOND, (), ())
-    assert (report.transfer_s, report.num_bytes, report.memory_bytes, report.stall_s) == (2.0, 40, 14, 0.0)
-    assert 0 < report.verify_s < 60
-    assert (server.version, server.service.is_serving) == (SECOND, True)
-
-
 @pytest.mark.parametrize(
     ("shares", "stale", "mismatched", "unverified"),
     [
@@ -186,27 +148,6 @@ async def test_a_delta_goes_onto_the_version_in_service_alone():
     assert (server.host.calls, server.service.is_serving) == ([], True)
     await server.apply(disk(delta=Delta(FIRST, ())))
     assert server.version == SECOND
-
-
-async def test_an_adapter_comes_while_vllm_steps_and_its_base_is_verified_once():
-    server = serving(lora_rank=4)
-    server.host.calls.clear()
-    report = await server.apply(lora(FIRST))
-    assert server.host.calls == [
-        ("load_adapter", 1, "/adapter-1"),
-        ("fingerprint_adapter", [plain(ADAPTER)], [1]),
-        ("fingerprint", [plain(SPEC)]),
-        ("set_version", "0.1"),
-    ]
-    assert (report.num_bytes, report.memory_bytes) == (99, 14)
-    assert 0 < report.transfer_s < 60
-    server.host.calls.clear()
-    await server.apply(lora(SECOND))
-    assert server.host.names == ["load_adapter", "fingerprint_adapter", "set_version"]
-    assert server.host.calls[1][2] == [2, 1]
-    server.host.calls.clear()
-    await server.verify(lora(SECOND))
-    assert server.host.names == ["fingerprint_adapter", "fingerprint"]
 
 
 @pytest.mark.parametrize(
@@ -290,76 +231,3 @@ async def test_a_context_that_is_kept_is_that_of_tokens_and_prompts_begin_again(
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert (len(server.host.generated), server.num_running) == (4, 0)
-
-
-async def test_weights_that_were_written_in_place_are_used_before_their_proof():
-    server = serving()
-    await server.fence()
-    assert (server.host.names, server.service.state) == (["pause", "settle"], State.FENCED)
-    await server.go_on(SECOND)
-    names = ["written", "reset_prefix_cache", "set_version", "reset_encoder_cache", "resume"]
-    assert server.host.names[2:] == names
-    assert (server.version, server.service.unproved, server.service.state) == (SECOND, "0.2", State.PROVING)
-    server.host.calls.clear()
-    report = await server.apply(disk(bridge="single_copy"))
-    assert server.host.names == ["fingerprint"]
-    assert (report.transfer_s, report.num_bytes, server.service.is_serving) == (0.0, 0, True)
-    await server.go_on(Version(0, 3))
-    server.host.shares = [{"w": ("ab", 4, "p")}]
-    server.host.calls.clear()
-    await server.apply(disk(Version(0, 3), bridge="single_copy"))
-    assert server.host.names == ["fingerprint", "pause"]
-    server.host.shares = [GOOD]
-    await server.apply(disk(FIRST))
-    server.host.calls.clear()
-    await server.go_on(Version(0, 4))
-    assert server.host.names[:2] == ["pause", "written"]
-
-
-async def test_an_update_that_drains_begins_after_the_last_request():
-    server = serving(in_flight="drain")
-    await server.generate(ask("before"))
-    server.host.gate = asyncio.Event()
-    asked = [asyncio.create_task(server.generate(ask(id_))) for id_ in "ab"]
-    await until(lambda: len(server.host.generated) == 3)
-    updating = asyncio.create_task(server.apply(disk()))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert server.host.names == ["begin"]
-    asked[0].cancel()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert server.host.names == ["begin", "abort"]
-    server.host.gate.set()
-    async with asyncio.timeout(60):
-        await updating
-    assert (server.host.names[2:4], asked[1].result().finish_reason) == (["pause", "load"], "stop")
-
-
-async def test_the_stall_of_weights_that_are_written_in_place_is_from_the_fence_to_a_token():
-    server = serving()
-    server.host.gate = asyncio.Event()
-    running = asyncio.create_task(server.generate(ask()))
-    await until(lambda: server.host.generated)
-    waited = []
-    server.host.clock.next = lambda is_busy, timeout_s: asyncio.sleep(0, waited.append((is_busy(), timeout_s)))
-    await server.fence()
-    assert server.host.names == ["begin", "pause", "settle"]
-    await server.go_on(SECOND)
-    assert (server.host.names[3:5], [is_busy for is_busy, _ in waited]) == (["begin", "written"], [True])
-    assert 0 < waited[0][1] < 1, "the trainer waits meanwhile"
-    server.host.gate.set()
-    await server.apply(disk(bridge="single_copy"))
-    assert (await running).finish_reason == "stop"
-    await server.go_on(Version(0, 3))
-    assert waited[-1][0] is False
-
-
-async def test_weights_are_shared_while_nothing_steps(removed):
-    server = serving()
-    shared = await server.share((SPEC,))
-    assert server.host.calls == [("pause",), ("settle",), ("share", [plain(SPEC)])]
-    assert ([each.refused for each in shared], removed) == ([{"w": "why"}] * 2, ["/dev/shm/counter"])
-    server.host.calls.clear()
-    await server.leave()
-    assert server.host.calls == [("leave",)]

@@ -246,14 +246,3 @@ async def test_the_socket_is_for_the_user_alone_and_takes_large_bodies(server, t
             await until(lambda: server.ended == ["a", "b"])
     finally:
         await runner.cleanup()
-
-
-async def test_open_calls_hold_up_the_end_for_two_seconds_at_most_and_no_call_is_logged(server, tmp_path, caplog):
-    caplog.set_level("INFO", "aiohttp")
-    runner = await listen(server, str(tmp_path / "engine.sock"))
-    waits, end = [], runner.server.shutdown
-    runner.server.shutdown = lambda timeout_s: waits.append(timeout_s) or end(timeout_s)
-    async with ClientSession(connector=UnixConnector(str(tmp_path / "engine.sock"))) as session:
-        assert (await session.get("http://engine/health")).status == 200
-    await runner.cleanup()
-    assert (waits, caplog.messages) == ([2.0], [])

@@ -77,47 +77,10 @@ async def test_requests_are_refused_with_the_reason_where_no_update_is_under_way
         await asyncio.wait_for(service.until_serving(), 60.0)
 
 
-async def test_requests_wait_through_an_update_and_the_next_one():
-    service = reached(State.FENCED)
-    waiting = asyncio.create_task(service.until_serving())
-    for _ in range(3):
-        await asyncio.sleep(0)
-        service.begin_apply("0.1")
-        service.proved()
-        service.fence()
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    service.begin_apply("0.1")
-    service.proved()
-    await asyncio.wait_for(waiting, 60.0)
-
-
 def computing_unproved():
     service = reached(State.PROVING)
     service.compute_unproved("0.1")
     return service
-
-
-async def test_answers_are_held_until_the_version_that_they_ran_with_is_verified():
-    service = computing_unproved()
-    held = asyncio.create_task(service.until_proved(0))
-    await asyncio.sleep(0.01)
-    service.begin_apply("0.1", proves_running=True)
-    await asyncio.sleep(0.01)
-    assert not held.done()
-    service.proved()
-    await asyncio.wait_for(held, 60.0)
-    assert (service.unproved, service.num_discarded) == ("", 0)
-
-
-@pytest.mark.parametrize("what", ["fail", "begin_proof", "begin_apply"])
-async def test_answers_of_a_version_that_is_never_verified_are_withheld(what):
-    service = computing_unproved()
-    TRANSITIONS[what](service)
-    assert (service.unproved, service.num_discarded) == ("", 1)
-    with pytest.raises(OutOfService, match="had no proof"):
-        await service.until_proved(0)
-    await service.until_proved(1)
 
 
 def test_a_fence_leaves_the_unproved_version_for_the_next_update_to_discard():
@@ -160,14 +123,6 @@ class Host:
 
     async def resume(self):
         await self._note("resume")
-
-
-async def test_vllm_is_paused_and_resumed_once_each():
-    steps = Steps(host := Host())
-    await steps.resume()
-    for call in (steps.pause, steps.pause, steps.resume, steps.resume):
-        await call()
-    assert host.calls == ["pause", "resume"]
 
 
 @pytest.mark.parametrize(("first", "then"), itertools.product(["pause", "resume"], repeat=2))

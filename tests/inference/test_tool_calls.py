@@ -16,7 +16,7 @@ from slipstream.inference.plugin.tools.calls import (
     as_records,
     read_calls,
 )
-from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, ends_in_thought
+from slipstream.inference.plugin.tools.formats import FORMATS, Format, answer_start, ends_in_thought
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import Completion, GenerateRequest, SamplingParams, ToolCall, decode, encode
@@ -205,3 +205,64 @@ async def test_a_scripted_engine_passes_calls_on():
     given = await engine.generate(GenerateRequest("b", [1], SamplingParams(4), tools=({"type": "function"},)))
     assert (given.tool_calls, given.content) == ([ToolCall("f", {"token": 7})], "rest")
     assert decode(encode(given), Completion) == given
+
+
+SPLIT = Format("<c>", "</c>", name=r"<c>(\w*)")
+
+
+@pytest.mark.parametrize(
+    ("format_", "text", "found"),
+    [
+        (SPLIT, "a<c>f</c>b<c>g</c>", [(1, 9, True), (10, 18, True)]),
+        (SPLIT, "<c>f</c><c>g", [(0, 8, True), (8, 12, False)]),
+        (Format("<c>", "</c>", ends="!"), "<c>f!", [(0, 5, True)]),
+        (Format("<c>", "</c>", ends="!"), "<c>f", [(0, 4, False)]),
+        (Format("<c>", "</c>", ends="!"), "<c>f</c>", [(0, 8, True)]),
+        (Format("<c>", "</c>", is_json=True), "<c>f", [(0, 4, True)]),
+        (Format("<c>"), "a<c>f", [(1, 5, True)]),
+        (Format("<c>"), "a", []),
+    ],
+)
+def test_a_call_is_whole_by_its_closing_or_by_what_ends_it(format_, text, found):
+    assert [(each.start, each.end, each.is_whole) for each in format_.regions(text)] == found
+    assert [each.text for each in format_.regions(text)] == [text[start:end] for start, end, _ in found]
+
+
+def test_a_thought_begins_at_the_first_sign_of_it_that_no_call_holds():
+    call = "<c><think></c>"
+    assert answer_start(f"<think>{call}", SPLIT, begins_thinking=False) == (0, 0)
+    assert answer_start(f"{call}<think>", SPLIT, begins_thinking=False) == (0, len(call))
+    assert answer_start(f"<c></c><think>{call}", SPLIT, begins_thinking=False) == (0, 7)
+    starts = Format("<think>", "</c>")
+    assert answer_start("<think>a</c>", starts, begins_thinking=False) == (0, 12), "which is where a call begins"
+    assert answer_start("<think>a</c><think>", None, begins_thinking=False) == (0, 0)
+
+
+def parse(text):
+    """One call for each letter in upper case, of texts without a number."""
+    calls = () if any(each.isdigit() for each in text) else tuple(Found(each, "{}") for each in text if each.isupper())
+    return Parsed(calls, "rest")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ("a<c>F</c><c>G</c>b", ["F", "G"], "rest"),
+        ("a<c>FG</c>b", ["F", "G"], "rest"),
+        ("a<c>F</c><c>1</c>b", ["F", "1 is odd"], "ab"),
+        ("a<c>F</c>b<c>G", ["F", "G is odd"], "ab"),
+        ("a<c>FG</c>b<c>1</c>", ["F", "G", "1 is odd"], "ab"),
+    ],
+)
+def test_calls_are_parsed_together_where_all_are_found_and_else_each_by_itself(text, calls, content):
+    read, rest = read_calls(text, parse, SPLIT)
+    assert [each.name if isinstance(each, Found) else f"{each.name} is odd" for each in read] == calls
+    assert all(isinstance(each, Found) or each.error for each in read)
+    assert rest == content
+
+
+def test_as_many_calls_as_may_be_are_all_taken():
+    assert not any(call.error for call in as_records([Found("f", "{}")] * MAX_CALLS, "", [1]))
+    found, _ = read_calls("<c>1</c>" * (MAX_CALLS + 5), parse, SPLIT)
+    assert len(found) == MAX_CALLS + 1
+    assert isinstance(found[0], ToolCall)
