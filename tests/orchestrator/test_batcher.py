@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.errors import TrainingError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.generation import drop_metrics
-from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
@@ -26,7 +24,7 @@ from slipstream.sinks.prometheus import Totals
 from slipstream.trainer.metrics import rollout_metrics, skipped_batch
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
-from .test_orchestrator import END, SAMPLING, TASKS, Odd, make_batcher, make_runner, say
+from .test_orchestrator import END, TASKS, Odd, make_batcher, say
 
 VERSION = Version(0, 3)
 
@@ -226,11 +224,3 @@ async def test_a_group_that_is_given_up_is_graded_no_further():
     with pytest.raises(asyncio.CancelledError):
         await making
     await asyncio.wait_for(ended.wait(), 10)
-
-
-async def test_unless_told_otherwise_a_token_of_an_older_version_is_too_old():
-    engine = ScriptedEngine(say("b"))
-    engine.version = Version(0, 2)
-    batcher = Batcher(make_runner(engine), 2, SAMPLING, 0, max_reward_failures=0.0, needs_logprobs=True)
-    with pytest.raises(TrainingError, match=r"training\.staleness = 0"):
-        await batcher.make(3, VERSION, TASKS)

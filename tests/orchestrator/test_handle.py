@@ -10,9 +10,8 @@ from slipstream.orchestrator import thread as thread_module
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control import handle as module
 from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader, Waits
-from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
-from slipstream.records import ApplyReport, Batch, Rollout, Sequence, Ticket, Version
+from slipstream.records import ApplyReport, Batch, Sequence, Ticket, Version
 from slipstream.transport import MemoryTransport, TransportClosed
 
 
@@ -106,27 +105,6 @@ def orchestrator_of(caller, hooks=None, publish=None, waits=(0.03, 0.03, 0.03), 
     return Orchestrator(caller, publish=publish or announce_at_once, waits=Waits(*waits), hooks=hooks, **options)
 
 
-def test_hooks_that_nobody_overrides_leave_an_update_as_it_is():
-    caller = Answering(Apply=[EngineError("it died"), APPLIED])
-    orchestrator = orchestrator_of(caller, TrainerHooks())
-    with pytest.raises(EngineError, match="it died"):
-        orchestrator.update(3)
-    assert caller.sent == [commands.Start(), commands.Apply(ticket(3))]
-    assert orchestrator.update(4) == PROBE
-
-
-def test_an_update_is_published_and_applied_and_the_engine_is_waited_for_once():
-    caller, hooks = Answering(Apply=APPLIED), Told()
-    orchestrator = orchestrator_of(caller, hooks)
-    assert orchestrator.update(3) == PROBE
-    assert caller.has_begun()
-    applied = (3, {"replica_0/requests": 2.0})
-    assert hooks.told == ["waits for the engine", "has the engine", "before the update", applied]
-    orchestrator.update(4)
-    assert hooks.told[4:] == ["before the update", applied]
-    assert caller.sent == [commands.Start(), commands.Apply(ticket(3)), commands.Apply(ticket(4))]
-
-
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("error", [EngineError("the engine died"), WeightsError("it holds another")])
 def test_an_update_that_failed_is_published_again_where_the_hooks_say_so(repeats, error):
@@ -193,30 +171,6 @@ def test_a_stop_request_ends_each_wait_but_the_one_for_a_fence(what):
         call(orchestrator_of(caller))
 
 
-def test_rollouts_of_chosen_tasks_and_evaluations_come_from_the_version_that_is_held():
-    rollouts = [Rollout("a", "t", "g", [], 1.0, "done"), Rollout("b", "t", "g", [], 0.0, "reward_error")]
-    evaluation = Evaluation(4, 3, 0, 0.75, 2.0, 0.0)
-    caller, hooks = Answering(RollOut=commands.RolledOut(rollouts), Evaluate=commands.Evaluated(evaluation)), Told()
-    orchestrator = orchestrator_of(caller, hooks)
-    assert orchestrator.last_evaluation is None
-    assert orchestrator.roll_out(3, (7, 5), seed=11, temperature=0.5) == rollouts
-    assert orchestrator.evaluate(3) == evaluation.metrics()
-    assert orchestrator.last_evaluation == evaluation
-    assert caller.sent == [commands.RollOut(3, [7, 5], 11, 0.5), commands.Evaluate(3)]
-    assert hooks.told == ["batch taken", ("evaluated", 3, 3)]
-
-
-def test_a_release_says_what_is_saved_and_waits_for_nothing():
-    caller, hooks = Answering(Release=None), Told()
-    orchestrator = orchestrator_of(caller, hooks, saved_step=lambda: 2)
-    orchestrator.release(3)
-    orchestrator.release(4, (40, [0.5, 0.5]))
-    assert caller.sent == [commands.Release(3, 2), commands.Release(4, 2, (40, [0.5, 0.5]))]
-    assert hooks.told == [("released", 3), ("released", 4)]
-    orchestrator_of(caller).release(5)
-    assert caller.sent[-1] == commands.Release(5)
-
-
 def reader_of(caller, transport, hooks=None, rollouts_s=0.05):
     reader = RolloutReader(caller, transport, waits=Waits(1e6, 1e6, rollouts_s), hooks=hooks or Told())
     reader.start(commands.MakeBatches(0, 5))
@@ -278,9 +232,3 @@ def test_a_server_that_is_away_does_not_keep_a_batch_back():
     batch = reader_of(Answering(MakeBatches=None), queue, hooks).take(3)
     assert "rollout/batches_ready" not in batch.metrics
     assert hooks.told == ["batch taken"]
-
-
-def test_an_answer_of_another_kind_is_refused():
-    caller = Answering(Evaluate=commands.Done())
-    with pytest.raises(TypeError, match="the orchestrator answered Done and not Evaluated"):
-        orchestrator_of(caller).evaluate(3)

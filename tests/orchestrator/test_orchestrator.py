@@ -19,7 +19,6 @@ from slipstream.errors import (
     EngineError,
     EnvironmentFault,
     IntegrityError,
-    Interrupted,
     TrainingError,
     WeightsError,
 )
@@ -27,15 +26,14 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
-from slipstream.orchestrator.concurrency import all_of, retry_on_restart
+from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import handle as handle_module
 from slipstream.orchestrator.control.handle import LocalCaller, Orchestrator, Waits
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.hooks import Hooks, TrainerHooks
-from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence
+from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import (
     ApplyReport,
@@ -147,24 +145,6 @@ async def test_all_of_keeps_the_order_and_raises_the_first_failure_itself():
     with pytest.raises(EngineError, match="gone"):
         await all_of([wait(), all_of([fail(), wait()])])
     assert waiting.is_set()
-
-
-async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
-    monkeypatch.setattr(tasks_module, "_PATIENCE_S", 0.5)
-    monkeypatch.setattr(tasks_module, "_PAUSE_S", 0.1)
-    monkeypatch.setattr(tasks_module, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
-    engine = ScriptedEngine(say("b"), max_restarts=5)
-    num_attempts = 0
-
-    async def refused():
-        nonlocal num_attempts
-        num_attempts += 1
-        raise EngineError("out of service")
-
-    with pytest.raises(EngineError, match="out of service"):
-        await retry_on_restart(engine, refused)
-    assert 2 <= num_attempts <= 7
-    assert engine.num_restarts == 0
 
 
 async def test_a_rollout_and_its_outcomes():
@@ -420,18 +400,6 @@ def test_staleness_counts_sampled_tokens():
     assert metrics == {"staleness/mean": 0.5, "staleness/max": 1.0, "staleness/mixed_fraction": 1.0} | shares
 
 
-def test_the_histogram_of_ages_has_every_age_up_to_7_and_then_powers_of_2():
-    ages = [0, 3, 8, 15, 16, 40]
-    spans = [VersionSpan(place, f"0.{40 - age}") for place, age in enumerate(ages)]
-    sequence = Sequence([1] * len(ages), [True] * len(ages), versions=spans)
-    found = staleness_metrics(40, [Rollout("a", "task", "group", [sequence], reward=0.0, outcome="done")])
-    shares = {name.removeprefix("staleness/age_"): value for name, value in found.items() if "age_" in name}
-    assert [*shares] == ["0", "1", "2", "3", "4", "5", "6", "7", "8", "16", "32"]
-    assert {name for name, value in shares.items() if value} == {"0", "3", "8", "16", "32"}
-    assert shares["8"] == pytest.approx(2 / 6)
-    assert sum(shares.values()) == pytest.approx(1.0)
-
-
 async def test_missing_logprobs_are_refused_where_they_are_needed():
     engine = ScriptedEngine(say("b"))
     engine.returns_logprobs = False
@@ -455,17 +423,6 @@ async def test_an_evaluation_counts_failures_as_wrong():
         await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)
 
 
-async def test_the_probe_repeats_itself_and_needs_logprobs():
-    engine = ScriptedEngine(lambda prompt, seed: [ord("ab"[seed % 2]), END], lambda *_: [-1.0, -2.0])
-    probe = Probe(engine, [[1, 2], [3]], SAMPLING, max_tokens=64, seed=0, timeout_s=1.0)
-    first, second = await probe.sample(), await probe.sample()
-    assert first == second
-    assert first[0].logprobs == [0.0, 0.0, -1.0, -2.0]
-    engine.returns_logprobs = False
-    with pytest.raises(EngineError, match="no log-probabilities"):
-        await probe.sample()
-
-
 async def test_only_a_verified_version_becomes_current():
     engine = ScriptedEngine(say("b"))
     versions = Versions(engine, apply_timeout_s=1.0)
@@ -480,81 +437,6 @@ async def test_only_a_verified_version_becomes_current():
         await Versions(other, apply_timeout_s=1.0).apply(ticket(2))
 
 
-async def test_a_fence_is_raised_once_and_holds_until_the_next_apply():
-    raised = []
-    engine = ScriptedEngine(say("b"))
-    versions = Versions(engine, apply_timeout_s=2.0, fence=lambda s: asyncio.sleep(0, raised.append(s)))
-    async with versions.generating():
-        # An engine that cannot keep its requests first ends them.
-        waiting = asyncio.create_task(versions.fence())
-        await asyncio.sleep(0.02)
-        assert raised == []
-    await waiting
-    await versions.fence()
-    assert raised == [2.0]
-    generating = asyncio.create_task(versions.generating().__aenter__())
-    await asyncio.sleep(0.02)
-    assert not generating.done()
-    await versions.apply(ticket(1))
-    await generating
-    await versions.generating().__aexit__(None, None, None)
-    await versions.apply(ticket(2))
-    await versions.fence()
-    assert raised == [2.0, 2.0]
-
-
-async def test_waiting_for_a_version_ends_with_its_release_or_its_deadline():
-    versions = Versions(ScriptedEngine(say("b")), apply_timeout_s=1.0)
-    await versions.apply(ticket(1))
-    with pytest.raises(DeadlineError, match="did not release version 1"):
-        await versions.wait_for(1, 0.05)
-    waiting = asyncio.create_task(versions.wait_for(1, 5.0))
-    await asyncio.sleep(0)
-    await versions.release(1)
-    assert await waiting == ticket(1).version
-
-
-def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_request():
-    stop, begun = threading.Event(), threading.Event()
-    thread = EventLoopThread(stop.is_set)
-    cancelled = []
-
-    async def forever():
-        begun.set()
-        try:
-            await asyncio.sleep(600)
-        except asyncio.CancelledError:
-            cancelled.append(True)
-            raise
-
-    async def fail():
-        raise EngineError("gone")
-
-    def started():
-        begun.clear()
-        future = thread.submit(forever())
-        assert begun.wait(60)
-        return future
-
-    assert thread.call(asyncio.sleep(0, 3), 60.0, "three") == 3
-    with pytest.raises(EngineError, match="gone"):
-        thread.call(fail(), 60.0, "nothing")
-    with pytest.raises(DeadlineError, match="the sun did not end within 0 s"):
-        thread.wait(started(), 0.4, "the sun")
-    stop.set()
-    began = time.monotonic()
-    with pytest.raises(Interrupted, match="--resume"):
-        thread.wait(started(), 60.0, "the sun")
-    assert time.monotonic() - began < 30
-    failed = thread.submit(fail())
-    assert isinstance(failed.exception(60), EngineError)
-    with pytest.raises(Interrupted, match="meanwhile: gone"):
-        thread.wait(failed, 5.0, "what got the same signal")
-    started()
-    thread.stop(asyncio.sleep(0))
-    assert len(cancelled) == 3
-
-
 def test_a_deadline_begins_anew_with_activity():
     thread = EventLoopThread(lambda: False)
     looks = itertools.count()
@@ -564,16 +446,6 @@ def test_a_deadline_begins_anew_with_activity():
     assert time.monotonic() - began > 1.7
     assert next(looks) == 1 + 3 + 2
     thread.stop(asyncio.sleep(0))
-
-
-def test_silence_is_counted_from_nothing():
-    seen = [0]
-    silence = Silence(lambda: seen[0])
-    counted = [silence.seconds]
-    for seen[0] in (0, 0, 1, 1):
-        silence.poll()
-        counted.append(silence.seconds)
-    assert counted == [0.0, POLL_S, 2 * POLL_S, 0.0, POLL_S]
 
 
 def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path):

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from slipstream.data.draws import Draws
 from slipstream.envs.base import Episode
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator.batches import orders as orders_module
 from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.idle_time import IdleTime
@@ -311,20 +309,6 @@ async def test_no_more_groups_run_than_the_batches_need_unless_it_is_asked_for()
     assert len(made.get_nowait().draws) == SIZE
 
 
-@pytest.mark.parametrize("order", ["data", "ready"])
-async def test_the_seconds_of_each_batch_are_counted_from_the_first_on(order):
-    class Timed(ScriptedEngine):
-        async def generate(self, request):
-            if request.id.partition("-")[0].endswith(".0.0"):  # one of each group
-                now[0] += 4.0
-            return await super().generate(request)
-
-    now = [100.0]
-    batches = await train(Timed(say("b")), order=order, staleness=0, steps=3, idle=IdleTime(clock=lambda: now[0]))
-    assert [batch.metrics["idle/engine_s"] for batch in batches] == [12.0] * 3
-    assert [batch.metrics["idle/trainer_s"] for batch in batches] == [12.0, 0.0, 0.0], "nobody told of a release"
-
-
 async def test_a_batch_that_waits_for_its_oldest_group_says_so():
     """As soon as there are enough others: of six groups of version 0 one is slow, and so are two of version 1."""
 
@@ -357,15 +341,3 @@ async def test_a_batch_that_waits_for_its_oldest_group_says_so():
     await versions.apply(Ticket(Version(0, 2, "d"), "disk", "f", ()))
     await versions.release(2)
     await asyncio.wait_for(making, 10)
-
-
-async def test_a_batch_without_staleness_was_made_since_the_one_before(monkeypatch):
-    class Timed(ScriptedEngine):
-        async def generate(self, request):
-            now[0] += 2.0 if request.id.startswith("1.") else 0.5
-            return await super().generate(request)
-
-    now = [100.0]
-    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    batches = await train(Timed(say("b")), order="ready", staleness=0, steps=3)
-    assert [batch.metrics["time/generate_s"] for batch in batches] == [3.0, 12.0, 3.0]

@@ -35,21 +35,6 @@ def test_batches_that_are_cut_at_one_moment_have_the_speed_of_the_last_few():
     assert sum(each.seconds for each in found[1::2]) == pytest.approx(5 * 10.0 / 2)
 
 
-def test_without_time_there_is_no_division_by_zero():
-    pace = Pace(1)
-    pace.begin(0.0)
-    assert all(value == value for value in pace.cut(0.0).rates().values())
-
-
-def test_only_the_last_batches_count():
-    pace = Pace(2)
-    pace.begin(0.0)
-    for now, num in ((10.0, 1), (20.0, 1), (20.5, 4), (21.0, 4)):
-        pace.add(group(num, 10))
-        found = pace.cut(now)
-    assert found == Generated(0.5, 4.0, 40.0)
-
-
 def test_no_time_at_all_counts_as_a_moment():
     pace = Pace(1)
     pace.begin(5.0)

@@ -18,7 +18,7 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as module
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures, warn_of_losses
-from slipstream.orchestrator.rollouts import RolloutRunner, mismatch_of, seed_of
+from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import Completion, Rollout, ToolCall
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
@@ -326,20 +326,6 @@ async def test_a_request_that_was_aborted_says_why_and_how_often():
     assert (await play(runner)).error == "request 3.0.1.0-1 was aborted"
 
 
-def test_a_difference_between_two_prompts_is_shown_at_its_place():
-    def place_of(used, counted):
-        text = mismatch_of(Completion("r", [], None, "stop", prompt_ids=used), counted)
-        assert (
-            f"used {len(used or [])} tokens for the prompt of request r and the trainer counts {len(counted)}" in text
-        )
-        return int(text.partition("at token ")[2].partition(":")[0])
-
-    assert place_of([1, 2, 3], [1, 5, 3]) == 1
-    assert place_of([7, 2], [1, 5]) == 0
-    assert place_of([1, 2], [1, 2, 3]) == place_of([1, 2, 3], [1, 2]) == 2
-    assert place_of(None, [1, 2]) == 0
-
-
 def rollouts_of(*outcomes):
     return [Rollout(f"{n}", "t", f"{n // 4}", [], 0.0, each, error=f"error {n}") for n, each in enumerate(outcomes)]
 
@@ -391,13 +377,6 @@ def test_only_rollouts_that_the_engine_lost_are_warned_of():
     assert warnings == []
     warn_of_losses(rollouts_of("done", "reward_error", "engine_error", "engine_error"), "step 3", warnings.append)
     assert warnings == ["2 of 4 rollouts of step 3 were lost in the engine; the first: error 2"]
-
-
-def test_seeds_fill_their_range():
-    seeds = [seed_of(number) for number in range(1000)]
-    assert len(set(seeds)) == 1000
-    assert 0.95 * 2**31 < max(seeds) < 2**31
-    assert min(seeds) < 0.05 * 2**31
 
 
 async def test_a_turn_that_the_context_cuts_says_so_and_not_that_its_limit_did():

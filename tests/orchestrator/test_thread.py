@@ -44,18 +44,6 @@ def test_a_stop_request_ends_a_wait_unless_it_may_not():
     assert wait_for(done, 1.0, "it", should_stop=lambda: True) == 3, "what has ended is not waited for"
 
 
-def test_a_wait_is_as_long_as_it_may_be():
-    polls, future = [], Future()
-
-    def should_stop():
-        polls.append(1)
-        if len(polls) == 5:
-            future.set_result(3)
-        return False
-
-    assert wait_for(future, 1e6, "it", should_stop=should_stop) == 3
-
-
 @pytest.mark.parametrize("error", [EngineError("gone"), ValueError("a bug"), TimeoutError("its own")])
 def test_a_failure_is_raised_itself(error):
     with pytest.raises(type(error), match=str(error)):
@@ -141,15 +129,3 @@ def test_work_that_suppresses_its_cancellation_does_not_keep_the_end_waiting(beg
     its.join(60)
     assert not its.is_alive(), "it runs nothing more"
     let_go.set()
-
-
-def test_the_watch_ends_with_the_thread(begun):
-    thread = EventLoopThread(lambda: False)
-    assert begun("loop-watch") == []
-    thread.stop(asyncio.sleep(0))
-    thread = EventLoopThread(lambda: False, lambda stack, seconds: None)
-    (watch,) = begun("loop-watch")
-    assert watch.daemon
-    thread.stop(asyncio.sleep(0))
-    watch.join(60)
-    assert not watch.is_alive()
