@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from slipstream import errors
-from slipstream.errors import FailureClass, first_line, one_line
+from slipstream.config.schema import RunConfig
+from slipstream.errors import SECTIONS, ConfigError, FailureClass, first_line, one_line
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,22 @@ def test_every_error_is_of_a_known_class_and_those_that_a_restart_may_mend_say_s
         *("EngineError", "DeadlineError", "RankError", "RankDeadlineError", "OrchestratorError", "TrainerLost"),
         *("OutOfMemory", "Interrupted"),
     }
+
+
+@pytest.mark.parametrize(
+    ("message", "setting"),
+    [
+        ("training.ranks = 3 does not divide 8: use 4 (run.toml:3)", "training.ranks"),
+        ("the run needs 3 GiB: set model.fp32_head = false, or lora.rank = 8", "model.fp32_head"),
+        ("environment.mixture.sums.name is missing: set it", "environment.mixture.sums.name"),
+        ("sampling.stop[1] = 5 is a whole number: use a text", "sampling.stop"),
+        ("run.toml cannot be read: No such file", ""),
+        ("/runs/model.path = 5 is no folder, and model.layers.1 has no weights", ""),
+    ],
+)
+def test_an_error_has_the_setting_that_it_names_first(message, setting):
+    assert ConfigError(message).setting == setting
+
+
+def test_sections_of_errors_are_those_of_a_run_file():
+    assert set(SECTIONS) == RunConfig.model_fields.keys()

@@ -7,6 +7,7 @@ is a bug and shows its traceback.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,14 @@ FailureClass = Literal[
 ]
 """What kind of thing ended a run; `guard`: a check that the run computes what it should."""
 _MAX_CHARACTERS = 300
+SECTIONS = (
+    *("algorithm", "critic", "data", "environment", "evaluation", "inference", "lora", "matching", "model", "redis"),
+    *("run", "sampling", "teacher", "training", "weights"),
+)
+"""Of a run file."""
+_NAME = rf"(?:{'|'.join(SECTIONS)})(?:\.(?!toml\b|jsonl?\b|parquet\b|txt\b|py\b)\w+)+"
+_SETTING = re.compile(rf"(?<![\w./-])({_NAME})(?:\[\d+\])? = |^({_NAME})(?![\w.])")
+"""A setting with its value, or one that a message begins with."""
 
 
 class SlipstreamError(Exception):
@@ -36,6 +45,12 @@ class SlipstreamError(Exception):
     failure_class: FailureClass = "disk"
     is_retriable = False
     """Whether the same command with --resume may succeed, without anybody changing anything."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that the message names first, such as `training.ranks`; empty where it names none."""
+        found = _SETTING.search(str(self))
+        return (found[1] or found[2]) if found else ""
 
 
 class ConfigError(SlipstreamError):
