@@ -20,10 +20,9 @@ from slipstream.view import (
     as_duration,
     make_view,
     render_runs,
-    render_table,
     sparkline,
 )
-from slipstream.view.figures import accuracy_line, figure_lines, waits_line
+from slipstream.view.figures import figure_lines, waits_line
 from slipstream.view.text import BLOCK_LEVELS
 
 TITLE = "reverse-1 · models/byte-1m · spell_backward"
@@ -134,46 +133,12 @@ def test_plain_reports_long_phases_and_no_others(plain, clock):
     ]
 
 
-def test_plain_leaves_out_quick_steps_but_not_those_with_an_accuracy_nor_the_last(plain, clock):
-    plain.start(TITLE, 12)
-    for step in range(1, 13):
-        clock.now += 0.5
-        plain.step(step, {"eval/accuracy": 0.5} if step == 7 else {})
-    assert [line.split()[1] for line in lines_of(plain.console)[1:]] == ["1/12", "5/12", "7/12", "11/12", "12/12"]
-
-
 def test_an_evaluation_beside_training_has_a_line_of_its_own(plain, clock):
     plain.start(TITLE, 12)
     plain.step(4, {"eval/accuracy": 0.25})
     plain.evaluated(2, {"eval/accuracy": 0.5, "eval/pass@4": 0.75, "eval/samples_per_task": 4.0})
     assert lines_of(plain.console)[-1] == "evaluation of step 2:  accuracy 0.500  pass@4 0.750"
     assert (plain.row["eval/accuracy"], plain.steps_done) == (0.5, 4)
-
-
-def test_a_phase_that_ended_is_no_longer_counted(plain, clock):
-    plain.start(TITLE, 3)
-    plain.phase("evaluate", 2)
-    clock.now += 11
-    plain.end_phase()
-    clock.now += 50
-    plain.stop()
-    assert lines_of(plain.console)[1:] == ["   evaluate  0/2  took 11.0 s", "stopped after step 0 of 3 steps"]
-
-
-def test_plain_counts_warnings_at_the_end(plain):
-    plain.start(TITLE, 3)
-    plain.message("checkpoint [step-1] written")
-    plain.message("probe is high", "warning")
-    plain.message("the engine died", "error")
-    plain.message("again", "error")
-    plain.stop()
-    assert lines_of(plain.console)[1:] == [
-        "checkpoint [step-1] written",
-        "warning: probe is high",
-        "error: the engine died",
-        "error: again",
-        "stopped after step 0 of 3 steps  1 warning  2 errors",
-    ]
 
 
 def test_rich_shows_title_progress_numbers_and_the_reward(rich, clock):
@@ -204,17 +169,6 @@ def test_rich_keeps_the_last_warnings_and_counts_the_others(rich):
     assert "and 3 earlier" in picture
     assert "scrolls by" not in picture
     assert "scrolls by" in rich.console.file.getvalue()
-
-
-def test_rich_prints_warnings_for_which_there_is_no_picture(clock):
-    view = RichView(terminal(), clock)
-    view.message("before the start", "warning")
-    view.start(TITLE, 2)
-    view.stop()
-    view.message("after the end", "warning")
-    lines = lines_of(view.console)
-    assert "warning: before the start" in lines[0]
-    assert "warning: after the end" in lines[-1]
 
 
 def test_rich_shows_the_phases_of_several_threads(rich):
@@ -389,16 +343,6 @@ def test_runs_are_listed_as_they_are():
     assert (empty, reason) == ("", "two: line break")
 
 
-def test_tables_show_what_rows_have():
-    console = terminal()
-    console.print(render_table([{"name": "a", "n": 1}, {"name": "[b]", "n": 0.123456, "x": 3}], ["name", "n", "x"]))
-    assert [line.split() for line in lines_of(console)] == [
-        ["name", "n", "x"],
-        ["a", "1", "-"],
-        ["[b]", "0.1235", "3"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0.0 s"), (9.94, "9.9 s"), (59.6, "1:00"), (185, "3:05"), (3723, "1:02:03")]
 )
@@ -452,12 +396,6 @@ def test_a_step_without_loss_says_why(plain, rich, clock):
     assert "skipped" not in picture_of(rich)
 
 
-def test_a_tiny_probe_difference_is_not_rounded_to_nothing(plain):
-    plain.start(TITLE, 1)
-    plain.step(1, {"probe/abs_logprob_diff": 6.2e-7})
-    assert "probe diff 6.2e-07" in lines_of(plain.console)[-1]
-
-
 def test_figures_of_several_samples_are_shown(plain, clock):
     row = {"eval/accuracy": 0.5, "eval/best@2": 0.6, "eval/best@4": 0.7, "eval/pass@4": 0.8, "eval/best@4_low": 0.1}
     clock.now += 5
@@ -471,12 +409,3 @@ def test_figures_of_several_samples_are_shown(plain, clock):
     assert "best@2" not in picture_of(live)
     assert list(figure_lines(row)) == ["pass:       @4 80.0", "best:       @2 60.0, @4 70.0"]
     assert list(figure_lines({"eval/accuracy": 0.5})) == []
-
-
-def test_the_accuracy_says_how_many_samples_it_is_of():
-    numbers = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "eval/num_tasks": 20.0}
-    assert accuracy_line(numbers) == "accuracy:   50.0 % of 20 held-out tasks (95 % interval 40.0 to 60.0)"
-    several = accuracy_line(numbers | {"eval/samples_per_task": 4.0})
-    assert several == "accuracy:   50.0 % of 20 held-out tasks, 4 completions of each (95 % interval 40.0 to 60.0)"
-    (source,) = figure_lines({"eval/source/a/b/accuracy": 0.5, "eval/source/a/b/num_tasks": 7.0})
-    assert source == "  a/b: 50.0 % of 7 tasks (? to ?)"

@@ -85,9 +85,8 @@ def test_positions_turn_the_halves_of_each_head_and_products_are_plain(patched):
     angles = torch.rand(9, 3, generator=generator)
     layer = SimpleNamespace(cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1), head_size=6)
     query, key = torch.randn(2, 12, generator=generator), torch.randn(2, 6, generator=generator)
-    for given, turned in zip(
-        (query, key), RotaryEmbedding.forward(layer, torch.tensor([7, 2]), query, key), strict=True
-    ):
+    turned = RotaryEmbedding.forward(layer, torch.tensor([7, 2]), query, key)
+    for given, found in zip((query, key), turned, strict=True):
         heads = given.reshape(2, -1, 2, 3)
         numbers = torch.complex(heads[:, :, 0], heads[:, :, 1]) * torch.polar(torch.ones(2, 3), angles[[7, 2]])[:, None]
         torch.testing.assert_close(found, torch.cat([numbers.real, numbers.imag], -1).flatten(1))

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slipstream.inference.plugin import token_clock
 from slipstream.inference.plugin.completions import aborted, completion, contradiction, expert_choices, refusals
-from slipstream.inference.plugin.token_clock import Stillness, TokenClock
 from slipstream.inference.plugin.tools.reader import Reading
 from slipstream.records import ExpertChoices, GenerateRequest, SamplingParams, ToolCall, VersionSpan
 
@@ -85,15 +83,3 @@ def test_what_vllm_raises_for_a_request_that_it_refuses(monkeypatch):
     assert set(refusals()) == {ValueError, NotImplementedError}
     put(monkeypatch, exceptions={"VLLMClientError": EOFError})
     assert set(refusals()) == {ValueError, NotImplementedError, EOFError}
-
-
-def test_stillness_is_of_an_engine_that_computes(monkeypatch):
-    at = [100.0]
-    monkeypatch.setattr(token_clock, "time", SimpleNamespace(perf_counter=lambda: at[0]))
-    stillness, found = Stillness(clock := TokenClock()), []
-    for seconds, is_computing in ((0.5, True), (0.25, True), (0.5, False), (0.5, True), (9.0, True), (0.5, True)):
-        at[0] += seconds
-        found.append(stillness.lasts_s(is_computing))
-    clock.tick()
-    at[0] += 0.5
-    assert [*found, stillness.lasts_s(True)] == [0.5, 0.75, 0.0, 0.5, 1.5, 2.0, 0.0]

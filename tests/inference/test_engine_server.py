@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.errors import WeightsError
 from slipstream.inference.plugin import server as server_module
-from slipstream.inference.plugin.service import State
+from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.records import Delta, Version, VersionSpan
 
 from .fakes import put
@@ -231,3 +231,48 @@ async def test_a_context_that_is_kept_is_that_of_tokens_and_prompts_begin_again(
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert (len(server.host.generated), server.num_running) == (4, 0)
+
+
+async def test_it_sleeps_only_in_service_and_without_requests():
+    server = made()
+    with pytest.raises(OutOfService, match="starting"):
+        await server.sleep()
+    server = serving()
+    server.num_running = 2
+    with pytest.raises(OutOfService, match="2 requests are running"):
+        await server.sleep()
+    server.num_running = 0
+    await server.wake()
+    assert server.host.calls == []
+    for _ in range(2):
+        await server.sleep()
+    assert server.service.state is State.ASLEEP
+    assert (await server.generate(ask())).cause == "refused"
+    for _ in range(2):
+        await server.wake()
+    assert (server.host.names, server.service.is_serving) == (["sleep", "wake"], True)
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+@pytest.mark.parametrize("error", [ValueError("too long"), KeyError("odd"), OutOfService("later"), TimeoutError()])
+async def test_an_error_of_a_request_is_told_unless_vllm_has_died(error, is_dead):
+    server = serving()
+    server.host.is_dead, server.host.error = is_dead, error
+    if is_dead and isinstance(error, (ValueError, KeyError)):
+        with pytest.raises(type(error)):
+            await server.generate(ask())
+        assert server.num_running == 0
+        return
+    answer = await server.generate(ask())
+    wanted = {
+        ValueError: ("invalid", "was refused by vLLM: too long"),
+        KeyError: ("", "contradicted itself: KeyError: 'odd'"),
+        OutOfService: ("refused", "cannot be answered: later"),
+        TimeoutError: ("late", "passed its deadline of 30 s: raise inference.request_timeout_s"),
+    }[type(error)]
+    assert (answer.finish_reason, answer.cause, answer.error[: len(wanted[1])]) == ("abort", *wanted)
+    assert (answer.token_ids, answer.logprobs, server.num_running) == ([], None, 0)
+    assert server.service.is_serving == (not isinstance(error, KeyError))
+    if isinstance(error, KeyError):
+        assert answer.contradiction == "KeyError: 'odd'"
+        assert server.service.reason == "the answer to request a contradicted itself: KeyError: 'odd'"

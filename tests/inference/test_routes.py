@@ -200,21 +200,6 @@ async def test_a_cancelled_request_is_ended_and_the_others_go_on(server, client)
     assert [each.finish_reason for each in frames(await response.read())] == ["stop"], "one cancellation, one request"
 
 
-async def test_requests_end_with_the_one_whose_call_fails(server, client):
-    server.gates = {"a": asyncio.Event()}
-    server.error = RuntimeError("the engine died")
-    response = await client.post("/generate", data=ask("a", "b"))
-    with pytest.raises(Exception, match=r"(?i)payload|disconnected|reset"):
-        await response.read()
-    await until(lambda: sorted(server.ended) == ["a", "b"])
-
-
-async def test_requests_out_of_service_are_refused_before_any_of_them_begins(server, client):
-    server.service.contradict("two answers")
-    response = await client.post("/generate", data=ask("a"))
-    assert (response.status, await response.text(), server.calls) == (503, "two answers", [])
-
-
 def test_a_cancellation_that_came_first_is_forgotten_after_a_while(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(routes_module.time, "monotonic", lambda: now[0])

@@ -387,61 +387,6 @@ def test_where_episodes_are_played():
     assert plan().config.environment.apart is False
 
 
-def test_what_the_user_set_stays():
-    values = {
-        "model.dtype": "bfloat16",
-        "weights.bridge": "restart",
-        "sampling.max_tokens": 100,
-        "inference.max_model_len": 200,
-        "inference.replicas": 1,
-        "inference.max_num_seqs": 3,
-        "inference.kv_cache_gib": 1.0,
-        "inference.enforce_eager": False,
-        "inference.patches": "required",
-        "inference.tool_parser": "none",
-        "inference.gpu_memory_utilization": 0.5,
-        "inference.sleep": False,
-        "inference.start_timeout_s": 300.0,
-        "inference.request_timeout_s": 300.0,
-        "weights.apply_timeout_s": 300.0,
-        "run.placement": "shared",
-        "environment.num_train_tasks": 500,
-        "training.learning_rate": 3e-4,
-        "environment.max_turns": 1,
-        "environment.apart": True,
-        "environment.reward_workers": 3,
-        "training.micro_batch_tokens": 512,
-        "training.packing": False,
-        "training.gradient_checkpointing": False,
-        "training.compile": False,
-        "run.threads": 1,
-        "run.checkpoint_every": 7,
-        "run.async_checkpoints": False,
-        "evaluation.beside": False,
-        "evaluation.temperature": 0.0,
-        "algorithm.advantage": "batch_mean",
-        "algorithm.scale_rewards": "none",
-        "algorithm.loss": "gspo",
-        "algorithm.normalize": "constant",
-        "algorithm.clip_low": 0.1,
-        "algorithm.clip_high": 0.1,
-        "algorithm.importance_sampling": "masked",
-        "algorithm.max_refills": 2,
-        "algorithm.importance_cap": 3.0,
-        "algorithm.importance_floor": 0.1,
-        "algorithm.overlong_buffer": 0.5,
-        "model.fp32_head": False,
-        "model.fp32_residual": True,
-        "weights.probe_warn": 0.06,
-        "weights.probe_stop": 0.3,
-        "model.replay_experts": False,
-        "model.shared_kernels": False,
-    }
-    made = plan(values)
-    assert made.derived == ()
-    assert made.config == planned_config(with_values(GRPO, values))
-
-
 @pytest.mark.parametrize(
     ("num_parameters", "num_gpus", "dtype"),
     [(19_999_999, 0, "float32"), (20_000_000, 0, "bfloat16"), (1_000_000, 1, "bfloat16")],
