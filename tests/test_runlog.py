@@ -269,16 +269,6 @@ def test_superseded_steps_are_left_out(tmp_path):
     assert samples == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2)]
 
 
-def test_a_resume_supersedes_before_its_first_step(tmp_path):
-    with RunLog.create(tmp_path / "run") as log:
-        for step in (1, 2, 3):
-            log.metrics(step, {})
-    with RunLog.create(tmp_path / "run", resume=True) as log:
-        log.resumed(2)
-    assert [row["step"] for row in runlog.read_metrics(tmp_path / "run")] == [1, 2]
-    assert runlog.read_exit(tmp_path / "run").step == 2
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.booleans()), min_size=1, max_size=5),
     st.booleans(),
@@ -408,14 +398,6 @@ def test_metrics_without_a_group_are_refused(tmp_path):
         log.event("x", lineage=3)
 
 
-def test_noted_numbers_are_in_the_next_row_and_in_no_other(tmp_path):
-    with RunLog.create(tmp_path / "run") as log:
-        log.note({"update/stall_s": 0.25})
-        log.note({"update/stall_s": 0.5})
-        assert log.metrics(1, {"reward/mean": 1.0}) == {"update/stall_s": 0.5, "reward/mean": 1.0}
-        assert log.metrics(2, {"reward/mean": 1.0}) == {"reward/mean": 1.0}
-
-
 def test_phases_are_timed_into_the_next_row(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         for _ in range(2):
@@ -543,11 +525,6 @@ def test_parts_of_a_mixture_may_have_names_like_secrets_and_their_secrets_are_hi
     clean, secrets = redact_toml(toml)
     assert secrets == {"hunter2-secret"}
     assert 'name = "rows"' in clean
-
-
-def test_redaction_keeps_the_rest():
-    fields = {"a": [1, {"key": 5, "keys": "x"}], "token": None, "secret": ""}
-    assert redact(fields) == fields
 
 
 def test_records_and_strange_values_are_written(tmp_path):
@@ -825,10 +802,3 @@ def test_counts_add_up_until_the_next_row(tmp_path):
         log.metrics(2, {"train/loss": 0.25})
     first, second = runlog.read_metrics(tmp_path / "run")
     assert (first["retry/late"], first["retry/refused"], second["retry/late"]) == (3.0, 5.0, 0.0)
-
-
-def test_a_folder_without_a_run_is_no_folder_to_resume(tmp_path):
-    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="holds no run") as caught:
-        RunLog.create(tmp_path)
-    assert "--resume" not in str(caught.value), "with --resume it would be refused as well"

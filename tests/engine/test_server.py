@@ -4,10 +4,8 @@ import asyncio
 import tempfile
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from slipstream.errors import EngineError
 from slipstream.inference.client import EngineClient
@@ -16,7 +14,7 @@ from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version
+from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket, Version
 
 
 class StandingHost(SimpleNamespace):
@@ -110,29 +108,6 @@ async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(serve
     begun.cancel()
 
 
-async def test_requests_end_with_the_client_that_is_gone(server):
-    """Also the second of two, whose answer nobody has begun to wait for."""
-    ended: list[str] = []
-
-    async def generate(request):
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(request.id)
-
-    server.generate = generate
-    app = web.Application(middlewares=[errors_as_text])
-    app.add_routes(routes(server))
-    requests = [GenerateRequest(name, [1], SamplingParams(1)) for name in ("a", "b", "c")]
-    async with TestServer(app, handler_cancellation=True) as site, TestClient(site) as client:
-        call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
-        response = await call
-        response.close()
-        async with asyncio.timeout(30):
-            while len(ended) < 3:
-                await asyncio.sleep(0.01)
-
-
 async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server):
     async def generate(request):
         if request.id == "b":
@@ -155,35 +130,6 @@ async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server):
         await runner.cleanup()
     assert [type(each) for each in found] == [EngineError, EngineError]
     assert all("died during /generate" in str(each) and "its last lines" in str(each) for each in found)
-
-
-async def test_a_request_that_is_cancelled_before_it_began_never_begins(server):
-    begun: list[str] = []
-
-    async def generate(request):
-        begun.append(request.id)
-        return Completion(request.id, [], None, "stop")
-
-    server.generate = generate
-    await server.fence()
-    app = web.Application(middlewares=[errors_as_text])
-    app.add_routes(routes(server))
-    requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=60) for name in ("a", "b")]
-    come = asyncio.Event()
-    until_serving = server.service.until_serving
-
-    async def stand():
-        come.set()
-        await until_serving()
-
-    server.service.until_serving = stand
-    async with TestServer(app) as site, TestClient(site) as client:
-        call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
-        await asyncio.wait_for(come.wait(), 30)
-        await client.post("/cancel", data=msgspec.msgpack.encode(["a"]))
-        complete(server)
-        await (await call).read()
-    assert begun == ["b"]
 
 
 async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
@@ -416,23 +362,3 @@ async def test_the_trainer_waits_for_the_first_token_after_its_writing_but_not_f
     monkeypatch.setattr("slipstream.inference.plugin.server._FIRST_TOKEN_S", 0.01)
     await asyncio.wait_for(server.go_on(Version(0, 2, "")), 60)
     running.cancel()
-
-
-async def test_an_evaluation_runs_as_many_at_once_as_training_and_waits_for_none_of_it(monkeypatch):
-    server, host = _answering(monkeypatch)
-    inside = []
-
-    async def generate(prompt, params, id_, adapter=None, is_urgent=False):
-        inside.append(id_)
-        return await AnsweringHost.generate(host, prompt, params, id_, adapter, is_urgent)
-
-    host.generate = generate
-    most = 2 * server.settings.max_num_seqs
-    sampling = SamplingParams(1)
-    asked = [GenerateRequest(f"train {n}", [1], sampling, timeout_s=30) for n in range(most + 5)]
-    asked += [GenerateRequest(f"eval {n}", [1], sampling, timeout_s=30, is_urgent=True) for n in range(most + 5)]
-    running = [asyncio.create_task(server.generate(request)) for request in asked]
-    await asyncio.sleep(0.05)
-    assert [sum(id_.startswith(kind) for id_ in inside) for kind in ("train", "eval")] == [most, most]
-    host.ends.set()
-    assert {completion.finish_reason for completion in await asyncio.gather(*running)} == {"stop"}

@@ -16,8 +16,7 @@ from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as module
-from slipstream.orchestrator.batches.idle_time import IdleTime
-from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures, warn_of_losses
+from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import Completion, Rollout, ToolCall
 
@@ -122,27 +121,6 @@ async def test_a_task_may_limit_its_turns(limit, most):
 def test_a_task_may_have_a_smaller_group():
     for limit, size in ((Limits(group_size=3), 3), (Limits(group_size=9), 8), (Limits(), 8)):
         assert runner_of(environment_of(limit=limit))[0].group_size(TASK, 8) == size
-
-
-async def test_only_requests_for_training_are_counted_as_its_engines():
-    seen, idle = [], IdleTime()
-    runner, _ = runner_of(environment_of(), idle=idle)
-    other = ScriptedEngine(say("b"))
-    for engine in (runner.engine, other):
-        engine.on_request = lambda request: seen.append(idle.requests.number)
-    await play(runner)
-    await play(runner, engine=other)
-    assert seen == [1, 0]
-    assert (runner.num_ended, idle.requests.number) == (4, 0)
-
-
-async def test_a_task_without_prompt_or_answer_has_empty_texts():
-    async def none(task, policy):
-        return Episode("said")
-
-    rollout = await play(runner_of(environment_of(none))[0], Task("t", ()))
-    assert (rollout.prompt, rollout.answer, rollout.source) == ("", "", "")
-    assert (rollout.completion, rollout.turns, rollout.sequences) == ("said", [], [])
 
 
 async def fails_at_once(task, policy):
@@ -269,19 +247,6 @@ async def test_an_environment_that_another_one_holds_up_is_not_late():
     assert rollout.outcome == "done"
 
 
-async def test_only_an_environment_that_bounds_itself_is_set_up_before_each_episode():
-    for bounds_itself in (False, True):
-        told = []
-
-        async def setup(self, told=told):
-            told.append("setup")
-
-        runner, _ = runner_of(environment_of(setup=setup, bounds_itself=bounds_itself))
-        for _ in range(2):
-            assert (await play(runner)).outcome == "done"
-        assert told == ["setup"] * 2 * bounds_itself
-
-
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -299,18 +264,6 @@ async def test_episodes_that_cannot_be_closed_are_told_of_once(error, says):
     for _ in range(3):
         assert (await play(runner)).outcome == "done"
     assert warnings == [f"close_episode() of environment Play failed: {says}"]
-
-
-async def test_a_close_that_is_held_up_by_another_episode_is_not_late(monkeypatch):
-    async def close_episode(self, task, state):
-        await asyncio.sleep(0.2)
-
-    monkeypatch.setattr(module, "_CLOSE_S", 0.05)
-    for is_held_up in (True, False):
-        warnings = []
-        environment = environment_of(close_episode=close_episode, is_held_up=is_held_up)
-        await play(runner_of(environment, warn=warnings.append)[0])
-        assert bool(warnings) != is_held_up
 
 
 async def test_a_request_that_was_aborted_says_why_and_how_often():
@@ -369,14 +322,6 @@ def test_where_none_may_fail_one_is_too_many():
     mostly = rollouts_of("reward_error", "engine_error", "engine_error", "done")
     with pytest.raises(EngineError, match=r"^2 of 4 .* failed in the engine, .* \(engine_error\): error 1$"):
         check_failures(mostly, "step 3", 0.0)
-
-
-def test_only_rollouts_that_the_engine_lost_are_warned_of():
-    warnings = []
-    warn_of_losses(rollouts_of("done", "reward_error"), "step 3", warnings.append)
-    assert warnings == []
-    warn_of_losses(rollouts_of("done", "reward_error", "engine_error", "engine_error"), "step 3", warnings.append)
-    assert warnings == ["2 of 4 rollouts of step 3 were lost in the engine; the first: error 2"]
 
 
 async def test_a_turn_that_the_context_cuts_says_so_and_not_that_its_limit_did():

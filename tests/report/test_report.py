@@ -14,9 +14,8 @@ from slipstream.errors import ConfigError
 from slipstream.python.run import load_run
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
-from slipstream.report.markup import data, h, key, number
+from slipstream.report.markup import data, h
 from slipstream.report.plot import linear_scale, log_scale, step_scale
-from slipstream.report.rollouts import _cut
 from slipstream.report.series import GROUPS, MAX_POINTS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times
 from slipstream.runlog import read_run
@@ -56,25 +55,6 @@ def report(tmp_path, *folders):
     return text, Words(text)
 
 
-def test_several_engines_are_told_apart(write, tmp_path):
-    folder = write("one")
-    with (folder / "metrics.jsonl").open() as file:
-        rows = [json.loads(line) for line in file]
-    for row in rows:
-        row |= {
-            "replica_0/requests": 600.0,
-            "replica_0/idle_s": 0.5,
-            "replica_0/tokens_per_s": 1234.0,
-            "replica_0/restarts": 0.0,
-        }
-        row |= {"replica_1/requests": 0.0, "replica_1/restarts": 2.0, "replica_x/requests": 1.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text, _ = report(tmp_path, folder)
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", text[text.index("What each engine did") :])[:8]
-    assert cells[:4] == [f"{600 * len(rows):,}", "1,234", f"{0.5 * len(rows):.1f}\u00a0s", "0"]
-    assert cells[4:8] == ["0", "0", "0.0\u00a0s", "2"]
-
-
 def test_who_waited_and_where_tokens_went(write, tmp_path):
     folder = write("one")
     with (folder / "metrics.jsonl").open() as file:
@@ -96,24 +76,6 @@ def test_who_waited_and_where_tokens_went(write, tmp_path):
     assert "restart" not in text[text.index("<h3>Engine idle</h3>") : text.index("<h3>Trainer idle</h3>")]
     assert "1 groups were begun in all attempts, 0 of them have not ended." in page.words
     assert "cancelled: run ended" in page.words
-
-
-def test_what_was_used_of_the_further_tries(write, tmp_path):
-    folder = write("one")
-    _, page = report(tmp_path, folder)
-    assert "tried again" not in page.words, "a run of before"
-    with (folder / "resolved.toml").open("a") as file:
-        file.write("[inference]\nrequest_retries = 5  # default\nrequest_timeout_s = 300.0  # derived: x\n")
-    _, page = report(tmp_path, folder)
-    assert "Requests were tried again 0 times. Each had 5 further tries within 2 times 300.0 s" in page.words
-    with (folder / "metrics.jsonl").open() as file:
-        rows = [json.loads(line) for line in file]
-    rows[2] |= {"retry/late": 4.0, "retry/refused": 1.0}
-    rows[3] |= {"retry/late": 2.0, "retry/exhausted": 1.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, page = report(tmp_path, folder)
-    assert "Requests were tried again 7 times (late 6, refused 1)." in page.words
-    assert "1 requests used all of them." in page.words
 
 
 def test_a_finished_run_is_told_whole(write, tmp_path):
@@ -245,15 +207,6 @@ def test_scales_hold_their_values():
     assert len(log_scale([1e-12, 1e3]).ticks) <= 6
     assert step_scale([0, 330]).ticks == (0, 100, 200, 300)
     assert step_scale([0.0]).low < 0 < step_scale([0.0]).high
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(None, "\u2013"), (0, "0"), (4.384e-7, "4.38e-7"), (-0.00123, "\u22120.0012"), (12345.6, "12\u202f346"),
-     (0.97412, "0.9741"), (3.14159, "3.142"), (1e12, "1.00e12"), (40, "40")],
-)  # fmt: skip
-def test_numbers_read_well(value, shown):
-    assert number(value) == shown
 
 
 def test_markup_is_escaped_and_data_cannot_leave_its_script():
@@ -420,23 +373,9 @@ def test_what_failed_can_be_found_with_its_error(write, tmp_path):
     assert "step 2" not in pairs, "what failed is no answer to compare"
 
 
-def test_a_long_text_loses_its_middle():
-    shown = _cut("a" * 500 + "answer", 100)
-    assert shown.startswith("a" * 50)
-    assert shown.endswith("answer")
-    assert "(406 characters left out)" in shown
-    assert _cut("short", 100) == "short"
-
-
 def test_a_run_in_which_nothing_was_lost_says_so_in_full(write, tmp_path):
     _, page = report(tmp_path, write("one"))
     assert "no steps skipped for want of signal, 2 rollouts dropped" in page.words
-
-
-def test_names_of_settings_break_between_their_words():
-    assert key("environment.num_tasks<") == (
-        '<code class="name">environment.<wbr/>num_<wbr/>tasks&lt;</code>'
-    )  # fmt: skip
 
 
 def with_figures(folder):

@@ -100,22 +100,6 @@ def test_damaged_checkpoints_are_passed_over(hurt, make_learner, model_folder, t
     assert good.exists()
 
 
-def test_a_step_made_again_replaces_the_old_one(make_learner, model_folder, tmp_path):
-    store = CheckpointStore(tmp_path, keep=1)
-    learner = make_learner()
-    store.save(4, learner, model_folder, {"lineage": 0})
-    path = store.save(4, learner, model_folder, {"lineage": 1})
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
-    assert store.load(path, learner) == {"lineage": 1}
-    # A kill between the two renames leaves the replaced one, which is still found.
-    path.rename(tmp_path / "step-000004.old")
-    latest = store.latest()
-    assert latest is not None
-    assert store.load(latest, learner) == {"lineage": 1}
-    store.save(4, learner, model_folder, {"lineage": 2})
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
-
-
 def saves_until_killed(store: CheckpointStore, learner, source: Path) -> None:
     for step in range(1, 10_000):
         store.save(step, learner, source, {"step": step})
@@ -205,13 +189,3 @@ class TestKeeping:
         store.save(3, learner, model_folder, {"step": 3})
         assert [file.name for file in (first / "state").iterdir()] == ["state.json"]
         assert len(json.loads(manifest)["files"]) > len(json.loads((first / "manifest.json").read_bytes())["files"])
-
-    def test_the_best_ones_weights_stay(self, make_learner, model_folder, tmp_path):
-        store, learner = CheckpointStore(tmp_path, keep=1), make_learner()
-        for step in (1, 2, 3, 4):
-            store.save(step, learner, model_folder, {"step": step}, best=step == 2)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-000002", "step-000004"]
-        assert store.best() == tmp_path / "step-000002"
-        assert not has_state(tmp_path / "step-000002")
-        store.save(5, learner, model_folder, {"step": 5}, best=True)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-000005"]
