@@ -1,10 +1,15 @@
 """Errors by their class and the setting that they name, whatever their sentence is."""
 
+import contextlib
+
 import pytest
 
 from slipstream.errors import ConfigError
 
 
-def refused(setting, kind=ConfigError):
+@contextlib.contextmanager
+def refuses(setting, kind=ConfigError):
     """Expects an error of this kind that names the setting first."""
-    return pytest.raises(kind, check=lambda error: error.setting == setting)
+    with pytest.raises(kind) as raised:
+        yield raised
+    assert raised.value.setting == setting, raised.value

@@ -42,6 +42,7 @@ def test_every_error_is_of_a_known_class_and_those_that_a_restart_may_mend_say_s
     [
         ("training.ranks = 3 does not divide 8: use 4 (run.toml:3)", "training.ranks"),
         ("the run needs 3 GiB: set model.fp32_head = false, or lora.rank = 8", "model.fp32_head"),
+        ("model.path 'x' has sinks: set training.packing = false", "training.packing"),
         ("environment.mixture.sums.name is missing: set it", "environment.mixture.sums.name"),
         ("sampling.stop[1] = 5 is a whole number: use a text", "sampling.stop"),
         ("run.toml cannot be read: No such file", ""),

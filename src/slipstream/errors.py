@@ -34,8 +34,8 @@ SECTIONS = (
 )
 """Of a run file."""
 _NAME = rf"(?:{'|'.join(SECTIONS)})(?:\.(?!toml\b|jsonl?\b|parquet\b|txt\b|py\b)\w+)+"
-_SETTING = re.compile(rf"(?<![\w./-])({_NAME})(?:\[\d+\])? = |^({_NAME})(?![\w.])")
-"""A setting with its value, or one that a message begins with."""
+_WITH_VALUE = re.compile(rf"(?<![\w./-])({_NAME})(?:\[\d+\])? = ")
+_AT_FIRST = re.compile(rf"({_NAME})(?![\w.])")
 
 
 class SlipstreamError(Exception):
@@ -48,9 +48,10 @@ class SlipstreamError(Exception):
 
     @property
     def setting(self) -> str:
-        """The setting that the message names first, such as `training.ranks`; empty where it names none."""
-        found = _SETTING.search(str(self))
-        return (found[1] or found[2]) if found else ""
+        """The first setting that the message gives a value, such as `training.ranks`, or the one that it begins with;
+        empty where there is none."""
+        found = _WITH_VALUE.search(str(self)) or _AT_FIRST.match(str(self))
+        return found[1] if found else ""
 
 
 class ConfigError(SlipstreamError):

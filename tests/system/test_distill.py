@@ -15,6 +15,7 @@ from slipstream.launch.teacher import agreement_warning
 from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
+from tests.refusals import refuses
 
 DISTILL = ("--algorithm.kind", "distill", "--evaluation", "false")
 
@@ -120,9 +121,9 @@ def test_another_vocabulary_is_refused_before_anything_starts(run_file, teacher,
     other = shutil.copytree(teacher, tmp_path / "other")
     file = other / "tokenizer.json"
     file.write_text(file.read_text().replace('"a":', '"a ":', 1))
-    with pytest.raises(ConfigError, match=r"teacher.path has another tokenizer than model.path \(1 of .* differ"):
+    with refuses("teacher.path"):
         prepare(load_config(run_file, (*DISTILL, "--teacher.path", str(other))))
-    with pytest.raises(ConfigError, match=r"^teacher.path = .* does not exist"):
+    with refuses("teacher.path"):
         prepare(load_config(run_file, (*DISTILL, "--teacher.path", str(tmp_path / "none"))))
 
 

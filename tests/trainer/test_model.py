@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.refusals import refuses
 
 from slipstream import records
 from slipstream.errors import ConfigError
@@ -77,7 +78,7 @@ def test_unpacked_logits_equal_the_plain_model(name, save_model, tmp_path):
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     if name != "plain":
-        with pytest.raises(ConfigError, match=r"which packed attention does not do: set training\.packing = false"):
+        with refuses("training.packing"):
             PolicyModel.load(tmp_path)
     model = PolicyModel.load(tmp_path, packing=False)
     sequence = records.Sequence([(7 * j) % 64 for j in range(40)], [j > 0 for j in range(40)])
@@ -140,13 +141,13 @@ def test_what_is_stored_of_several_parameters_is_refused_where_each_is_taken_by_
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     with torch.device("meta"):
         fused = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(num_hidden_layers=1, vocab_size=50, **sizes))
-    with pytest.raises(ConfigError, match=r"stores several parameters as one, .*gqkv_proj.*: set training.ranks = 1"):
+    with refuses("training.ranks"):
         PolicyModel(fused, tmp_path).check_parts()
 
 
 def test_soft_capped_attention_is_refused_when_packed_and_taken_when_not(save_model, tmp_path):
     save_model(tmp_path, "Gemma2", head_dim=8)
-    with pytest.raises(ConfigError, match=r"training\.packing = false"):
+    with refuses("training.packing"):
         PolicyModel.load(tmp_path)
     PolicyModel.load(tmp_path, packing=False)
 
@@ -317,7 +318,7 @@ def test_memory_is_shared_where_shape_and_storage_are():
 def test_a_head_that_is_no_plain_product_stays_in_the_models_type(head, model_folder):
     model = PolicyModel.load(model_folder)
     model.network.set_output_embeddings(head)
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no plain output head: set model\.fp32_head = false"):
+    with refuses("model.fp32_head"):
         model.use_fp32_head()
     assert not model.has_lazy_logits
 

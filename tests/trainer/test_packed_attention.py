@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_ragged_attention import kernels  # noqa: F401
+from tests.refusals import refuses
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map
 
@@ -54,7 +55,7 @@ def test_images_whose_tokens_see_one_another_do_not_go_to_the_kernel(monkeypatch
 )
 def test_what_it_does_not_do_is_refused(asked):
     states, layout = drawn(2, 2, 3), segment_layout([3])
-    with pytest.raises(ConfigError, match=r"Module needs .*, which packed attention does not do: set training\.pack"):
+    with refuses("training.packing"):
         packed.packed_attention(torch.nn.Module(), *states, None, segments=layout, **asked)
     with pytest.raises(ConfigError, match="Module needs a mask, dropout or bidirectional attention"):
         packed.packed_attention(torch.nn.Module(), *states, torch.ones(3, 3), segments=layout)

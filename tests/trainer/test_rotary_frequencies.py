@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from tests.refusals import refuses
 from torch import nn
 
 from slipstream import records
@@ -159,7 +160,7 @@ def test_code_that_is_not_transformers_is_taken_within_the_original_context_only
 def test_attention_scaled_by_the_place_in_the_row_is_refused_when_packed(save_model, tmp_path):
     experts = {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 48}
     save_model(tmp_path, "Llama4Text", **experts, layer_types=["full_attention"] * 2, no_rope_layers=[1, 0])
-    with pytest.raises(ConfigError, match=r"attn_temperature_tuning.*set training\.packing = false"):
+    with refuses("training.packing"):
         PolicyModel.load(tmp_path)
 
 
