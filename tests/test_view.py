@@ -17,12 +17,11 @@ from slipstream.view import (
     NullView,
     PlainView,
     RichView,
-    as_duration,
     make_view,
     render_runs,
     sparkline,
 )
-from slipstream.view.figures import figure_lines, waits_line
+from slipstream.view.figures import figure_lines
 from slipstream.view.text import BLOCK_LEVELS
 
 TITLE = "reverse-1 · models/byte-1m · spell_backward"
@@ -343,13 +342,6 @@ def test_runs_are_listed_as_they_are():
     assert (empty, reason) == ("", "two: line break")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0.0 s"), (9.94, "9.9 s"), (59.6, "1:00"), (185, "3:05"), (3723, "1:02:03")]
-)
-def test_durations(seconds, text):
-    assert as_duration(seconds) == text
-
-
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 50))
 def test_sparklines_fit_and_reach_from_bottom_to_top(values, width):
     line = sparkline(values, width)
@@ -358,22 +350,6 @@ def test_sparklines_fit_and_reach_from_bottom_to_top(values, width):
     if len(values) <= width and values and max(values) > min(values):
         assert line[values.index(min(values))] == BLOCK_LEVELS[0]
         assert line[values.index(max(values))] == BLOCK_LEVELS[-1]
-
-
-def test_one_line_says_who_waited_for_what(rich):
-    rich.start(TITLE, 9)
-    rich.step(1, ROW)
-    assert "idle:" not in picture_of(rich)
-    waits = {"idle/engine_s": 2.5, "idle/engine_trainer_s": 2.0, "idle/engine_update_s": 0.5, "idle/trainer_s": 0.0}
-    rich.step(2, ROW | waits | {"staleness/max": 0.0})
-    assert "idle: engine 2.5 s (trainer), trainer 0.0 s" in picture_of(rich)
-    ages = {"staleness/max": 1.0, "staleness/age_1": 0.25, "staleness/age_0": 0.75}
-    queues = {"rollout/groups_running": 12.0, "rollout/groups_ready": 3.0, "dropped/late": 2.0}
-    rich.step(3, ROW | waits | ages | queues)
-    assert waits_line(ROW | waits | ages | queues) == (
-        "idle: engine 2.5 s (trainer), trainer 0.0 s  groups: 12 running, 3 ready  tokens by age: 0: 75 %, 1: 25 %"
-        "  dropped: 2"
-    )
 
 
 def test_a_step_without_loss_says_why(plain, rich, clock):

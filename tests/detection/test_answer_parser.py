@@ -341,32 +341,10 @@ def test_no_change_of_an_answer_raises_and_what_is_json_is_read_as_json(objects,
         assert [each.value for each in found.objects] == expected
 
 
-FRAGMENTS = st.sampled_from(
-    [
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        ":",
-        ", ",
-        "\\",
-        '"object_1": ',
-        '"object_2": {',
-        '"desc": "a"',
-        '"bbox_2d": [',
-        '"]}',
-        CAT,
-        f'"object_3": {DOG}',
-        literal(3),
-        "<|im_",
-        "end|>",
-        END,
-        "\u00e9",
-        " ",
-        "5",
-    ]
-)
+FRAGMENTS = st.sampled_from([
+    "{", "}", "[", "]", '"', ":", ", ", "\\", '"object_1": ', '"object_2": {', '"desc": "a"', '"bbox_2d": [', '"]}',
+    CAT, f'"object_3": {DOG}', literal(3), "<|im_", "end|>", END, "\u00e9", " ", "5",
+])  # fmt: skip
 
 
 @settings(max_examples=200)

@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import EngineError
-from slipstream.inference.plugin.arguments import engine_arguments
-from slipstream.inference.plugin.completions import expert_choices
 from slipstream.plan.derive import REPLAYED
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as Tokens
@@ -19,7 +17,7 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.model_files import write_model_folder
 
-from .conftest import PROMPTS, perturbed, settings_for, start, stop
+from .conftest import PROMPTS, perturbed, start, stop
 from .mixtures import KINDS, close_choices
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=1.0)
@@ -144,17 +142,3 @@ def test_an_engine_of_several_processes_is_refused(tmp_path):
     folder = close_choices(tmp_path / "model", num_layers=1)
     with pytest.raises(EngineError, match=r"no scheduler in its worker's process.*set it to false"):
         start(folder, tmp_path / "engine", replay_experts=True, max_restarts=0, own_process=True)
-
-
-def test_rows_that_are_not_the_tokens_are_a_contradiction():
-    rows = torch.zeros(5, 2, 3, dtype=torch.uint8).numpy()
-    made = expert_choices(rows, 6)
-    assert (len(made), made.num_layers, made.per_token, made.width) == (5, 2, 3, 1)
-    assert expert_choices(rows.astype("int32"), 6).width == 2
-    with pytest.raises(ValueError, match=r"experts of shape \(5, 2, 3\) for 7 tokens"):
-        expert_choices(rows, 7)
-
-
-def test_vllms_own_option_is_for_gpus(tmp_path):
-    found = engine_arguments(settings_for(tmp_path, replay_experts=True))
-    assert ("enable_return_routed_experts" in found) == torch.cuda.is_available()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slipstream.inference.plugin.completions import aborted, completion, contradiction, expert_choices, refusals
+from slipstream.inference.plugin.completions import completion, expert_choices, refusals
 from slipstream.inference.plugin.tools.reader import Reading
 from slipstream.records import ExpertChoices, GenerateRequest, SamplingParams, ToolCall, VersionSpan
 
@@ -64,19 +64,6 @@ def test_experts_are_sent_in_one_or_two_bytes(kind, width):
             expert_choices(rows, number)
     with pytest.raises(ValueError, match=r"experts of shape \(6, 2\)"):
         expert_choices(rows.reshape(6, 2), 7)
-
-
-def test_a_completion_that_was_not_finished_says_why(caplog):
-    made = aborted(ask(), "late", "too late")
-    assert (made.token_ids, made.logprobs, made.finish_reason, made.cause, made.error) == (
-        *([], None, "abort"),
-        *("late", "too late"),
-    )
-    made = contradiction(ask(), KeyError(6))
-    assert (made.finish_reason, made.cause, made.error) == ("abort", "", "contradicted itself: KeyError: 6")
-    assert made.contradiction == "KeyError: 6"
-    (record,) = caplog.records
-    assert (record.getMessage(), record.exc_info[1].args) == ("the answer to request a contradicts itself", (6,))
 
 
 def test_what_vllm_raises_for_a_request_that_it_refuses(monkeypatch):

@@ -62,14 +62,6 @@ def test_every_transition_is_legal_or_raises_and_changes_nothing(state):
         assert (service.reason == "") == service.is_serving
 
 
-def test_health_tells_ready_only_while_requests_are_answered():
-    assert {state: reached(state).status for state in State} == {
-        **dict.fromkeys(State, "out_of_service"),
-        State.STARTING: "starting",
-        State.SERVING: "ready",
-    }
-
-
 @pytest.mark.parametrize("state", [State.STARTING, State.FAILED, State.ASLEEP])
 async def test_requests_are_refused_with_the_reason_where_no_update_is_under_way(state):
     service = reached(state)
@@ -81,12 +73,6 @@ def computing_unproved():
     service = reached(State.PROVING)
     service.compute_unproved("0.1")
     return service
-
-
-def test_a_fence_leaves_the_unproved_version_for_the_next_update_to_discard():
-    service = computing_unproved()
-    service.fence()
-    assert (service.unproved, service.num_discarded) == ("0.1", 0)
 
 
 def test_only_a_version_that_was_announced_is_computed_without_a_proof():

@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 
 from slipstream.inference.engine import SupervisedEngine
@@ -17,7 +16,6 @@ from slipstream.inference.plugin.tools.calls import (
     read_calls,
 )
 from slipstream.inference.plugin.tools.formats import FORMATS, Format, answer_start, ends_in_thought
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import Completion, GenerateRequest, SamplingParams, ToolCall, decode, encode
 
@@ -165,13 +163,6 @@ def test_a_template_may_begin_the_thought():
     assert text[start:end] == CALL
 
 
-def test_answers_of_earlier_engines_can_be_read():
-    old = Completion("a", [1], [0.0], "stop")
-    new = {"tool_calls", "content", "parser_failure"}
-    fields = {name: value for name, value in msgspec.to_builtins(old).items() if name not in new}
-    assert decode(msgspec.msgpack.encode(fields), Completion) == old
-
-
 async def test_what_a_parser_raised_is_told_once_and_counted(tmp_path, monkeypatch):
     events = []
     settings = EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8, tool_parser="hermes")
@@ -195,16 +186,6 @@ async def test_what_a_parser_raised_is_told_once_and_counted(tmp_path, monkeypat
     assert "hermes raised (KeyError: 'name')" in events[0][1]["message"]
     assert engine.take_metrics() == {"rollout/parser_failures": 3.0}
     assert engine.take_metrics() == {"rollout/parser_failures": 0.0}
-
-
-async def test_a_scripted_engine_passes_calls_on():
-    engine = ScriptedEngine(lambda prompt, seed: [7])
-    engine.parse = lambda request, tokens: ([ToolCall("f", {"token": tokens[0]})], "rest")
-    plain = await engine.generate(GenerateRequest("a", [1], SamplingParams(4)))
-    assert (plain.tool_calls, plain.content) == ([], None)
-    given = await engine.generate(GenerateRequest("b", [1], SamplingParams(4), tools=({"type": "function"},)))
-    assert (given.tool_calls, given.content) == ([ToolCall("f", {"token": 7})], "rest")
-    assert decode(encode(given), Completion) == given
 
 
 SPLIT = Format("<c>", "</c>", name=r"<c>(\w*)")
@@ -259,10 +240,3 @@ def test_calls_are_parsed_together_where_all_are_found_and_else_each_by_itself(t
     assert [each.name if isinstance(each, Found) else f"{each.name} is odd" for each in read] == calls
     assert all(isinstance(each, Found) or each.error for each in read)
     assert rest == content
-
-
-def test_as_many_calls_as_may_be_are_all_taken():
-    assert not any(call.error for call in as_records([Found("f", "{}")] * MAX_CALLS, "", [1]))
-    found, _ = read_calls("<c>1</c>" * (MAX_CALLS + 5), parse, SPLIT)
-    assert len(found) == MAX_CALLS + 1
-    assert isinstance(found[0], ToolCall)

@@ -83,15 +83,6 @@ async def test_majorities_need_answers_and_failures_vote_for_nothing():
     assert failed.metrics()["eval/reward/mean@3"] == pytest.approx(failed.mean_reward)
 
 
-@pytest.mark.parametrize("samples_per_task", [1, 2, 3])
-async def test_every_sample_has_an_id_of_its_own(samples_per_task):
-    asked, engine = [], ScriptedEngine(lambda prompt, seed: [ord("b"), END])
-    engine.on_request = lambda request: asked.append(request.id)
-    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5}
-    await evaluate(make_runner(engine), TASKS, **how, samples_per_task=samples_per_task)
-    assert len(asked) == len(set(asked)) == len(TASKS) * samples_per_task
-
-
 async def test_an_evaluation_is_told_apart_by_data_source():
     how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5}
     sources = ("gsm8k", "openai/math", "gsm8k")

@@ -33,13 +33,3 @@ def test_batches_that_are_cut_at_one_moment_have_the_speed_of_the_last_few():
         assert each.tokens / each.seconds == pytest.approx(16.0, rel=1e-5)
         assert each.rollouts / each.seconds == pytest.approx(1.6, rel=1e-5)
     assert sum(each.seconds for each in found[1::2]) == pytest.approx(5 * 10.0 / 2)
-
-
-def test_no_time_at_all_counts_as_a_moment():
-    pace = Pace(1)
-    pace.begin(5.0)
-    pace.add(group(2, 10))
-    for made in (pace.cut(5.0), Generated.of([group(2, 10)])):
-        assert 0.0 < made.seconds < 0.1
-        assert (made.rollouts, made.tokens) == (2, 20)
-    assert Generated.of([], 0.25).rates()["time/generate_s"] == 0.25

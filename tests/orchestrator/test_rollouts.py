@@ -18,7 +18,7 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as module
 from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.records import Completion, Rollout, ToolCall
+from slipstream.records import Rollout, ToolCall
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_orchestrator import END, SAMPLING, Letters, say
@@ -264,19 +264,6 @@ async def test_episodes_that_cannot_be_closed_are_told_of_once(error, says):
     for _ in range(3):
         assert (await play(runner)).outcome == "done"
     assert warnings == [f"close_episode() of environment Play failed: {says}"]
-
-
-async def test_a_request_that_was_aborted_says_why_and_how_often():
-    runner, _ = runner_of(environment_of())
-    runner.engine.abort = lambda request: "invalid"
-    rollout = await play(runner)
-    assert (rollout.outcome, rollout.error) == ("engine_error", "request 3.0.1.0-0 was told to fail")
-
-    async def silent(request):
-        return Completion(request.id, [], None, "abort")
-
-    runner.engine.generate = silent
-    assert (await play(runner)).error == "request 3.0.1.0-1 was aborted"
 
 
 def rollouts_of(*outcomes):

@@ -27,14 +27,6 @@ def test_without_staleness_a_batch_is_its_own_groups():
     assert made.num_free == 2
 
 
-def test_the_first_finished_make_the_batch():
-    made = slots()
-    begin(made, 0, 1, 2, 3)
-    made.finish(3)
-    made.finish(1)
-    assert made.cut() == [1, 3]
-
-
 def test_the_first_finished_make_the_batch_also_where_all_may_wait():
     made = slots(staleness=2)
     begin(made, 0, 1, 2, 3)
