@@ -21,7 +21,6 @@ from slipstream.view import (
     render_runs,
     sparkline,
 )
-from slipstream.view.figures import figure_lines
 from slipstream.view.text import BLOCK_LEVELS
 
 TITLE = "reverse-1 · models/byte-1m · spell_backward"
@@ -370,18 +369,3 @@ def test_a_step_without_loss_says_why(plain, rich, clock):
     clock.now += 3
     rich.step(3, ROW)
     assert "skipped" not in picture_of(rich)
-
-
-def test_figures_of_several_samples_are_shown(plain, clock):
-    row = {"eval/accuracy": 0.5, "eval/best@2": 0.6, "eval/best@4": 0.7, "eval/pass@4": 0.8, "eval/best@4_low": 0.1}
-    clock.now += 5
-    plain.step(1, ROW | row)
-    (line,) = [text for text in lines_of(plain.console) if text.startswith("step")]
-    assert "pass@4   0.800  best@4   0.700" in line
-    assert "best@2" not in line
-    live = RichView(terminal(width=140), clock)
-    live.step(1, ROW | row)
-    assert "best@4" in picture_of(live)
-    assert "best@2" not in picture_of(live)
-    assert list(figure_lines(row)) == ["pass:       @4 80.0", "best:       @2 60.0, @4 70.0"]
-    assert list(figure_lines({"eval/accuracy": 0.5})) == []

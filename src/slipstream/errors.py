@@ -48,8 +48,7 @@ class SlipstreamError(Exception):
 
     @property
     def setting(self) -> str:
-        """The first setting that the message gives a value, such as `training.ranks`, or the one that it begins with;
-        empty where there is none."""
+        """The first setting with a value in the message, such as `training.ranks`, else the one it begins with."""
         found = _WITH_VALUE.search(str(self)) or _AT_FIRST.match(str(self))
         return found[1] if found else ""
 
