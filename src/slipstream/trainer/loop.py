@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from slipstream.data.curriculum import Change, MixtureCurriculum
 from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
-from slipstream.runlog import sample_of
+from slipstream.runlog import RunLog, sample_of
 from slipstream.runlog.batches import BatchKeeper
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
@@ -80,45 +79,6 @@ class Engine(Evaluates, Protocol):
         ...
 
 
-class Log(Protocol):
-    """The run's log."""
-
-    folder: Path
-    lineage: int
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning and show it."""
-        ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Write the row of a step; returns it with the notes added."""
-        ...
-
-    def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Add metrics to the row of a step that was written before."""
-        ...
-
-    def note(self, values: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
-        ...
-
-    def sample(self, record: Mapping[str, Any]) -> None:
-        """Save a rollout for people to read."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the duration of a phase of a step."""
-        ...
-
-    def repeats(self, name: str) -> None:
-        """The phase under way has done all that it ever does."""
-        ...
-
-
 @dataclass
 class TrainingLoop:
     """See the module. `engine`: None for SFT without evaluation."""
@@ -129,7 +89,7 @@ class TrainingLoop:
     reader: Reader
     engine: Engine | None
     store: CheckpointStore
-    log: Log
+    log: RunLog
     progress: Progress
     sampling: records.SamplingParams
     reference: Scorer | None = None

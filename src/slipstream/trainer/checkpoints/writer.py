@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.runlog import RunLog
 from slipstream.runlog.files import cannot_write
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.snapshot import Snapshots
@@ -74,24 +75,6 @@ class Schedule:
         )
 
 
-class Log(Protocol):
-    """The run's log; called from any thread."""
-
-    folder: Path
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning."""
-        ...
-
-    def note(self, values: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
-        ...
-
-
 class CheckpointWriter:
     """Writes checkpoints of `learner` and `critic` to `store`; called by the training thread."""
 
@@ -100,7 +83,7 @@ class CheckpointWriter:
         store: CheckpointStore,
         learner: Learner,
         critic: Critic | None,
-        log: Log,
+        log: RunLog,
         schedule: Schedule,
         *,
         beside: bool,
