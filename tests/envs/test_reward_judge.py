@@ -117,19 +117,6 @@ async def test_json_replies(make):
     assert (await make(odd, reply="json")(TASK, "13")).metrics.items() >= {"c": 2.0, "non_finite": 2.0}.items()
 
 
-@pytest.mark.parametrize("text", ["7/10", "Score: 7 / 10.", "7 out of 10", "**7**/10, of 3 tries: 7/10.0", "7 of 10!"])
-async def test_points_of_the_largest_score(make, text):
-    assert (await make(text)(TASK, "12")).reward == 0.7
-    assert (await make(text, scale=(10, 0))(TASK, "12")).reward == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("text", "due"), [("1/2", 0.5), ("7/10", 0.7), ("0 out of 1", 0.0), ("1/1", 1.0), ("0.5", 0.5)]
-)
-async def test_fractions_on_the_scale_of_one(make, text, due):
-    assert (await make(text, scale=(0, 1))(TASK, "12")).reward == due
-
-
 @pytest.mark.parametrize(
     ("reply", "scale", "reward"),
     [
@@ -138,8 +125,13 @@ async def test_fractions_on_the_scale_of_one(make, text, due):
         ("7.5 out of 10", (0, 10), 0.75),
         ("I count 2 of 5", (0, 5), 0.4),
         ("3/5", (1, 5), 0.5),
+        ("7 out of 10", (10, 0), 0.3),
+        ("**7**/10, of 3 tries: 7/10.0", (0, 10), 0.7),
+        ("7 of 10!", (0, 10), 0.7),
         ("3/4", (0, 1), 0.75),
         ("1/1", (0, 1), 1.0),
+        ("0 out of 1", (0, 1), 0.0),
+        ("0.5", (0, 1), 0.5),
         ("8 out of 10", (0, 1), 0.8),
         ("2/10", (0, 10), 0.2),
         ("2/10", (10, 0), 0.8),
