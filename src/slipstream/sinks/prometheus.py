@@ -1,9 +1,9 @@
 """An endpoint for Prometheus: the newest row of metrics, whether the run lives, and its progress, over HTTP.
 
-It listens on 127.0.0.1 only. It refuses requests whose `Host` is another name, which a web page sends whose name was
-pointed here. It answers from a thread and ends with the run. A run is never held up: rows are handed over without
-waiting, and a client has `_CLIENT_S` for its request. Counters begin with the sums of the run folder's rows, so they
-continue after a resume; repeated steps count once.
+It listens on 127.0.0.1 only and refuses requests with another `Host`: a web page whose name was pointed here sends one.
+It answers from a thread and ends with the run. A run is never held up: rows are handed over without waiting, and a
+client has `_CLIENT_S` for its request. Counters begin with the sums of the run folder's rows, so they continue after a
+resume; repeated steps count once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Values = Sequence[tuple[Mapping[str, str], float | None]]
 
 
 def counts_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Labels, float]]:
-    """What a row of metrics adds to the counters: counter, labels, number. A skipped batch was not trained on."""
+    """The additions of a row of metrics: counter, labels, number. A skipped batch was not trained on."""
     if not row.get("train/skipped"):
         sampled, written = row.get("tokens/trained"), row.get("train/num_tokens")
         yield "rollouts_trained", (), row.get("rollout/num") or 0.0
@@ -186,8 +186,8 @@ class _Page(Collector):
 
 
 def gauge_names(row: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
-    """The names of a row's numbers as gauges, `slipstream_<group>_<name>`. Of names that differ in other characters
-    only, or are `taken`, the later ones in the alphabet get a number at their end."""
+    """The names of a row's numbers as gauges, `slipstream_<group>_<name>`. Names may differ in other characters
+    only, or be `taken`: the later ones in the alphabet get a number at their end."""
     found, used = dict[str, str](), set(taken)
     for original in sorted(row):
         base = name = f"slipstream_{_NOT_IN_A_NAME.sub('_', original)}"

@@ -1,9 +1,8 @@
 """Judges: a reward that asks a language model at any OpenAI-compatible address, as a coroutine.
 
-A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. A reply
-that cannot be read, an address that does not answer before the deadline, and an exhausted budget are failures that the
-run counts, never a reward. `openai_client` repeats requests. Replies are kept by the digest of their request, in memory
-or in a folder.
+A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. An
+unreadable reply, no answer before the deadline and an exhausted budget are counted failures, never a reward.
+`openai_client` repeats requests. Replies are kept by the digest of their request, in memory or in a folder.
 
 The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
 a judge into a high score; nothing here prevents that.
@@ -134,7 +133,7 @@ class Judge(Graded):
         from slipstream.openai_client import OpenAIClient, Unanswered
 
         try:
-            # A client of its own: coroutines of one worker may run in different event loops.
+            # A separate client: coroutines of one worker may run in different event loops.
             async with OpenAIClient(self._settings.url, self._key, max_bytes=_MAX_BYTES) as client:
                 found = await client.ask(
                     "POST", "/chat/completions", body, deadline_s=self._deadline_s, on_try=self._take_from_budget
