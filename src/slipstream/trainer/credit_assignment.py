@@ -30,8 +30,7 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.packing import ValueTargets
 from slipstream.trainer.turn_credit import (
     check_turns,
-    sampling_order,
-    turn_ends,
+    token_rewards,
     turn_signal_fraction,
     write_turn_advantages,
 )
@@ -143,15 +142,8 @@ def _by_critic(
     advantages_of: dict[int, Tensor] = {}
     for i, reward in rewards.items():
         values_of[i] = torch.cat([torch.zeros(0), *all_values[i]]).double()
-        order = torch.tensor(sampling_order(batch.rollouts[i]), dtype=torch.int64)
-        rewards_T = torch.zeros_like(values_of[i])
-        if kl_penalties is not None and len(rewards_T):
-            rewards_T -= torch.cat(kl_penalties[i])[order]
-        if config.credit == "turn":
-            reward -= sum(batch.rollouts[i].turn_rewards)
-            for place, turn_reward in turn_ends(batch.rollouts[i]):
-                rewards_T[place] += turn_reward
-        rewards_T[-1:] += reward
+        penalties = kl_penalties[i] if kl_penalties is not None else None
+        order, rewards_T = token_rewards(batch.rollouts[i], reward, penalties, by_turn=config.credit == "turn")
         advantages_T = generalized_advantages(rewards_T, values_of[i][order], gae.gamma, gae.gae_lambda)
         advantages_of[i] = torch.empty_like(advantages_T).index_copy_(0, order, advantages_T)
     trained = [
@@ -167,7 +159,7 @@ def _by_critic(
     start = 0
     for i in trained:
         for sequence, old_values in zip(batch.rollouts[i].sequences, all_values[i], strict=True):
-            end = start + sequence.num_trainable
+            end = start + len(old_values)
             own = iter(scaled_N[start:end].tolist())
             sequence.advantages = [next(own) if is_trained else 0.0 for is_trained in sequence.mask]
             targets[i].append(ValueTargets(old_values, returns_N[start:end].float()))

@@ -108,6 +108,24 @@ def turns_of(rollout: records.Rollout) -> list[records.TurnSpan]:
     return rollout.turn_spans or [records.TurnSpan(i, 0, len(s)) for i, s in enumerate(rollout.sequences)]
 
 
+def token_rewards(
+    rollout: records.Rollout, reward: float, penalties: Sequence[Tensor] | None, *, by_turn: bool
+) -> tuple[Tensor, Tensor]:
+    """The number of each sampled token in the order of sampling, int64 `[T]`, see `sampling_order`; and the reward of
+    each in that order, float64 `[T]`: the episode's `reward` at the last one, or with `by_turn` each turn's at its last
+    token, less the `penalties` of each sequence's tokens."""
+    order = torch.tensor(sampling_order(rollout), dtype=torch.int64)
+    rewards_T = torch.zeros(len(order), dtype=torch.float64)
+    if penalties is not None and len(order):
+        rewards_T -= torch.cat([*penalties])[order]
+    if by_turn:
+        reward -= sum(rollout.turn_rewards)
+        for place, turn_reward in turn_ends(rollout):
+            rewards_T[place] += turn_reward
+    rewards_T[-1:] += reward
+    return order, rewards_T
+
+
 def sampling_order(rollout: records.Rollout) -> list[int]:
     """The sampled tokens in the order of sampling, each by its number among those of all sequences as stored. Raises
     TrainingError unless the turns hold each sampled token exactly once."""
