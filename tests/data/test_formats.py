@@ -149,6 +149,10 @@ KINDS = {
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         conversation(("user", "Add.\n\n1 2"), ("assistant", "3")),
     ),
+    '`{"instruction", "context", "response"}` (Dolly)': (
+        {"instruction": "Add.", "context": "1 2", "response": "3"},
+        conversation(("user", "Add.\n\n1 2"), ("assistant", "3")),
+    ),
     "`messages` as JSON text": ({"messages": json.dumps([ASKED, TOLD])}, TALK),
     'content in parts, `[{"type": "text", "text"}]`': (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TOLD]},
@@ -169,6 +173,7 @@ KINDS = {
         CALLED,
     ),
     "an assistant's message without text, calls or thinking": ({"messages": [ASKED, {**TOLD, "content": ""}]}, None),
+    "`label` or `kto_tag` false (KTO)": ({"prompt": "q", "completion": "a", "label": False}, None),
     '`{"text"}`': ({"text": "q"}, None),
 }
 
