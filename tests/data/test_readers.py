@@ -195,6 +195,12 @@ def test_what_a_reward_worker_cannot_be_sent_is_named(tmp_path):
         read_problems(write(tmp_path / "rows.parquet", [row]), Columns())
 
 
+def test_a_missing_number_of_pandas_is_named(tmp_path):
+    path = write(tmp_path / "rows.parquet", [{"prompt": "q", "answer": 1.0}, {"prompt": "r", "answer": float("nan")}])
+    with pytest.raises(DataError, match=r"row 2 of .*: answer is nan"):
+        read_problems(path, Columns())
+
+
 def test_value_at():
     row = Row("row 1", {"a.b": 1, "a": {"b": 2, "c": {"d": 3}}})
     assert [value_at(row, name) for name in ("a.b", "a.c.d")] == [1, 3]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 
 from slipstream.data.images.parts import COLUMNS, joined, with_images
-from slipstream.data.plain_values import kind_of, not_plain, plain_or_text
+from slipstream.data.plain_values import kind_of, not_plain, plain_or_text, text_of
 from slipstream.data.readers import Row, columns_of, read_rows
 from slipstream.data.tool_calls import calls_of, earlier_calls, json_or_none, tools_of
 from slipstream.errors import DataError
@@ -136,7 +137,7 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
     for name in _JUDGED:
         if row.values.get(name) is False:
             raise DataError(
-                f"{where}: {name} is false, so its completion is a bad one, which SFT would imitate: remove such rows, or "
+                f"{where}: {name} is false, so its completion is a bad one to imitate: remove such rows, or "
                 f"the column {name} if it means something else"
             )
     for place, turn in enumerate(turns):
@@ -293,13 +294,18 @@ def _given(row: Row, column: str) -> Any:
         raise DataError(
             f"{row.where}: {column} is empty, and a reward needs the right answer: give it or remove the row"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(
+            f"{row.where}: {column} is {value}, which pandas writes for a missing number: give the right answer or "
+            "remove the row"
+        )
     return value
 
 
 def _gold(row: Row, columns: Columns, answer: Any) -> str | None:
     if columns.gold:
         return _text_at(row, columns.gold)
-    return str(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
+    return text_of(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
 
 
 def _text_at(row: Row, column: str) -> str:
