@@ -76,6 +76,10 @@ FILES = {
     "parquet": parquet("rows.parquet"),
     "a folder of `datasets.save_to_disk`": saved,
     "a folder of files": folder_of(parquet("data/train-0.parquet"), parquet("data/test-0.parquet", ROWS[:1])),
+    "files with the names of the hub, `train_sft-00000-of-00001.parquet`": folder_of(
+        parquet("train_sft-00000-of-00001.parquet")
+    ),
+    "one of them of two, `train-00000-of-00002.parquet`": folder_of(parquet("train-00000-of-00002.parquet")),
     "a folder of several configurations": folder_of(
         parquet("main/train-0.parquet"), parquet("socratic/train-0.parquet", ROWS[:1])
     ),
