@@ -146,7 +146,7 @@ def test_a_trainer_that_stands_still_is_killed_and_the_run_says_why(watched, bod
     code, out, err = run.wait()
     assert (code, out) == (-signal.SIGKILL, ""), err
     report = read_exit(run.folder)
-    assert (report.error, report.status, report.step) == ("TrainerLost", "failed", 2)
+    assert (report.error, report.status, report.step, report.lineage) == ("TrainerLost", "failed", 2, 0)
     assert (report.exit_code, report.failure_class, report.retriable) == (128 + signal.SIGKILL, "trainer", True)
     assert why in report.message
     assert report.message in err
@@ -200,11 +200,11 @@ def test_a_lock_that_is_held_a_little_longer_keeps_no_end_from_the_run(tmp_path,
     RunLog.create(tmp_path / "run").close()
     create, held = RunLog.create, [True, True]
 
-    def later(folder, resume):
+    def later(folder, **options):
         if held:
             held.pop()
             raise ConfigError("in use")
-        return create(folder, resume=resume)
+        return create(folder, **options)
 
     monkeypatch.setattr(watchdog, "_PAUSE_S", 0.0)
     monkeypatch.setattr(watchdog.RunLog, "create", later)

@@ -124,7 +124,7 @@ def write_end(folder: Path, error: SlipstreamError) -> None:
         until = time.monotonic() + _END_S
         while True:
             try:
-                with RunLog.create(folder, resume=True) as log:
+                with RunLog.create(folder, resume=True, is_over=True) as log:
                     log.exit(error, step=step)
                 return
             except SlipstreamError:  # a killed process may hold the lock a little longer than its main thread lives

@@ -79,7 +79,7 @@ class RunLog:
     the failure, and an earlier call of `exit` is kept.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock) -> None:
+    def __init__(self, folder: Path, lock: FolderLock, is_over: bool = False) -> None:
         """Use `RunLog.create`."""
         self.folder = folder
         self._folder_lock = lock
@@ -111,13 +111,18 @@ class RunLog:
         self.num_restarts = sum(event.get("kind") == "restart" for event in events)
         """Automatic restarts of the run, over all lineages."""
         self._starts_again = bool(events) and events[-1].get("kind") == "restart"
-        self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
+        last = max((int(row["lineage"]) for row in rows), default=-1)
+        self.lineage = max(0, last) if is_over else last + 1
+        if is_over:  # it lasted until its last line
+            times = [float(row["time"]) for row in rows if row["lineage"] == last]
+            self._opened -= max(times, default=0.0) - min(times, default=0.0)
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
 
     @classmethod
-    def create(cls, folder: str | Path, resume: bool = False) -> RunLog:
-        """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins. Raises `ConfigError`
-        if the folder is not empty (with `resume`: holds no run), or another process is using it."""
+    def create(cls, folder: str | Path, resume: bool = False, is_over: bool = False) -> RunLog:
+        """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins; with `is_over` its
+        last one goes on, to write the end of an attempt that was killed. Raises `ConfigError` if the folder is not
+        empty (with `resume`: holds no run), or another process is using it."""
         folder = Path(folder)
         refuse_in_use(folder)
         if resume:
@@ -138,7 +143,7 @@ class RunLog:
             if not resume:  # another process may have used it since the first check
                 refuse_used(folder)
             previous = read_exit(folder)
-            log = cls(folder, lock)
+            log = cls(folder, lock, is_over)
             reserve(folder / _EXIT, _EXIT_BYTES)
         except OSError as error:
             lock.release()
@@ -149,7 +154,8 @@ class RunLog:
         unsaid = "restart" if log._starts_again else "killed"
         ended = previous.status if previous else unsaid if log.lineage else "none"
         (folder / _EXIT).unlink(missing_ok=True)
-        log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
+        if not is_over:
+            log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
         if resume and mode & 0o022:
             log.warning(f"other users could write to {folder} (mode {mode:o}): now they cannot; what it holds is used")
         return log
