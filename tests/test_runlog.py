@@ -185,7 +185,8 @@ def test_the_end_of_an_attempt_that_was_killed_is_its_own(tmp_path, monkeypatch)
         ends.exit(EngineError("killed"), step=2)
     report = runlog.read_exit(log.folder)
     assert (report.lineage, report.step, round(report.seconds)) == (0, 2, 100)
-    assert {(event["kind"], event["lineage"]) for event in runlog.read_events(log.folder)} == {("opened", 0), ("exit", 0)}
+    events = runlog.read_events(log.folder)
+    assert [(event["kind"], event["lineage"]) for event in events] == [("opened", 0), ("exit", 0)]
     with RunLog.create(log.folder, resume=True) as resumed:
         assert resumed.lineage == 1
 
