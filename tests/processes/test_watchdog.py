@@ -206,6 +206,7 @@ def test_the_end_is_told_before_the_trainer_is_killed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(watchdog, "_PASSED", ())
     monkeypatch.setattr(watchdog, "watch", lambda trainer, folder: "hangs")
+    monkeypatch.setattr(watchdog, "_beat_of", lambda trainer, folder: beat())
     monkeypatch.setattr(watchdog, "end", end)
     monkeypatch.setattr(sys, "argv", ["watchdog", "7", str(log.folder)])
     watchdog.main()

@@ -82,7 +82,8 @@ def main() -> None:
     if why := watch(trainer, folder):
         code = 128 + signal.SIGKILL
         error = TrainerLost(f"the trainer, process {trainer}, {why}: continue with --resume", exit_code=code)
-        tell(folder, error)
+        if _beat_of(trainer, folder) is not None:  # the folder is this trainer's
+            tell(folder, error)
         end(trainer, error)
         write_end(folder, error)
 
@@ -107,8 +108,8 @@ def _beat_of(trainer: int, folder: Path) -> Heartbeat | None:
 
 
 def tell(folder: Path, error: SlipstreamError) -> None:
-    """Write `exit.json` of a trainer that is to be killed, because who waits for its end reads that at once, and
-    the watchdog may be killed with it: a container ends with its first process."""
+    """Write `exit.json` before the trainer is killed. A script that waits for the trainer reads the file at once, and
+    a container whose first process is the trainer ends the watchdog with it."""
     with contextlib.suppress(OSError, SlipstreamError):
         rows = read_metrics(folder)
         attempt = last_attempt(read_events(folder), rows)

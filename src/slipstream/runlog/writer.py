@@ -126,9 +126,9 @@ class RunLog:
 
     @classmethod
     def create(cls, folder: str | Path, resume: bool = False, is_over: bool = False) -> RunLog:
-        """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins; with `is_over` its
-        last one goes on, to write the end of an attempt that was killed. Raises `ConfigError` if the folder is not
-        empty (with `resume`: holds no run), or another process is using it."""
+        """Opens a new folder or, with `resume`, that of an earlier run. Its next lineage begins; with `is_over` the log
+        writes the end of the last one, whose process was killed. Raises `ConfigError` if the folder is not empty (with
+        `resume`: holds no run), or another process is using it."""
         folder = Path(folder)
         refuse_in_use(folder)
         if resume:
