@@ -385,8 +385,8 @@ def _last(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def last_attempt(events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[int, float, int]:
-    """Lineage of a run's last attempt (-1: it has none), seconds from its first to its last line, and automatic restarts
-    of all attempts."""
+    """Number of a run's last attempt (-1: it has none), seconds from its first to its last line, and automatic
+    restarts of all attempts."""
     lines = [*events, *rows]
     last = max((int(line["lineage"]) for line in lines), default=-1)
     times = [float(line["time"]) for line in lines if line["lineage"] == last]
