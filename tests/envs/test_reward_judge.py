@@ -187,6 +187,7 @@ def cut(text):
         ),
         ('{"score": true}', {"reply": "json"}, "did not reply with a JSON object with a score"),
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}, {}, "content filter"),
         ({"choices": []}, {}, "sent no chat completion"),
         (web.Response(text=f"<html>{KEY}"), {}, "sent no chat completion"),
         (f"It is {'9' * 350}", {}, "did not reply with a number"),
@@ -253,7 +254,9 @@ async def test_a_deadline_bounds_all_tries(make, server):
 
     await fails(r"tries \(the last: (no answer, before )?status 503", 503)
     refusal = web.Response(status=429, headers={"Retry-After": "100"})
-    assert "1 tries" in await said(refusal, 9.0)
+    waits = await said(refusal, 9.0)
+    assert "1 tries" in waits
+    assert "100 s" in waits
     with socket.socket() as bound:  # where nobody listens
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
@@ -273,6 +276,14 @@ async def test_replies_are_kept(make, server, tmp_path):
     (folder / os.listdir(folder)[0]).write_text("{broken")
     assert len(os.listdir(folder)) == 2
     assert all(KEY not in (folder / name).read_text() for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("folder", [None, "cache"])
+async def test_a_reply_that_cannot_be_read_is_asked_for_again(make, tmp_path, folder):
+    reward = make("I cannot say", "7", cache=str(tmp_path / folder) if folder else "")
+    with pytest.raises(RewardFailed):
+        await reward(TASK, "a")
+    assert (await reward(TASK, "a")).reward == 0.7
 
 
 async def test_a_budget_that_is_spent_is_a_failure_not_a_zero(make, server):

@@ -3,8 +3,8 @@
 A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. A reply
 that cannot be read, an address that does not answer before the deadline, and an exhausted budget are failures that the
 run counts, never a reward. Requests that the server refuses for the moment (408, 425, 429, 5xx) and lost connections
-are tried again, after twice the time with jitter, or when `Retry-After` says. Replies are kept by the digest of their
-request, in memory or in a folder.
+are tried again, after twice the time with jitter, or when `Retry-After` says. Replies that can be read are kept
+by the digest of their request, in memory or in a folder.
 
 The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
 a judge into a high score; nothing here prevents that.
@@ -125,11 +125,13 @@ class Judge(Graded):
         digest = hashlib.sha256(json.dumps([settings.url, body]).encode("utf-8", "surrogatepass")).hexdigest()
         reply = self._kept(digest)
         metrics = {"cached": float(reply is not None)}
-        if reply is None:
+        if reply is not None:
+            reward, parts = self._read(reply.text)
+        else:
             reply = await self._ask(body)
-            self._keep(digest, reply)
+            reward, parts = self._read(reply.text)
+            self._keep(digest, reply)  # not one that cannot be read, which the next request may not meet
             metrics["tokens"] = float(reply.tokens)
-        reward, parts = self._read(reply.text)
         return Score(reward, {**parts, **metrics})
 
     async def _ask(self, body: Mapping[str, Any]) -> _Reply:
@@ -158,7 +160,9 @@ class Judge(Graded):
                     last = f"status {status}: {self._shown(data.decode(errors='replace'))}"
                     if status not in _AGAIN and status < 500:
                         raise RewardFailed(f"the judge {self.name} at {self._where} refused: {last}")
-                    wait = max(wait, _retry_after(headers_of.get("retry-after")))
+                    asked = _retry_after(headers_of.get("retry-after"))
+                    last += f", and to ask again in {asked:.0f} s" if asked else ""
+                    wait = max(wait, asked)
                 if time.monotonic() + wait >= due:
                     break
                 await asyncio.sleep(wait)
@@ -215,6 +219,8 @@ class Judge(Graded):
         if not isinstance(text, str):
             shown = self._shown(data.decode(errors="replace"))
             raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
+        if end == "content_filter":
+            raise RewardFailed(f"the judge {self.name} at {self._where} sent no reply: its content filter ended it")
         return _Reply(text, tokens)
 
     def _read(self, text: str) -> tuple[float, dict[str, float]]:
