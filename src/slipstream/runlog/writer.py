@@ -33,7 +33,7 @@ from slipstream.runlog.files import (
 )
 from slipstream.runlog.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
 from slipstream.runlog.reader import ExitReport, ExitStatus, is_sparse, plain, read_exit, why_no_event, why_no_row
-from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
+from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub, written_forms
 from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
@@ -276,7 +276,7 @@ class RunLog:
         """Writes `resolved.toml` without its secrets, which are then removed from every line, too."""
         text, secrets = redact_toml(toml)
         with self._guard:
-            self._secrets |= secrets
+            self._secrets |= written_forms(secrets)
             write_whole(self.folder / "resolved.toml", text.encode())
 
     @contextlib.contextmanager
@@ -370,7 +370,7 @@ class RunLog:
     def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self._secrets:
             return fields
-        return cast(dict[str, Any], map_text(fields, self.scrub))
+        return cast(dict[str, Any], map_text(fields, self.scrub, keys=True))
 
 
 def append_event(folder: Path, lineage: int, kind: str, **fields: Any) -> None:
