@@ -214,7 +214,7 @@ def _commented(toml: str) -> Iterator[dict[str, object]]:
 
 
 def map_text(value: object, change: Callable[[str], str], *, keys: bool = False) -> object:
-    """A copy in which `change` is applied to every string, at any depth; to those that are keys only with `keys`."""
+    """A copy with `change` applied to every string at any depth, and to keys only with `keys`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
