@@ -218,7 +218,7 @@ def map_text(value: object, change: Callable[[str], str], *, keys: bool = False)
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        items = cast(Mapping[str, object], value).items()
+        items = cast(Mapping[object, object], value).items()
         return {
             change(key) if keys and isinstance(key, str) else key: map_text(item, change, keys=keys)
             for key, item in items
