@@ -359,3 +359,28 @@ async def test_from_python_the_key_stays_where_it_is(make, server):
     environment = load_python_environment(packed.name, 0, {})
     (task,) = environment.tasks("train", 1)
     assert (await environment.score(task, "x")).reward == 0.5
+
+
+@pytest.mark.parametrize("text", ["1" + " " * 300_000 + "of", "1" + "*" * 300_000 + "/", "1" + " /" * 150_000])
+async def test_a_long_reply_is_read_in_no_time(make, text):
+    start = time.monotonic()
+    assert (await make(text, scale=(0, 1))(TASK, "12")).reward == 1.0
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_content_that_cannot_be_decoded_is_asked_for_again(make, server, encoding):
+    def damaged():
+        return web.Response(body=b"\0damaged", headers={"Content-Encoding": encoding})
+
+    assert (await make(damaged, "7")(TASK, "12")).reward == 0.7
+    assert len(server.asked) == 2
+
+
+async def test_what_a_kept_reply_is_replaced_by_is_not_waited_for(make, server, tmp_path):
+    assert (await make("7", cache=str(tmp_path))(TASK, "12")).reward == 0.7
+    (kept,) = tmp_path.glob("*.json")
+    kept.unlink()
+    os.mkfifo(kept)
+    assert (await make("7", cache=str(tmp_path))(TASK, "12")).reward == 0.7
+    assert len(server.asked) == 2

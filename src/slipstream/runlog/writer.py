@@ -43,7 +43,7 @@ from slipstream.runlog.reader import (
     why_no_event,
     why_no_row,
 )
-from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
+from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub, written_forms
 from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
@@ -288,7 +288,7 @@ class RunLog:
         """Writes `resolved.toml` without its secrets, which are then removed from every line, too."""
         text, secrets = redact_toml(toml)
         with self._guard:
-            self._secrets |= secrets
+            self._secrets |= written_forms(secrets)
             write_whole(self.folder / "resolved.toml", text.encode())
 
     @contextlib.contextmanager
@@ -364,7 +364,7 @@ class RunLog:
     def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self._secrets:
             return fields
-        return cast(dict[str, Any], map_text(fields, self.scrub))
+        return cast(dict[str, Any], map_text(fields, self.scrub, keys=True))
 
 
 def report_of(

@@ -36,11 +36,12 @@ from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
 from slipstream.errors import ConfigError, one_line
 from slipstream.records import NON_FINITE, Task
+from slipstream.regular_files import read_regular
 
 _AGAIN = (408, 425, 429)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
-_FULL_MARKS = re.compile(r"[*_`\s]*(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
+_FULL_MARKS = re.compile(r"(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
 _DECIMAL_COMMA = re.compile(r"\d,\d{1,2}(?!\d)\D*$")
 _SHOWN = 200
 _MAX_BYTES = 8 << 20
@@ -152,7 +153,7 @@ class Judge(Graded):
                 except (TimeoutError, httpx.TimeoutException):
                     last = "no answer" if number == 1 else f"no answer, before {last}"
                     break
-                except httpx.TransportError as error:
+                except httpx.RequestError as error:  # a content that cannot be decoded, too
                     last = f"{type(error).__name__}"
                 else:
                     if 200 <= status < 300:
@@ -257,7 +258,9 @@ class Judge(Graded):
         if not self._settings.cache:
             return self._memory.get(digest)
         try:
-            return msgspec.json.decode((Path(self._settings.cache) / f"{digest}.json").read_bytes(), type=_Reply)
+            return msgspec.json.decode(
+                read_regular(Path(self._settings.cache) / f"{digest}.json", _MAX_BYTES), type=_Reply
+            )
         except (OSError, msgspec.DecodeError):
             return None
 
