@@ -417,3 +417,15 @@ def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path):
         log.metrics(0, {"a/b": 1.0, "a/nan": float("nan")})
     assert good.rows == [(0, {"a/b": 1.0})]
     assert read_metrics(tmp_path / "run")[0]["a/b"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_sink_writes_through_no_link(name, run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder / name).symlink_to(tmp_path / "elsewhere")
+    log = Log()
+    with MetricSinks([name], run, log) as sinks:
+        put_all(sinks)
+    assert len(log.warnings) == 1
+    assert log.events == [{"kind": "sink", "name": name, "num_written": 0, "num_lost": 3}]
+    assert not list((tmp_path / "elsewhere").iterdir())
