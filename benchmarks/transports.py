@@ -127,7 +127,19 @@ def start_server(program, folder):
     settings = Path(folder) / "redis.conf"
     settings.touch(mode=0o600)
     settings.write_text(f"requirepass {os.environ[VARIABLE]}\n")
-    options = [settings, "--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--save", "", "--appendonly", "no"]
+    options = [
+        settings,
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dir",
+        folder,
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
     process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
     for _ in range(500):
         try:

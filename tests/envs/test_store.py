@@ -1,5 +1,5 @@
-"""Environments by digest: pushed, pulled, found by a run, and whatever is wrong with an archive or a folder refused. One
-suite for every place; S3 is moto's server."""
+"""Environments by digest: pushed, pulled, found by a run, and what is wrong with an archive or a folder refused. One
+suite holds for every place; S3 is moto's server."""
 
 import io
 import os
@@ -13,16 +13,15 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from tests.s3_server import KEY, SECRET, TOKEN, Server, give_credentials
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.registry import load_environment
 from slipstream.envs.store import content, places
-from slipstream.envs.store.content import digest_of_folder, files_in, unpack
+from slipstream.envs.store.content import files_in, unpack
 from slipstream.envs.store.places import Registry
 from slipstream.envs.store.registry import located, pull, push, reference_of
 from slipstream.errors import ConfigError, DataError
-
-from tests.s3_server import KEY, SECRET, TOKEN, Server, give_credentials
 
 ENVIRONMENT = """
 from pathlib import Path

@@ -26,7 +26,6 @@ from slipstream.launch.provenance.imports import files_of
 from slipstream.launch.provenance.record import Source, changes_between, told
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
-
 FILES = {
     "main.py": "import os, random\nimport a.b as c\nfrom pack import deep\ndef f():\n    import late\nimport absent\n",
     "late.py": "this is no Python",
