@@ -6,7 +6,7 @@
 A batch is put, taken and acknowledged: in turn in one process, and from one process to another with three places; and
 only put, with places for all. The latter two also with bytes of the same size, which need not be made of Python objects
 and into them. Rollouts keep the bytes that the ledger made of them when their group finished, as in a run, and the time
-of that has a line of its own; "objects" are rollouts without. Starts a `redis-server` of its own, without persistence.
+of that has a line of its own; "objects" are rollouts without. Starts a separate `redis-server`, without persistence.
 
 Prints a Markdown table, medians (ranges) over rounds, and its rows as JSON lines on standard error.
 """

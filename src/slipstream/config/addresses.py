@@ -16,8 +16,8 @@ def is_address(text: str) -> bool:
 
 
 def check_address(text: str, setting: str = "") -> str:
-    """An address without a slash at its end. Raises ConfigError, which names `setting`, for one that is none or has
-    characters with which a key would be given."""
+    """An address without a slash at its end. Raises ConfigError, which names `setting`, for any other text, and for an
+    address that may hold a key."""
     scheme, colon, rest = text.partition("://")
     if not {*"@?:"}.isdisjoint(rest):
         raise ConfigError(

@@ -85,7 +85,7 @@ class PolledTransport(ABC, Generic[T]):
 
     @abstractmethod
     def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
-        """One call's attempts to take an envelope as MessagePack: None while there is none."""
+        """One call's attempts to take an envelope as MessagePack: None while the queue is empty."""
 
     @abstractmethod
     def _give_back(self, receipt: Receipt) -> None:

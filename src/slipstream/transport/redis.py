@@ -2,11 +2,11 @@
 
 A topic is a stream `slipstream/<run_id>/<lineage>/<topic>` with one consumer group, and the reason of `close` is a key
 `.../closed`. A record is an entry of the stream from `put` until `ack`, which deletes it; the stream is never trimmed.
-A taken entry is pending in the group, and one that this object does not hold is taken before newer ones: after
-`requeue`, after a `take` whose answer was lost, and in a reader that was started again.
+A taken entry is pending in the group. `take` prefers the oldest pending entry that this object does not hold. There is
+one after `requeue`, after a `take` with a lost answer, and in a restarted reader.
 
-A `put` whose answer was lost is sent again. Both entries have its mark, and the reader drops the second one. Only a
-`put` that gives up (deadline or cancellation) while the server does not answer may have put its record.
+A `put` with a lost answer is sent again. Both entries have its mark, and the reader drops the second one. A `put` that
+ends (deadline or cancellation) while the server does not answer may have put its record.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class RedisTransport(PolledTransport[T]):
         return attempt
 
     def _entry(self, client: Any, again: bytes | None) -> tuple[bytes, dict[bytes, bytes]] | None:
-        """The pending entry `again`, or the next new one; None if there is none."""
+        """The pending entry `again`, or the next new one if there is any."""
         if again is None:
             read = client.xreadgroup(_GROUP, _READER, {self._stream: ">"}, count=1)
             return read[0][1][0] if read else None

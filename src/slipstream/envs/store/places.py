@@ -1,9 +1,9 @@
-"""Where a registry has its archives: a folder, or any address that fsspec opens. An environment lies at
+"""The places of registries: a folder, or any address that fsspec opens. An environment lies at
 `<registry>/<name>/<digest>.tar`.
 
-Credentials, profile, region and endpoint of a bucket are found as botocore finds them. Messages show the class of an
-error and its code, and never its text, nor the exception that it came from: what a client and a server say may repeat
-what they were sent. For the same reason botocore's own log is off.
+Credentials, profile, region and endpoint of a bucket are found as botocore finds them. A message shows the class of an
+error and its code. It never shows the text or the cause of an error, which may repeat the keys of a request. For the
+same reason botocore's own log is off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import fsspec
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -36,7 +35,7 @@ _ANSWER_S = 120.0
 """How long a request may take with all attempts, beside the time for an archive."""
 _SLOWEST_BYTES_PER_S = 32 << 10
 _OPTIONS: dict[str, dict[str, Any]] = {
-    # s3fs has attempts of its own.
+    # s3fs repeats a request itself.
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}}
 }
 
@@ -64,7 +63,7 @@ class Registry:
         for library in ("botocore", "aiobotocore", "s3fs"):  # what they log has requests with all headers in it
             logging.getLogger(library).setLevel(logging.CRITICAL)
         try:
-            self._files: fsspec.AbstractFileSystem
+            self._files: Any  # methods of asynchronous file systems also take a timeout
             self._files, self._root = url_to_fs(
                 self.address, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {})
             )
@@ -80,7 +79,7 @@ class Registry:
         return self.address
 
     def archives(self, name: str, digest: str = "") -> list[Archive]:
-        """Those of an environment with digests that begin so, the oldest first."""
+        """The archives of an environment with digests that begin so, the oldest first."""
 
         def listed() -> list[dict[str, Any]]:
             try:
@@ -135,7 +134,7 @@ class Registry:
             return call()
         except SlipstreamError:
             raise
-        except Exception as error:  # noqa: BLE001 (each place has errors of its own)
+        except Exception as error:  # noqa: BLE001 (each kind of place raises other errors)
             what = f"{self.address} cannot be used ({_shown(error)})"
         raise ConfigError(
             f"{what}: correct its address, its endpoint and the credentials, which need the rights s3:ListBucket and "
