@@ -80,16 +80,19 @@ def push(folder: Path, address: str, name: str = "") -> Pushed:
     files, num_left_out = files_in(folder, is_working=True)
     digest = digest_of(files)
     registry = Registry(address)
-    with temporary("environment") as here:
-        whole = [found for found in registry.archives(name, digest) if _is_whole(registry, found, here)]
-        if whole:
-            place = whole[0].place
-        else:
-            file = here / "archive.tar"
-            write_archive(file, files)
-            if _digest_in(file, here) != digest:
-                raise ConfigError(f"{folder} was changed while it was pushed: push it again")
-            place = registry.put(name, digest, file)
+    try:
+        with temporary("environment") as here:
+            whole = [found for found in registry.archives(name, digest) if _is_whole(registry, found, here)]
+            if whole:
+                place = whole[0].place
+            else:
+                file = here / "archive.tar"
+                write_archive(file, files)
+                if digest_of(files) != digest:
+                    raise ConfigError(f"{folder} was changed while it was pushed: push it again")
+                place = registry.put(name, digest, file)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be packed ({error.strerror}): make room, or set TMPDIR") from error
     return Pushed(f"{name}@{digest}", registry.address, place, len(files), num_left_out, is_new=not whole)
 
 
@@ -204,16 +207,6 @@ def _is_whole(registry: Registry, archive: Archive, beside: Path) -> bool:
             return digest_of_folder(whole) == archive.digest
     except DataError:
         return False
-
-
-def _digest_in(file: Path, beside: Path) -> str:
-    """The digest of what a file holds; empty for one that is no archive of an environment."""
-    with temporary("environment", beside) as here, contextlib.suppress(DataError):
-        whole = here / "whole"
-        whole.mkdir(mode=0o700)
-        unpack(file, whole)
-        return digest_of_folder(whole)
-    return ""
 
 
 @contextlib.contextmanager
