@@ -90,7 +90,7 @@ class RedisServer:
             raise
 
     def ask(self, call: Callable[[Any], T]) -> T:
-        """What a call of the client returns. Raises `Unreachable` if its result is unknown, `TransportLost` if the
+        """Returns the result of a call of the client. Raises `Unreachable` if its result is unknown, `TransportLost` if the
         server lost the queue, `ConfigError` if it refuses the password, and `SlipstreamError` if it refuses more."""
         try:
             return call(self._client)
@@ -168,7 +168,8 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
     if missing:
         raise ConfigError(
             f"{name} needs {' and '.join(missing)}, without which others could read and write the queues: give the "
-            "server a password (requirepass) and name the variable that holds it, and off this machine use rediss://"
+            "server a password (requirepass), name the variable that holds it as redis.password_variable, and use "
+            "rediss:// off this machine"
         )
     if is_here:
         return name, password
