@@ -90,8 +90,8 @@ class RedisServer:
             raise
 
     def ask(self, call: Callable[[Any], T]) -> T:
-        """Returns the result of a call of the client. Raises `Unreachable` if its result is unknown, `TransportLost` if the
-        server lost the queue, `ConfigError` if it refuses the password, and `SlipstreamError` if it refuses more."""
+        """The result of a call of the client. Raises `Unreachable` if it is unknown, `TransportLost` if the server lost
+        the queue, `ConfigError` if it refuses the password, and `SlipstreamError` if it refuses more."""
         try:
             return call(self._client)
         except (self._errors.AuthenticationError, self._errors.AuthorizationError) as error:
