@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -30,11 +31,6 @@ from slipstream.transport.base import (
     put_deadline,
     take_deadline,
 )
-
-try:  # the same sum in a twelfth of the time
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 T = TypeVar("T")
 Answer = TypeVar("Answer")
