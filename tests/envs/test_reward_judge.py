@@ -187,6 +187,7 @@ def cut(text):
         ),
         ('{"score": true}', {"reply": "json"}, "did not reply with a JSON object with a score"),
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}, {}, "content filter"),
         ({"choices": []}, {}, "sent no chat completion"),
         (web.Response(text=f"<html>{KEY}"), {}, "sent no chat completion"),
         (f"It is {'9' * 350}", {}, "did not reply with a number"),
@@ -253,7 +254,9 @@ async def test_a_deadline_bounds_all_tries(make, server):
 
     await fails(r"tries \(the last: (no answer, before )?status 503", 503)
     refusal = web.Response(status=429, headers={"Retry-After": "100"})
-    assert "1 tries" in await said(refusal, 9.0)
+    waits = await said(refusal, 9.0)
+    assert "1 tries" in waits
+    assert "100 s" in waits
     with socket.socket() as bound:  # where nobody listens
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
@@ -273,6 +276,14 @@ async def test_replies_are_kept(make, server, tmp_path):
     (folder / os.listdir(folder)[0]).write_text("{broken")
     assert len(os.listdir(folder)) == 2
     assert all(KEY not in (folder / name).read_text() for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("folder", [None, "cache"])
+async def test_a_reply_that_cannot_be_read_is_asked_for_again(make, tmp_path, folder):
+    reward = make("I cannot say", "7", cache=str(tmp_path / folder) if folder else "")
+    with pytest.raises(RewardFailed):
+        await reward(TASK, "a")
+    assert (await reward(TASK, "a")).reward == 0.7
 
 
 async def test_a_budget_that_is_spent_is_a_failure_not_a_zero(make, server):
@@ -348,3 +359,28 @@ async def test_from_python_the_key_stays_where_it_is(make, server):
     environment = load_python_environment(packed.name, 0, {})
     (task,) = environment.tasks("train", 1)
     assert (await environment.score(task, "x")).reward == 0.5
+
+
+@pytest.mark.parametrize("text", ["1" + " " * 300_000 + "of", "1" + "*" * 300_000 + "/", "1" + " /" * 150_000])
+async def test_a_long_reply_is_read_in_no_time(make, text):
+    start = time.monotonic()
+    assert (await make(text, scale=(0, 1))(TASK, "12")).reward == 1.0
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_content_that_cannot_be_decoded_is_asked_for_again(make, server, encoding):
+    def damaged():
+        return web.Response(body=b"\0damaged", headers={"Content-Encoding": encoding})
+
+    assert (await make(damaged, "7")(TASK, "12")).reward == 0.7
+    assert len(server.asked) == 2
+
+
+async def test_what_a_kept_reply_is_replaced_by_is_not_waited_for(make, server, tmp_path):
+    assert (await make("7", cache=str(tmp_path))(TASK, "12")).reward == 0.7
+    (kept,) = tmp_path.glob("*.json")
+    kept.unlink()
+    os.mkfifo(kept)
+    assert (await make("7", cache=str(tmp_path))(TASK, "12")).reward == 0.7
+    assert len(server.asked) == 2

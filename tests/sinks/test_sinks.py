@@ -432,3 +432,15 @@ def test_a_library_that_exits_loses_its_row_and_no_other(run):
     assert [step for step, _ in sink.rows] == [1, 2]
     assert "did not take step 0 (SystemExit" in log.warnings[0]
     assert log.events == [{"kind": "sink", "name": "x", "num_written": len(ROWS) - 1, "num_lost": 1}]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_sink_writes_through_no_link(name, run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder / name).symlink_to(tmp_path / "elsewhere")
+    log = Log()
+    with MetricSinks([name], run, log) as sinks:
+        put_all(sinks)
+    assert len(log.warnings) == 1
+    assert log.events == [{"kind": "sink", "name": name, "num_written": 0, "num_lost": 3}]
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slipstream.errors import ConfigError, DeadlineError, SlipstreamError
-from slipstream.transport import RedisStreams, TransportLost
+from slipstream.transport import RecordError, RedisStreams, TransportLost
 from slipstream.transport.redis_server import RedisServer
 
 from ..certificates import certificate
@@ -294,3 +295,31 @@ def test_a_full_server_refuses_in_one_sentence_and_a_full_queue_waits_for_the_re
         assert record == "x" * 400_000
         assert transport.ack(receipt)
     transport.put("x", PLENTY_S)
+
+
+def test_an_entry_that_somebody_else_wrote_is_no_record(redis_server):
+    transport = open_in(on(redis_server, "foreign"), 2)
+    transport._server._client.xadd(transport._stream, {"odd": "x"})
+    for _ in range(2):
+        with pytest.raises(RecordError):
+            transport.take(0)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"*1\r\n" * 20_000, b"+OK\r\n", b"$4\r\n\xff\xff\xff\xff\r\n"]
+)
+def test_a_server_of_another_kind_is_named(answer):
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        server = RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}", VARIABLE)
+        with pytest.raises(SlipstreamError, match=r"127\.0\.0\.1"):
+            server.make_group("stream", "group")
+        server._client.close()
+        thread.join(PLENTY_S)

@@ -176,6 +176,8 @@ class _Worker:
 
     def _work(self) -> None:
         try:
+            if (own := self._run.folder / self.name).is_symlink():
+                raise OSError(f"{own} is a link, and would be written elsewhere")
             sink = self._make(self._run)
         except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is reported)
             self._fail(f"cannot be opened ({one_line(error)})")

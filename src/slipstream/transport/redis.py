@@ -132,13 +132,13 @@ class RedisTransport(PolledTransport[T]):
                 if found is None:
                     return None
                 entry, fields = found
-                if self._marks.setdefault(fields[b"mark"], entry) != entry:
+                if self._marks.setdefault(fields.get(b"mark", entry), entry) != entry:
                     self._delete(entry)
                     return None
                 if len(self._marks) > _NUM_MARKS:
                     self._marks.pop(next(iter(self._marks)))
                 receipt = self._held[entry] = f"{entry.decode()}.{secrets.token_hex(4)}"
-                return receipt, fields[b"record"]
+                return receipt, fields.get(b"record", b"")
 
         return attempt
 

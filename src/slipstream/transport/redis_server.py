@@ -109,6 +109,10 @@ class RedisServer:
             raise SlipstreamError(
                 f"{self._name} refuses a record or a request ({first_line(error)}): correct the server's settings"
             ) from error
+        except (self._errors.RedisError, RecursionError, ValueError, LookupError, TypeError) as error:
+            raise SlipstreamError(
+                f"{self._name} answers as no Redis server does ({first_line(error)}): correct its address"
+            ) from error
 
     def together(self, add: Callable[[Any], None]) -> list[Any]:
         """The answers to the commands that `add` queues, which are carried out as one."""

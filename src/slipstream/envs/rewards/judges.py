@@ -3,8 +3,8 @@
 A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. A reply
 that cannot be read, an address that does not answer before the deadline, and an exhausted budget are failures that the
 run counts, never a reward. Requests that the server refuses for the moment (408, 425, 429, 5xx) and lost connections
-are tried again, after twice the time with jitter, or when `Retry-After` says. Replies are kept by the digest of their
-request, in memory or in a folder.
+are tried again, after twice the time with jitter, or when `Retry-After` says. Replies that can be read are kept
+by the digest of their request, in memory or in a folder.
 
 The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
 a judge into a high score; nothing here prevents that.
@@ -36,11 +36,12 @@ from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
 from slipstream.errors import ConfigError, one_line
 from slipstream.records import NON_FINITE, Task
+from slipstream.regular_files import read_regular
 
 _AGAIN = (408, 425, 429)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
-_FULL_MARKS = re.compile(r"[*_`\s]*(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
+_FULL_MARKS = re.compile(r"(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
 _DECIMAL_COMMA = re.compile(r"\d,\d{1,2}(?!\d)\D*$")
 _SHOWN = 200
 _MAX_BYTES = 8 << 20
@@ -125,11 +126,13 @@ class Judge(Graded):
         digest = hashlib.sha256(json.dumps([settings.url, body]).encode("utf-8", "surrogatepass")).hexdigest()
         reply = self._kept(digest)
         metrics = {"cached": float(reply is not None)}
-        if reply is None:
+        if reply is not None:
+            reward, parts = self._read(reply.text)
+        else:
             reply = await self._ask(body)
-            self._keep(digest, reply)
+            reward, parts = self._read(reply.text)
+            self._keep(digest, reply)  # not one that cannot be read, which the next request may not meet
             metrics["tokens"] = float(reply.tokens)
-        reward, parts = self._read(reply.text)
         return Score(reward, {**parts, **metrics})
 
     async def _ask(self, body: Mapping[str, Any]) -> _Reply:
@@ -150,7 +153,7 @@ class Judge(Graded):
                 except (TimeoutError, httpx.TimeoutException):
                     last = "no answer" if number == 1 else f"no answer, before {last}"
                     break
-                except httpx.TransportError as error:
+                except httpx.RequestError as error:  # a content that cannot be decoded, too
                     last = f"{type(error).__name__}"
                 else:
                     if 200 <= status < 300:
@@ -158,7 +161,9 @@ class Judge(Graded):
                     last = f"status {status}: {self._shown(data.decode(errors='replace'))}"
                     if status not in _AGAIN and status < 500:
                         raise RewardFailed(f"the judge {self.name} at {self._where} refused: {last}")
-                    wait = max(wait, _retry_after(headers_of.get("retry-after")))
+                    asked = _retry_after(headers_of.get("retry-after"))
+                    last += f", and to ask again in {asked:.0f} s" if asked else ""
+                    wait = max(wait, asked)
                 if time.monotonic() + wait >= due:
                     break
                 await asyncio.sleep(wait)
@@ -215,6 +220,8 @@ class Judge(Graded):
         if not isinstance(text, str):
             shown = self._shown(data.decode(errors="replace"))
             raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
+        if end == "content_filter":
+            raise RewardFailed(f"the judge {self.name} at {self._where} sent no reply: its content filter ended it")
         return _Reply(text, tokens)
 
     def _read(self, text: str) -> tuple[float, dict[str, float]]:
@@ -251,7 +258,9 @@ class Judge(Graded):
         if not self._settings.cache:
             return self._memory.get(digest)
         try:
-            return msgspec.json.decode((Path(self._settings.cache) / f"{digest}.json").read_bytes(), type=_Reply)
+            return msgspec.json.decode(
+                read_regular(Path(self._settings.cache) / f"{digest}.json", _MAX_BYTES), type=_Reply
+            )
         except (OSError, msgspec.DecodeError):
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.data.plain_values import text_of
 from slipstream.envs.answers import last_number, same_text
 from slipstream.envs.base import Score
 from slipstream.envs.rewards.contract import Checked, Graded, right_answers
@@ -32,7 +33,7 @@ class Exact(Graded):
 
     def grade(self, task: Task, answer: str) -> Score:
         """See the class."""
-        return Score(float(any(same_text(answer, str(right)) for right in right_answers(task))))
+        return Score(float(any(same_text(answer, text_of(right)) for right in right_answers(task))))
 
 
 class Number(Exact):
