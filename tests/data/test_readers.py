@@ -171,24 +171,6 @@ def test_conversations_as_problems(tmp_path):
     assert ([turn.content for turn in problem.prompt], problem.answer) == (["u", "a", "u"], "a")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"reward_model": {"style": "rule"}}, "row 2 of .* has no column 'ground_truth': it has style"),
-        ({"reward_model": {"ground_truth": None}}, "row 2 of .*: reward_model.ground_truth is empty"),
-        ({"reward_model": "4 apples"}, "row 2 of .*: reward_model = '4 apples' is not a dictionary"),
-        ({"extra_info": "[1]"}, "row 2 of .*: extra_info = .* is not a dictionary"),
-        ({"prompt": []}, r"row 2 of .*: prompt = \[\] is not a list of messages"),
-        ({"data_source": None}, "row 2 of .*: data_source = None is not text"),
-        ({"images": ["a.png"]}, r"row 2 of .*: images\[0\] = 'a.png' cannot be read \(No such file or directory\)"),
-        ({"videos": ["a.mp4"]}, "row 2 of .*: videos is not empty, and only text and images are trained on"),
-    ],
-)
-def test_a_broken_verl_row_is_named(tmp_path, change, said):
-    with pytest.raises(DataError, match=said):
-        read_problems(write(tmp_path / "rows.jsonl", [VERL, {**VERL, **change}]), Columns())
-
-
 def test_what_a_reward_worker_cannot_be_sent_is_named(tmp_path):
     row = {**VERL, "extra_info": {"day": datetime.date(2026, 1, 1)}}
     with pytest.raises(DataError, match=r"row 1 of .*: extra_info.day is a date"):

@@ -91,7 +91,7 @@ def env_push(
     """Keep an environment in a folder or S3 bucket by its content's digest, and print the name for a run file.
 
     Hidden files, compiled Python, and the folders runs and models are left out and counted. Links are refused. A bucket
-    needs the extra s3 (pip install 'slipstream[s3]'), and credentials where boto3 looks for them.
+    needs the extra s3 (pip install 'slipstream[s3]'), and credentials where botocore looks for them.
     """
     from slipstream.config.parse.dump import toml_value
     from slipstream.envs.store.registry import push
