@@ -173,6 +173,10 @@ def test_one_wrong_line_is_one_sentence(run_file, line, expected):
             "weights = 3 is not a table: write [weights] and its keys below it (run.toml:1)",
         ),
         ("evaluation = true\n" + MINIMAL, "evaluation = true is not a table: write [evaluation]"),
+        ("max_steps = 3\n" + MINIMAL, "did you mean training.steps? (run.toml:1)"),
+        (MINIMAL + "[trainer]\ntotal_training_steps = 3\n", "did you mean training.steps?"),
+        (MINIMAL + "[actor_rollout_ref.rollout]\nn = 2\n", "did you mean algorithm.group_size?"),
+        (MINIMAL + "[evaluation]\nmax_new_tokens = 2\n", "did you mean sampling.max_tokens?"),
         ("steps = 3\n" + MINIMAL, "steps is not a known section: did you mean training.steps? (run.toml:1)"),
         (MINIMAL + "[[weights]]\nbridge = 'disk'\n", "is not a table: write [weights]"),
         (
