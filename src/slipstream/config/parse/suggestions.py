@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from slipstream.config.parse.keys import all_keys, keys_of, sections
 
-
 OTHER_NAMES: dict[str, str] = {
     name: key
     for key, names in {
