@@ -107,7 +107,7 @@ def upward_imports(path: Path) -> list[str]:
     """What a file imports against the layers."""
     own = package_of(path)
     if not own:
-        others = [other for _, other in imported_packages(path) if other != "python"]  # which it imports when asked for it
+        others = [other for _, other in imported_packages(path) if other != "python"]  # imported when asked for
         return [f"{label(path)}: the root package imports nothing of the project" for _ in others]
     assert own in LAYERS, f"{own} has no layer: add it to LAYERS, and to the documents"
     return [

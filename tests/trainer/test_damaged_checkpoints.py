@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.trainer.loops import Learner
+from tests.trainer.loops import Learner, planned
 
 from slipstream.errors import DataError, SlipstreamError, TrainingError
 from slipstream.launch.run import _resume
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, DamagedCheckpoint, damage
 from slipstream.trainer.checkpoints.manifest import HASHED_BYTES, facts_of
+from slipstream.trainer.checkpoints.resumed import Identity
 from slipstream.trainer.checkpoints.state_files import read_state, write_state
 from slipstream.trainer.learner import restore_state
 
@@ -113,13 +114,17 @@ def test_a_resume_goes_on_from_the_checkpoint_before_a_damaged_one(with_another,
     for step in (1, 2) if with_another else (2,):
         path = store.save(step, learner, "start", LOOP | {"step": step})
     flip(path / "state/learner", 0)
-    loop = SimpleNamespace(store=store, step=1, resume=lambda path: store.load(path, learner))
+    trained, config = SimpleNamespace(learner=learner, critic=None), planned()
+
+    def resume():
+        return _resume(log, store, trained, Identity(3), None, config)
+
     if not with_another:
         with pytest.raises(TrainingError, match="is damaged"):
-            _resume(log, loop)
+            resume()
         assert path.exists()
         return
-    _resume(log, loop)
+    resume()
     assert (log.at, len(log.warnings)) == ("step-000001", 1)
     assert sorted(each.name for each in store.folder.iterdir()) == ["damaged-step-000002", "step-000001"]
     store.save(2, learner, "start", LOOP)

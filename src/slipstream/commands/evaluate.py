@@ -16,16 +16,16 @@ from slipstream.config.traits import publishes_adapter
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
-from slipstream.launch.batch_order import retries_of
 from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
-from slipstream.launch.matching.targets import with_figures
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
 from slipstream.names import model_name
 from slipstream.orchestrator.concurrency import all_of
+from slipstream.orchestrator.deadlines import retries_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failure_rate import check_failures
+from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.plan.measure import adapter_config
 from slipstream.progress import Progress
