@@ -36,6 +36,7 @@ LAYERS = {
     "processes": 2,
     "sinks": 2,
     "weights": 2,
+    "openai_client": 2,
     "inference": 3,
     "trainer": 3,
     "envs": 3,
