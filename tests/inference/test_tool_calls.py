@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.plugin.tools.calls import (
@@ -17,7 +18,6 @@ from slipstream.inference.plugin.tools.calls import (
     read_calls,
 )
 from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, ends_in_thought
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import Completion, GenerateRequest, SamplingParams, ToolCall, decode, encode
 
