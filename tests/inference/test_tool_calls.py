@@ -7,7 +7,7 @@ import pytest
 from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.inference.engine import SupervisedEngine
-from slipstream.inference.plugin.tools.calls import (
+from slipstream.inference.plugin.tools.call_records import (
     MAX_CALLS,
     MAX_DEPTH,
     Found,

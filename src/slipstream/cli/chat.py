@@ -76,8 +76,8 @@ def chat(
         raise ConfigError(f"--max-tokens {max_tokens} leaves no room for an answer: use 1 or more")
     from slipstream.commands.chat import Conversation, chat_tokenizer, model_at, started_server
     from slipstream.commands.evaluate_address import key_of
+    from slipstream.commands.evaluation_target import is_address
     from slipstream.commands.serve import ServeOptions
-    from slipstream.commands.targets import is_address
     from slipstream.launch.deployable import find_deployable
 
     request: dict[str, Any] = {"temperature": temperature}
