@@ -1,9 +1,8 @@
 """Worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
 
-It constructs the environment from its config, carries out requests one after another, as `worker_calls.py` says, and ends
- when its
-input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function blocks.
-A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
+It constructs the environment from its config, carries out requests one after another (`worker_calls.py`), and ends
+when its input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function
+blocks. A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
 carried out in a fork of this process, which keeps its initial state.
 
 Rewards and tools may print and read: the protocol's pipes are moved away from the standard streams first, and closed in
