@@ -94,7 +94,7 @@ def test_a_terminal(model):
                     seen += os.read(ours, 4096).decode(errors="replace")
 
     try:
-        until(lambda: "> " in seen)
+        until(lambda: "> " in seen, 500)
         engines = psutil.Process(chatting.pid).children(recursive=True)
         os.write(ours, b"a\n")
         until(lambda: "> a\r\n" in seen and seen.endswith("\n> "))

@@ -61,7 +61,7 @@ def chat(
 ) -> int:
     """Chat with a model in the terminal: at an address, or served by vLLM on this machine meanwhile.
 
-    vLLM takes about half a minute to start on a CPU. Every line is a message of one conversation; /new begins another
+    vLLM takes up to a minute to start on a CPU. Every line is a message of one conversation; /new begins another
     conversation, Ctrl-D exits. Input from a pipe is read the same way, and standard output gets the answers only,
     without the thinking.
 
