@@ -105,9 +105,7 @@ def test_steps_of_both_channels_raise_f1_and_overlap(tmp_path):
     moved = trained.moved_examples()
     for _ in range(WRITTEN):
         trained.step(moved, SFTObjective(), 2e-3)
-    config = SimpleNamespace(
-        matching=CONFIG, run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST)
-    )
+    config = SimpleNamespace(matching=CONFIG, run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST))
     reader = MatchingReader(
         config,
         trained.tasks,
