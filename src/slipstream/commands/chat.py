@@ -52,7 +52,7 @@ class Conversation:
     single_turn: bool = False
     """Every message starts a new conversation."""
     request: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What each request has beside the messages."""
+    """Fields of each request, such as `temperature`."""
     unknown: Callable[[str], Sequence[str]] = lambda text: ()
     """The characters of a message that the model cannot see."""
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])

@@ -2,9 +2,9 @@
 
 Run as `__main__`, this module is that child.
 
-Guarantees: with a key every path but `/health` needs it, also those that vLLM's own check leaves open, and the key is
-in no argument list; without one no web page is answered whose name was pointed to this machine. A child ends with the
-process that started it, and its shared memory goes with the temporary folder of its log.
+Guarantees: a server with a key answers nothing but `/health` without it, on any path, and no argument list holds the
+key. A server without one refuses requests by a foreign host name (DNS rebinding). A child ends with the process that
+started it, and its shared memory goes with the temporary folder of its log.
 """
 
 from __future__ import annotations
