@@ -150,7 +150,9 @@ async def test_a_server_that_asks_for_too_long_is_given_up_at_once(asked):
         raise web.HTTPServiceUnavailable(headers={"Retry-After": asked})
 
     async with asked_of(refuse) as (client, server):
-        assert (await failure(client)).is_late
+        error = await failure(client)
+    assert error.is_late
+    assert "ask again in" in str(error)
     assert len(server.requests) == 1
 
 

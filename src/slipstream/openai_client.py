@@ -110,7 +110,9 @@ class OpenAIClient:
                         last = f"status {answer.status_code}: {self._safe(data.decode(errors='replace'))}"
                         if answer.status_code < 500 and answer.status_code not in _TRANSIENT:
                             raise Unanswered(f"refused: {last}", status=answer.status_code)
-                        wait = max(wait, _seconds(answer.headers.get("Retry-After", "")))
+                        asked = _seconds(answer.headers.get("Retry-After", ""))
+                        last += f", and to ask again in {asked:.0f} s" if asked > 0 else ""
+                        wait = max(wait, asked)
                     if time.monotonic() + wait >= give_up_at:
                         break
                     await asyncio.sleep(wait)

@@ -114,6 +114,10 @@ CONVERSATIONS = {
         lines({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": ""}),
         "completion is an empty text",
     ),
+    "completion_a_number": (
+        lines({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": 3}),
+        "completion = 3 is a number",
+    ),
 }
 
 

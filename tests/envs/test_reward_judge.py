@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 
 import pytest
 from aiohttp import web
@@ -117,19 +118,6 @@ async def test_json_replies(make):
     assert (await make(odd, reply="json")(TASK, "13")).metrics.items() >= {"c": 2.0, "non_finite": 2.0}.items()
 
 
-@pytest.mark.parametrize("text", ["7/10", "Score: 7 / 10.", "7 out of 10", "**7**/10, of 3 tries: 7/10.0", "7 of 10!"])
-async def test_points_of_the_largest_score(make, text):
-    assert (await make(text)(TASK, "12")).reward == 0.7
-    assert (await make(text, scale=(10, 0))(TASK, "12")).reward == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("text", "due"), [("1/2", 0.5), ("7/10", 0.7), ("0 out of 1", 0.0), ("1/1", 1.0), ("0.5", 0.5)]
-)
-async def test_fractions_on_the_scale_of_one(make, text, due):
-    assert (await make(text, scale=(0, 1))(TASK, "12")).reward == due
-
-
 @pytest.mark.parametrize(
     ("reply", "scale", "reward"),
     [
@@ -138,8 +126,13 @@ async def test_fractions_on_the_scale_of_one(make, text, due):
         ("7.5 out of 10", (0, 10), 0.75),
         ("I count 2 of 5", (0, 5), 0.4),
         ("3/5", (1, 5), 0.5),
+        ("7 out of 10", (10, 0), 0.3),
+        ("**7**/10, of 3 tries: 7/10.0", (0, 10), 0.7),
+        ("7 of 10!", (0, 10), 0.7),
         ("3/4", (0, 1), 0.75),
         ("1/1", (0, 1), 1.0),
+        ("0 out of 1", (0, 1), 0.0),
+        ("0.5", (0, 1), 0.5),
         ("8 out of 10", (0, 1), 0.8),
         ("2/10", (0, 10), 0.2),
         ("2/10", (10, 0), 0.8),
@@ -173,6 +166,7 @@ def cut(text):
         ("11", {}, "did not reply with a number from 0 to 10"),
         ("12/10", {}, "did not reply with a number from 0 to 10"),
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}, {}, "content filter"),
         ({"choices": []}, {}, "sent no chat completion"),
         (web.Response(text=f"<html>{KEY}"), {}, "no JSON object"),
         (f"It is {'9' * 350}", {}, "did not reply with a number"),
@@ -215,6 +209,14 @@ async def test_replies_are_kept(make, server, tmp_path):
     (folder / os.listdir(folder)[0]).write_text("{broken")
     assert len(os.listdir(folder)) == 2
     assert all(KEY not in (folder / name).read_text() for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("folder", [None, "cache"])
+async def test_a_reply_that_cannot_be_read_is_asked_for_again(make, tmp_path, folder):
+    reward = make("I cannot say", "7", cache=str(tmp_path / folder) if folder else "")
+    with pytest.raises(RewardFailed):
+        await reward(TASK, "a")
+    assert (await reward(TASK, "a")).reward == 0.7
 
 
 async def test_a_budget_that_is_spent_is_a_failure_not_a_zero(make, server):
@@ -290,3 +292,28 @@ async def test_from_python_the_key_stays_where_it_is(make, server):
     environment = load_python_environment(packed.name, 0, {})
     (task,) = environment.tasks("train", 1)
     assert (await environment.score(task, "x")).reward == 0.5
+
+
+@pytest.mark.parametrize("text", ["1" + " " * 300_000 + "of", "1" + "*" * 300_000 + "/", "1" + " /" * 150_000])
+async def test_a_long_reply_is_read_in_no_time(make, text):
+    start = time.monotonic()
+    assert (await make(text, scale=(0, 1))(TASK, "12")).reward == 1.0
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_content_that_cannot_be_decoded_is_asked_for_again(make, server, encoding):
+    def damaged():
+        return web.Response(body=b"\0damaged", headers={"Content-Encoding": encoding})
+
+    assert (await make(damaged, "7")(TASK, "12")).reward == 0.7
+    assert len(server.asked) == 2
+
+
+async def test_what_a_kept_reply_is_replaced_by_is_not_waited_for(make, server, tmp_path):
+    assert (await make("7", cache=str(tmp_path))(TASK, "12")).reward == 0.7
+    (kept,) = tmp_path.glob("*.json")
+    kept.unlink()
+    os.mkfifo(kept)
+    assert (await make("7", cache=str(tmp_path))(TASK, "12")).reward == 0.7
+    assert len(server.asked) == 2

@@ -210,7 +210,7 @@ async def test_a_server_in_trouble_is_asked_again_until_patience_ends(monkeypatc
     monkeypatch.setattr(openai_client, "_FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(teacher, "_FIRST_PATIENCE_S", 0.3)
     says = [503, 429]
-    async with source_of(lambda path, number: says.pop(0) if says else well(path, number)) as (source, server):
+    async with source_of(lambda path, number: says.pop(0) if says else well(path, number)) as (source, _server):
         await source.connect("text", [5, 6])
         says += [502] * 8  # for longer than a run that connects for the first time waits
         assert await source.logprobs([3, 4]) == [0.0, -2.0]

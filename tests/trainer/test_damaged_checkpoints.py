@@ -1,6 +1,7 @@
 """Damage to each file of a checkpoint: found before it is used, and told in one sentence."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -146,3 +147,23 @@ def test_a_learners_file_that_is_none_is_one_sentence(hurt, tmp_path):
     with pytest.raises(SlipstreamError) as raised:
         restore_state(optimizer, read_state(tmp_path), torch.device("cpu"))
     assert raised.value.exit_code == TrainingError.exit_code
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state/state.json"])
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
+def test_a_file_that_is_none_is_not_waited_for(name, kind, tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, Learner([]), "start", LOOP)
+    (path / name).unlink()
+    os.mkfifo(path / name) if kind == "fifo" else (path / name).symlink_to(kind)
+    assert damage(path)
+    with pytest.raises(DataError, match="damaged"):
+        store.read_loop_state(path)
+
+
+def test_the_state_of_another_step_is_refused(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(LOOP["step"], Learner([]), "start", LOOP)
+    written_again(path, "state/state.json", json.dumps(LOOP | {"step": LOOP["step"] + 1}))
+    with pytest.raises(DataError, match="step"):
+        store.read_loop_state(path)

@@ -10,9 +10,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode_rollouts
 from slipstream.transport import FileStreams, RecordError, TransportLost, open_transport, polled
 
+from ..other_user import NOBODY, needs_root
 from .conftest import open_in
 
 BATCH = Batch(
@@ -158,3 +160,23 @@ def test_a_clock_that_goes_back_changes_no_order(tmp_path, monkeypatch):
         monkeypatch.setattr(time, "time_ns", lambda now=now: int(now))
         transport.put(number, 0)
     assert [transport.take(0)[1] for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["0", "0/batches"])
+def test_a_folder_that_is_a_link_is_refused(name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "streams" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SlipstreamError, match="link"):
+        open_in(FileStreams(tmp_path / "streams"), 1)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["0", "0/batches"])
+def test_a_folder_of_another_user_is_refused(name, tmp_path):
+    (tmp_path / name).mkdir(parents=True)
+    os.chown(tmp_path / name, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match="another user"):
+        open_in(FileStreams(tmp_path), 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -452,3 +453,34 @@ def test_what_the_server_notes_of_calls_does_not_grow(redis_server):
     client = transport._server._client
     assert client.xlen(stream) == client.xpending(stream, "sides")["pending"] == 0
     assert client.hlen(state) <= 3, "its mark, its changes and the last call"
+
+
+def test_a_state_that_somebody_else_wrote_is_lost(redis_server):
+    streams = RedisStreams(redis_server.url, "foreign")
+    queue = open_in(streams, 1)
+    state = queue._keys[1]
+    client = queue._server._client
+    for field, value in (("changes", "x"), ("mark", b"\xff")):
+        client.hset(state, field, value)
+        with pytest.raises(TransportLost):
+            open_in(streams, 1)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"*1\r\n" * 20_000, b"$4\r\n\xff\xff\xff\xff\r\n"]
+)
+def test_a_server_of_another_kind_is_named(answer):
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        server = RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}", "")
+        with pytest.raises(SlipstreamError, match=r"127\.0\.0\.1"):
+            server.check_version()
+        server._client.close()
+        thread.join(PLENTY_S)

@@ -288,7 +288,8 @@ class Environment(ABC):
         return None
 
     async def close_episode(self, task: Task, state: Any) -> None:  # noqa: B027 (a hook)
-        """Called after `run`, also when that was cancelled, took too long or raised; bounded in time."""
+        """Called after `run`, also when that was cancelled, took too long or raised; bounded in time. `state` is None
+        where `setup_episode` did not return."""
 
 
 def as_score(value: object) -> Score:

@@ -3,7 +3,7 @@
 It takes the place of an engine where only texts count, as in an evaluation. A conversation reaches it as the tokens of
 `MessageTokens`, which are bytes, and its reply leaves it as such: neither is the model's, so that nothing here can be
 trained on. Guarantees: at most `concurrency` requests run at once; `openai_client` repeats a request until its own
-deadline; a request that is given up is an aborted completion with its reason, so it is counted.
+deadline; an abandoned request is an aborted completion with its reason, and is counted.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ _TAIL_BYTES = 1 << 16
 _LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?(?:\[rank\d+\]: *)?")
 """What processes, vLLM's logger and torch.distributed put before a line."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
-_SECOND_HAND = re.compile(r"Engine core initialization failed|root cause")
-"""Errors of vLLM that only say that another of its processes raised."""
+_SECOND_HAND = re.compile(r"Engine core initialization failed|root cause|failed to be inspected")
+"""Errors of vLLM that only say that there was another one before."""
+_BESIDE = re.compile(r"(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 
 END = signal.SIGRTMIN
 """Asks a child of a run to end in order."""
@@ -141,7 +142,8 @@ def last_error(log_path: Path) -> str:
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    lines = list(_not_ignored(text for line in lines if (text := _LOGGED.sub("", line).strip())))
+    texts = (text for line in lines if (text := _LOGGED.sub("", line).strip()) and not _BESIDE.match(text))
+    lines = list(_not_ignored(texts))
     raised = [place for place, line in enumerate(lines) if _RAISED.match(line) and not _SECOND_HAND.search(line)]
     text = " ".join(lines[raised[-1] : raised[-1] + 4] if raised else lines[-1:])
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -28,7 +28,7 @@ from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.orchestrator.batches.batch_order import BatchOrder, mixture_weights
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.idle_time import IdleTime
-from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
+from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import commands
@@ -117,7 +117,7 @@ class _Generation:
         assert self._ledger is not None
         self._order.set_changes(command.changes)
         batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)
-        made: MakesBatches = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
+        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)

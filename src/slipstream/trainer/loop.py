@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream import records
@@ -26,7 +24,7 @@ from slipstream.config.traits import num_engines, update_phase
 from slipstream.data.curriculum import Change, MixtureCurriculum
 from slipstream.errors import Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
-from slipstream.runlog import sample_of
+from slipstream.runlog import RunLog, sample_of
 from slipstream.runlog.batches import BatchKeeper
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
@@ -79,45 +77,6 @@ class Engine(Evaluates, Protocol):
         ...
 
 
-class Log(Protocol):
-    """The run's log."""
-
-    folder: Path
-    lineage: int
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning and show it."""
-        ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Write the row of a step; returns it with the notes added."""
-        ...
-
-    def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Add metrics to the row of a step that was written before."""
-        ...
-
-    def note(self, values: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
-        ...
-
-    def sample(self, record: Mapping[str, Any]) -> None:
-        """Save a rollout for people to read."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the duration of a phase of a step."""
-        ...
-
-    def repeats(self, name: str) -> None:
-        """The phase under way has done all that it ever does."""
-        ...
-
-
 @dataclass
 class TrainingLoop:
     """See the module. `engine`: None for SFT without evaluation. `writer`: writes this run's checkpoints."""
@@ -128,7 +87,7 @@ class TrainingLoop:
     reader: Reader
     engine: Engine | None
     writer: CheckpointWriter
-    log: Log
+    log: RunLog
     progress: Progress
     sampling: records.SamplingParams
     reference: Scorer | None = None

@@ -311,7 +311,10 @@ class RedisTransport(PolledTransport[T]):
     def _open(self) -> tuple[str, int]:
         self._server.check_version()
         mark, changes = self._server.script(_OPEN)(self._keys, [secrets.token_hex(8)])
-        return mark.decode(), int(changes)
+        try:
+            return mark.decode(), int(changes)
+        except ValueError:
+            raise lost(str(self._server)) from None  # somebody else wrote there
 
     def _ask(self, script: Runs, operation: str, *arguments: str | int) -> list[Any] | None:
         """What the script answers; None for "not yet"."""
@@ -330,7 +333,7 @@ class RedisTransport(PolledTransport[T]):
             raise lost(str(self._server))
         self._seen = max(self._seen, int(answer[1]))
         if status == "closed":
-            raise TransportClosed(answer[2].decode())
+            raise TransportClosed(answer[2].decode(errors="replace"))
         if status == "done" and operation not in self._repeated:
             self._settled.append(operation)
         return None if status in ("not yet", "missing") else answer[2:]

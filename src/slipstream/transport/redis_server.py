@@ -77,8 +77,13 @@ class RedisServer:
 
     def check_version(self) -> None:
         """Raises `ConfigError` for a server that is too old."""
-        version = str(self._call(lambda: self._client.info("server"))["redis_version"])
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+
+        def ask() -> tuple[str, tuple[int, ...]]:
+            text = str(self._client.info("server")["redis_version"])
+            return text, tuple(int(part) for part in text.split(".")[:2])
+
+        version, numbers = self._call(ask)
+        if numbers < _OLDEST:
             raise ConfigError(
                 f"{self._name} is Redis {version}, which cannot hand on what a dead reader held (XAUTOCLAIM): "
                 "use Redis 6.2 or newer"
@@ -105,6 +110,10 @@ class RedisServer:
                 raise lost(self._name) from error
             raise SlipstreamError(
                 f"{self._name} refuses a record or a request ({first_line(error)}): correct the server's settings"
+            ) from error
+        except (self._errors.RedisError, RecursionError, ValueError, LookupError, TypeError) as error:
+            raise SlipstreamError(
+                f"{self._name} answers as no Redis server does ({first_line(error)}): correct its address"
             ) from error
 
 

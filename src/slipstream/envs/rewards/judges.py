@@ -1,9 +1,8 @@
 """Judges: a reward that asks a language model at any OpenAI-compatible address, as a coroutine.
 
-A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. A reply
-that cannot be read, an address that does not answer before the deadline, and an exhausted budget are failures that the
-run counts, never a reward. `openai_client` repeats requests. Replies are kept by the digest of their request, in memory
-or in a folder.
+A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. An
+unreadable reply, no answer before the deadline and an exhausted budget are counted failures, never a reward.
+`openai_client` repeats requests. Readable replies are kept by the digest of their request, in memory or in a folder.
 
 The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
 a judge into a high score; nothing here prevents that.
@@ -31,9 +30,10 @@ from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
 from slipstream.errors import ConfigError, one_line
 from slipstream.records import NON_FINITE, Task
+from slipstream.regular_files import read_regular
 
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
-_FULL_MARKS = re.compile(r"[*_`\s]*(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
+_FULL_MARKS = re.compile(r"(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
 _DECIMAL_COMMA = re.compile(r"\d,\d{1,2}(?!\d)\D*$")
 _SHOWN = 200
 _MAX_BYTES = 8 << 20
@@ -123,18 +123,20 @@ class Judge(Graded):
         digest = hashlib.sha256(json.dumps([settings.url, body]).encode("utf-8", "surrogatepass")).hexdigest()
         reply = self._kept(digest)
         metrics = {"cached": float(reply is not None)}
-        if reply is None:
+        if reply is not None:
+            reward, parts = self._read(reply.text)
+        else:
             reply = await self._ask(body)
-            self._keep(digest, reply)
+            reward, parts = self._read(reply.text)
+            self._keep(digest, reply)  # not one that cannot be read, which the next request may not meet
             metrics["tokens"] = float(reply.tokens)
-        reward, parts = self._read(reply.text)
         return Score(reward, {**parts, **metrics})
 
     async def _ask(self, body: Mapping[str, Any]) -> _Reply:
         from slipstream.openai_client import OpenAIClient, Unanswered
 
         try:
-            # A client of its own: coroutines of one worker may run in different event loops.
+            # A separate client: coroutines of one worker may run in different event loops.
             async with OpenAIClient(self._settings.url, self._key, max_bytes=_MAX_BYTES) as client:
                 found = await client.ask(
                     "POST", "/chat/completions", body, deadline_s=self._deadline_s, on_try=self._take_from_budget
@@ -179,6 +181,8 @@ class Judge(Graded):
         if not isinstance(text, str):
             shown = self._shown(json.dumps(found))
             raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
+        if end == "content_filter":
+            raise RewardFailed(f"the judge {self.name} at {self._where} sent no reply: its content filter ended it")
         return _Reply(text, tokens)
 
     def _read(self, text: str) -> tuple[float, dict[str, float]]:
@@ -215,7 +219,9 @@ class Judge(Graded):
         if not self._settings.cache:
             return self._memory.get(digest)
         try:
-            return msgspec.json.decode((Path(self._settings.cache) / f"{digest}.json").read_bytes(), type=_Reply)
+            return msgspec.json.decode(
+                read_regular(Path(self._settings.cache) / f"{digest}.json", _MAX_BYTES), type=_Reply
+            )
         except (OSError, msgspec.DecodeError):
             return None
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.config.planned import PlannedConfig
 from slipstream.errors import SlipstreamError
+from slipstream.runlog import RunLog
 from slipstream.runlog.files import cannot_write
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.snapshot import Snapshots
@@ -75,24 +76,6 @@ class Schedule:
         )
 
 
-class Log(Protocol):
-    """The run's log; called from any thread."""
-
-    folder: Path
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning."""
-        ...
-
-    def note(self, values: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
-        ...
-
-
 class CheckpointWriter:
     """Writes checkpoints of `learner` and `critic` to `store`; called by the training thread."""
 
@@ -101,7 +84,7 @@ class CheckpointWriter:
         store: CheckpointStore,
         learner: Learner,
         critic: Critic | None,
-        log: Log,
+        log: RunLog,
         schedule: Schedule,
         *,
         beside: bool,
@@ -230,7 +213,7 @@ class CheckpointWriter:
 
 
 def create_writer(
-    config: PlannedConfig, store: CheckpointStore, learner: Learner, critic: Critic | None, log: Log
+    config: PlannedConfig, store: CheckpointStore, learner: Learner, critic: Critic | None, log: RunLog
 ) -> CheckpointWriter:
     """The writer of a run's checkpoints, by its schedule."""
     schedule = Schedule(config.run.checkpoint_every, config.training.steps)
