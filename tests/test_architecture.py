@@ -57,7 +57,7 @@ LIGHT_MODULES = (
     "slipstream.records",
     "slipstream.config",
     "slipstream.detection.figures",
-    "slipstream.detection.targets",
+    "slipstream.detection.row_targets",
     "slipstream.plan.derive",
     "slipstream.launch.startup",
     "slipstream.processes.watchdog",

@@ -4,7 +4,7 @@
 
 import pytest
 
-from slipstream.inference.plugin.tools.calls import MAX_CALLS, Found, Parsed, as_records, read_calls
+from slipstream.inference.plugin.tools.call_records import MAX_CALLS, Found, Parsed, as_records, read_calls
 from slipstream.inference.plugin.tools.formats import FORMATS, Format, answer_start, excerpt
 from slipstream.records import ToolCall
 

@@ -4,9 +4,10 @@ import json
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.inference.engine import SupervisedEngine
-from slipstream.inference.plugin.tools.calls import (
+from slipstream.inference.plugin.tools.call_records import (
     MAX_CALLS,
     MAX_DEPTH,
     Found,
@@ -17,7 +18,6 @@ from slipstream.inference.plugin.tools.calls import (
     read_calls,
 )
 from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, ends_in_thought
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import Completion, GenerateRequest, SamplingParams, ToolCall, decode, encode
 

@@ -5,7 +5,7 @@ import pytest
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
-from slipstream.envs.detector.environment import Detection
+from slipstream.envs.detector.image_rows import Detection
 from slipstream.errors import ConfigError, DataError
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.matching.answers import answer_tokens

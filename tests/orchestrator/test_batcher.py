@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import TrainingError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.generation import drop_metrics
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.dynamic_sampling import Refills

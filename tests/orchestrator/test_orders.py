@@ -5,13 +5,13 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.data.draws import Draws
 from slipstream.envs.base import Episode
 from slipstream.errors import EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches import orders as orders_module
 from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills

@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 from aiohttp import web
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream import openai_client
 from slipstream.errors import ConfigError, DeadlineError, EngineError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import teacher
 from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, Teacher
 from slipstream.records import Completion, Rollout, SamplingParams, Sequence

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from slipstream.errors import ConfigError, EngineError, Interrupted, StartsAgain
 from slipstream.runlog import RunLog, read_events, read_metrics
 from slipstream.sinks import MAX_SAMPLES, MetricSinks, Run, require_sinks, run_of
-from slipstream.sinks.targets import WandB
+from slipstream.sinks.services import WandB
 
 ROWS = [{"reward/mean": 0.25, "train/loss": -1.5}, {"reward/mean": 0.5, "train/loss": None}, {"reward/mean": 0.75}]
 

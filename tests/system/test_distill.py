@@ -4,11 +4,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.commands.replay import replay
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.orchestrator.teacher_engine import agreement_warning

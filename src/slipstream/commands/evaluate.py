@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from slipstream.config import PlannedConfig
+from slipstream.config import EvaluationConfig, PlannedConfig, RunConfig
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import publishes_adapter
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import ScorerPool
@@ -39,13 +40,18 @@ _POLL_S = 0.2
 T = TypeVar("T")
 
 
-def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
-    """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
-    evaluation, section = prepared.config.evaluation, prepared.config.environment
-    if section is None or evaluation is None:
+def evaluated_by(config: RunConfig) -> tuple[EnvironmentConfig, EvaluationConfig]:
+    """The sections [environment] and [evaluation]. Raises ConfigError without one of them."""
+    if config.environment is None or config.evaluation is None:
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
         )
+    return config.environment, config.evaluation
+
+
+def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
+    """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
+    section, evaluation = evaluated_by(prepared.config)
 
     async def work(runner: RolloutRunner) -> Evaluation:
         progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)

@@ -69,11 +69,6 @@ class Examples(Collection[TokenSequence]):
         return [end - start for start, end in pairwise(self._ends)]
 
     @property
-    def has_images(self) -> bool:
-        """Whether any has an image."""
-        return bool(self._media)
-
-    @property
     def num_trainable(self) -> int:
         """Tokens that carry loss, of all."""
         return sum(self._mask)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
-from slipstream.envs.tools.calls import call_function
+from slipstream.envs.tools.tool_calls import call_function
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Stop, Task, ToolCall
 

@@ -90,11 +90,16 @@ def become(arguments: Sequence[str], module: str) -> NoReturn:
     where that is known. Its pid, terminal and environment stay."""
     begun, given = list(sys.orig_argv), sys.argv[1:]
     head = begun[1 : len(begun) - len(given)] if begun[len(begun) - len(given) :] == given else ["-P", "-m", module]
+    prepare_exec()
+    os.execv(sys.executable, [sys.executable, *head, *arguments])
+
+
+def prepare_exec() -> None:
+    """Join threads, flush, and have descriptors closed by an exec: a driver's would keep its memory."""
     _wind_up(0)
-    for name in os.listdir("/proc/self/fd"):  # a driver's would keep its memory
+    for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
-    os.execv(sys.executable, [sys.executable, *head, *arguments])
 
 
 def _wind_up(code: int) -> int:

@@ -25,7 +25,7 @@ from typing import Any, Self
 from slipstream.errors import ConfigError, StartsAgain, one_line
 from slipstream.regular_files import open_regular
 from slipstream.runlog import ACCURACY, EventLog, exit_code_of
-from slipstream.sinks.targets import TARGETS, Run, Sink
+from slipstream.sinks.services import TARGETS, Run, Sink
 
 __all__ = ["MetricSinks", "Run", "Sink", "require_sinks", "run_of"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig
-from slipstream.data.mixture import MixtureOrder, Weights, changes_of
+from slipstream.data.mixture_order import MixtureOrder, Weights, changes_of
 from slipstream.data.sampler import DataOrder
 from slipstream.errors import IntegrityError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills

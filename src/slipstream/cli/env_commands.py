@@ -188,7 +188,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     from slipstream.config.traits import usual_reward_workers
     from slipstream.envs.check import check_environment
     from slipstream.envs.hosted.apart import placement
-    from slipstream.envs.hosted.environment import Verifiers
+    from slipstream.envs.hosted.verifiers_package import Verifiers
     from slipstream.envs.lifetime import in_use
     from slipstream.envs.registry import is_apart, load_environment, played
     from slipstream.envs.scoring.pool import ScorerPool
