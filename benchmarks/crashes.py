@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -68,7 +69,9 @@ max_restarts = 1000
 threads = 1
 [redis]
 url = "{url}"
+password_variable = "REDISCLI_AUTH"
 """
+os.environ.setdefault("REDISCLI_AUTH", secrets.token_hex(16))  # where redis-cli looks, too
 PARTS = ("supervisor", "trainer", "orchestrator", "engine", "redis")
 MOMENTS = ("start", "publish", "checkpoint", "step", "any")
 TIMEOUT_S, WOKEN_AFTER_S, POLL_S = 600.0, 120.0, 0.002
@@ -88,12 +91,14 @@ class Redis:
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
-        self._log = folder / "redis.log"
+        self._log, self._settings = folder / "redis.log", folder / "redis.conf"
+        self._settings.touch(mode=0o600)
+        self._settings.write_text(f"requirepass {os.environ['REDISCLI_AUTH']}\n")
         self.start()
 
     def start(self) -> None:
         """Start it, again on the same port."""
-        command = [program("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port)]
+        command = [program("redis-server"), self._settings, "--bind", "127.0.0.1", "--port", str(self.port)]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen([*command, "--save", "", "--appendonly", "no"], stdout=log, stderr=log)
 

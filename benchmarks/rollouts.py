@@ -31,12 +31,12 @@ from pathlib import Path
 import psutil
 import uvloop
 
+from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.config import EnvironmentConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.replicas import EngineReplicas
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.garbage_collection import fewer_collections, freeze
 from slipstream.orchestrator.rollouts import RolloutRunner

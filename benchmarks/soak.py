@@ -30,9 +30,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.parts import child, process
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train

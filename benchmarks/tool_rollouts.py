@@ -24,12 +24,12 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.config import EnvironmentConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import make_tasks
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import Completion, GenerateRequest, Message, Rollout, SamplingParams, Task, ToolCall
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer

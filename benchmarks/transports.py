@@ -1,4 +1,4 @@
-"""Batches a second through each transport, and what a bare Redis does with values of that size.
+"""Batches a second through each transport.
 
     python benchmarks/transports.py [--rollouts 64] [--tokens 512] [--batches 100] [--rounds 5] [--server PATH]
                                     [--only "put alone"]
@@ -6,9 +6,7 @@
 A batch is put, taken and acknowledged: in turn in one process, and from one process to another with three places; and
 only put, with places for all. The latter two also with bytes of the same size, which need not be made of Python objects
 and into them. Rollouts keep the bytes that the ledger made of them when their group finished, as in a run, and the time
-of that has a line of its own; "objects" are rollouts without. Beside it, for Redis: `redis-benchmark -c 1 -P 1` with
-XADD and a value of the same size if that program (7.0) is on PATH, with the others' part of it in the same round, and
-the same command over a plain socket from Python. Starts a `redis-server` of its own, without persistence.
+of that has a line of its own; "objects" are rollouts without. Starts a separate `redis-server`, without persistence.
 
 Prints a Markdown table, medians (ranges) over rounds, and its rows as JSON lines on standard error.
 """
@@ -18,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
+import secrets
 import shutil
 import socket
 import statistics
@@ -32,7 +32,8 @@ from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, e
 from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
 
 CAPACITY, TIMEOUT_S, GROUP = 3, 60.0, 8
-TOPIC, BARE = "batches", "redis-benchmark, XADD, -c 1 -P 1"
+TOPIC, VARIABLE = "batches", "SLIPSTREAM_BENCHMARK_REDIS"
+os.environ.setdefault(VARIABLE, secrets.token_hex(16))
 
 
 def make_batch(num_rollouts: int, num_tokens: int) -> Batch:
@@ -119,39 +120,26 @@ def between(streams, record, num_batches):
     return num_batches / seconds
 
 
-def bare_socket(port, num_bytes, num_batches):
-    """XADD a second over a plain socket, each after the answer to the last; the stream is deleted afterwards."""
-    value = random.Random(0).randbytes(num_bytes)
-    request = b"*5\r\n$4\r\nXADD\r\n$4\r\nbare\r\n$1\r\n*\r\n$6\r\nrecord\r\n$%d\r\n%s\r\n" % (num_bytes, value)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        start = time.perf_counter()
-        for _ in range(num_batches):
-            connection.sendall(request)
-            answer = b""
-            while answer.count(b"\r\n") < 2:
-                answer += connection.recv(4096)
-        seconds = time.perf_counter() - start
-        connection.sendall(b"*2\r\n$3\r\nDEL\r\n$4\r\nbare\r\n")
-        connection.recv(100)
-    return num_batches / seconds
-
-
-def redis_benchmark(port, num_bytes, num_batches):
-    """XADD a second by `redis-benchmark`."""
-    program = ["redis-benchmark", "-p", str(port), "-c", "1", "-P", "1", "-n", str(num_batches), "--csv", "-x"]
-    text = b"x" * num_bytes  # it cuts its input at a zero byte
-    result = subprocess.run([*program, "XADD", "bare", "*", "record"], input=text, capture_output=True, check=True)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"*2\r\n$3\r\nDEL\r\n$4\r\nbare\r\n")
-        connection.recv(100)
-    return float(result.stdout.decode().splitlines()[-1].split('","')[1].strip('"'))
-
-
 def start_server(program, folder):
     """A server on a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    options = ["--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--save", "", "--appendonly", "no"]
+    settings = Path(folder) / "redis.conf"
+    settings.touch(mode=0o600)
+    settings.write_text(f"requirepass {os.environ[VARIABLE]}\n")
+    options = [
+        settings,
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dir",
+        folder,
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
     process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
     for _ in range(500):
         try:
@@ -167,11 +155,6 @@ def spread(values, form):
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def part_of(others, rates):
-    """What part each rate is of another in the same round."""
-    return spread([rate / other for rate, other in zip(rates, others, strict=True)], ".2f") if others else ""
-
-
 def main():
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,7 +162,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help='what has this in its name, such as "put alone"; and the bare ones')
+    parser.add_argument("--only", default="", help='what has this in its name, such as "put alone"')
     beside = Path(sys.executable).parent / "redis-server"
     parser.add_argument("--server", default=shutil.which("redis-server") or str(beside))
     options = parser.parse_args()
@@ -197,13 +180,10 @@ def main():
                 streams = {
                     "memory": MemoryStreams(),
                     "files": FileStreams(Path(folder), turn),
-                    "redis": RedisStreams(url, "bench", turn),
+                    "redis": RedisStreams(url, "bench", turn, VARIABLE),
                 }
                 measures = {f"{name}, in turn": (in_turn, place, batch, number) for name, place in streams.items()}
                 measures["encoded for the ledger"] = (encoding, objects, number)
-                measures["XADD over a plain socket"] = (bare_socket, port, num_bytes, number)
-                if shutil.which("redis-benchmark"):
-                    measures[BARE] = (redis_benchmark, port, num_bytes, number)
                 for name in ("redis", "files"):
                     measures[f"{name}, put alone"] = (put_alone, streams[name], batch, number)
                     measures[f"{name}, put alone, objects"] = (put_alone, streams[name], objects, number)
@@ -211,15 +191,15 @@ def main():
                     measures[f"{name}, from process to process"] = (between, streams[name], batch, number)
                     measures[f"{name}, from process to process, bytes"] = (between, streams[name], value, number)
                 for name, (measure, *arguments) in measures.items():
-                    if options.only not in name and measure not in (bare_socket, redis_benchmark):
+                    if options.only not in name:
                         continue
                     found.setdefault(name, []).append(measure(*arguments))
         finally:
             process.terminate()
             process.wait()
-    print(f"{num_bytes:,} bytes a batch\n\n| what | batches/s | part of redis-benchmark |\n|---|---|---|")
+    print(f"{num_bytes:,} bytes a batch\n\n| what | batches/s |\n|---|---|")
     for name, rates in found.items():
-        print(f"| {name} | {spread(rates, ',.0f')} | {part_of(found.get(BARE), rates) if 'redis' in name else ''} |")
+        print(f"| {name} | {spread(rates, ',.0f')} |")
         print(json.dumps({"what": name, "batches_a_second": rates, "num_bytes": num_bytes}), file=sys.stderr)
 
 

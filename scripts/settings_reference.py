@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import RunConfig
-from slipstream.config.parse.aliases import REFUSED, REMARKS, TAKEN
 from slipstream.config.parse.dump import toml_value
 from slipstream.config.parse.keys import all_keys, optional_sections
 
@@ -22,16 +21,6 @@ Every setting of a run file: `key = value` below its `[section]`. Any of them ca
 This page is made by `python scripts/settings_reference.py` from the settings' own descriptions.
 """
 
-ALIASES = """## Names of other tools
-
-Names that TRL, the Hugging Face Trainer (`num_generations`) and verl (`actor_rollout_ref.rollout.n`) have for a setting
-are read as ours, with a note, where they mean the same: at the top level of a run file, on the command line, and in the
-section of our setting. One with another meaning is refused, and the message says what to set.
-
-| other tool | in Slipstream |
-|---|---|
-"""
-
 
 def reference() -> str:
     """The page's text."""
@@ -40,12 +29,7 @@ def reference() -> str:
     for section, spec in schema["properties"].items():
         for name in _references(spec):
             parts.append(_section(section, schema["$defs"][name]))
-    return "\n".join(parts) + "\n" + ALIASES + "".join(f"| `{name}` | {ours} |\n" for name, ours in _aliases())
-
-
-def _aliases() -> list[tuple[str, str]]:
-    taken = [(name, f"`{key}`" + (f", {REMARKS[name]}" if name in REMARKS else "")) for name, key in TAKEN.items()]
-    return [*taken, *((name, f"refused: {_joined(sentence)}") for name, sentence in REFUSED.items())]
+    return "\n".join(parts) + "\n"
 
 
 def _section(section: str, model: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""A Redis server for tests: `redis-server` on PATH, beside this Python or in its packages, on a free port."""
+"""A Redis server for tests: `redis-server` on PATH, beside this Python or in its packages, on a free port. It has a
+password, as any user of this machine can connect to it."""
 
 import contextlib
 import os
@@ -17,6 +18,9 @@ REQUIRE = "SLIPSTREAM_REQUIRE_REDIS"
 START_S = 60.0
 PORTS = range(20_000, 30_000)
 """Below those that the system gives to whoever asks for any port, so that nobody else gets one by chance."""
+VARIABLE = "SLIPSTREAM_TEST_REDIS_PASSWORD"
+PASSWORD = os.environ.setdefault(VARIABLE, secrets.token_hex(16))
+"""Of all servers of this process and of those that it starts."""
 
 
 def find(name="redis-server"):
@@ -56,7 +60,10 @@ class Server:
                 self.port = free_port()
 
     def _starts(self, deadline):
-        program = [find_or_skip(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
+        settings = self.folder / "redis.conf"  # a command line can be read by anybody
+        settings.touch(mode=0o600)
+        settings.write_text(f"requirepass {PASSWORD}\n")
+        program = [find_or_skip(), settings, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", self.folder]
         if "--save" not in self.options:
             program += ["--save", "", "--appendonly", "no"]
         with (self.folder / "redis.log").open("ab") as log:
@@ -79,6 +86,13 @@ class Server:
         self.process.send_signal(number)
         if number not in (signal.SIGSTOP, signal.SIGCONT):
             self.process.wait(START_S)
+
+
+def keys_at(server):
+    """Names of all keys of a server."""
+    command = [find("redis-cli"), "-p", str(server.port), "keys", "*"]
+    environment = {**os.environ, "REDISCLI_AUTH": PASSWORD}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.split()
 
 
 def free_port():

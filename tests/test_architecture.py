@@ -36,6 +36,7 @@ LAYERS = {
     "processes": 2,
     "sinks": 2,
     "weights": 2,
+    "openai_client": 2,
     "inference": 3,
     "trainer": 3,
     "envs": 3,
@@ -56,7 +57,7 @@ LIGHT_MODULES = (
     "slipstream.records",
     "slipstream.config",
     "slipstream.detection.figures",
-    "slipstream.detection.targets",
+    "slipstream.detection.row_targets",
     "slipstream.plan.derive",
     "slipstream.launch.startup",
     "slipstream.processes.watchdog",
@@ -107,7 +108,7 @@ def upward_imports(path: Path) -> list[str]:
     """What a file imports against the layers."""
     own = package_of(path)
     if not own:
-        others = [other for _, other in imported_packages(path) if other != "python"]  # which it imports when asked for it
+        others = [other for _, other in imported_packages(path) if other != "python"]  # imported when asked for
         return [f"{label(path)}: the root package imports nothing of the project" for _ in others]
     assert own in LAYERS, f"{own} has no layer: add it to LAYERS, and to the documents"
     return [

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import load_config
+from slipstream.config.parse.keys import all_keys
+from slipstream.config.parse.suggestions import OTHER_NAMES
 from slipstream.report.series import GROUPS
 
 from .metrics_page import undocumented
@@ -78,3 +80,12 @@ def test_named_modules_exist(path):
 def test_every_plotted_metric_is_explained():
     lines = [line for group in GROUPS for panel in group.panels for line in panel.lines]
     assert undocumented({name for line in lines for name in line.metrics if name}) == set()
+
+
+def test_settings_of_other_tools_have_a_counterpart():
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[4] for line in page.splitlines() if line.startswith("|")][2:]
+    ours = set(re.findall(r"`([a-z]+\.\w+)", " ".join(rows)))
+    assert ours <= set(all_keys())
+    assert set(OTHER_NAMES.values()) <= set(all_keys())
+    assert not set(OTHER_NAMES) & {key.name for key in all_keys().values()}

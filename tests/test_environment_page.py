@@ -12,8 +12,8 @@ from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.calls import judge
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
 
 PAGE = Path(__file__).parents[1] / "docs/environments.md"

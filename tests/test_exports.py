@@ -26,6 +26,7 @@ def test_a_reward_worker_imports_neither_the_whole_schema_nor_the_run_folders_wr
         "transformers",
         "vllm",
         "aiohttp",
+        "httpx",
         "numpy",
     }
     assert "slipstream.envs.registry" in imported

@@ -1,7 +1,9 @@
 """Secrets in settings: none is in the run folder, in its report, in kept evaluations or at a metric sink."""
 
 import itertools
+import json
 import tomllib
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
@@ -96,3 +98,24 @@ def test_arguments_in_a_list_follow_their_options():
     hidden = ["--token", "<redacted>", "--api-key=<redacted>", "--verbose", "yes", "--password", "--quiet"]
     assert redact(given) == {"args": hidden}
     assert secrets_of(given) == {"S3KRETX", "S4KRETX"}
+
+
+@pytest.mark.parametrize("secret", ["p/w+SEKRET=xyz", 'a"b\\SEKRET', "pä SEKRET"])
+def test_a_secret_is_hidden_as_addresses_and_json_write_it(secret, tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.resolved(f"[own.settings]\napi_key = {toml_value(secret)}\n")
+        for form in (secret, quote(secret), quote(secret, safe=""), quote_plus(secret), json.dumps(secret)):
+            log.warning(f"refused {form}")
+        log.event("odd", more={secret: 1}, **{f"x {secret}": 2})
+        log.metrics(1, {f"reward/{secret}": 1.0})
+        log.sample({"step": 1, secret: 1})
+    assert [path.name for path in (tmp_path / "run").iterdir() if "SEKRET" in path.read_text()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [(name, True) for name in ("api_keys", "db_pass", "userPasswords", "x_api_token2", "key_1", "apikey2")]
+    + [(name, False) for name in ("max_tokens", "pass_through", "keys", "compass", "sha256")],
+)
+def test_names_of_secrets(name, hidden):
+    assert (redact({name: "SEKRET"}) == {name: "<redacted>"}) == hidden

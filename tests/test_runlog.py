@@ -174,6 +174,23 @@ def test_a_writer_that_was_stopped_between_its_tries_for_the_lock_tries_again(tm
     assert len(tries) == 3
 
 
+def test_the_end_of_an_attempt_that_was_killed_is_its_own(tmp_path, monkeypatch):
+    times = itertools.count(1000.0, 50.0)
+    monkeypatch.setattr(runlog.writer, "_now", lambda: next(times))
+    with RunLog.create(tmp_path / "run") as log:
+        log.metrics(1, {"train/loss": 1.0})
+        log.metrics(2, {"train/loss": 1.0})
+        log.leave_open()
+    with RunLog.create(log.folder, resume=True, is_over=True) as ends:
+        ends.exit(EngineError("killed"), step=2)
+    report = runlog.read_exit(log.folder)
+    assert (report.lineage, report.step, round(report.seconds)) == (0, 2, 100)
+    events = runlog.read_events(log.folder)
+    assert [(event["kind"], event["lineage"]) for event in events] == [("opened", 0), ("exit", 0)]
+    with RunLog.create(log.folder, resume=True) as resumed:
+        assert resumed.lineage == 1
+
+
 def test_the_lock_dies_with_the_writer_though_a_forked_child_lives(tmp_path):
     code = (
         "import os, sys, time\n"

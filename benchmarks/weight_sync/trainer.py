@@ -77,9 +77,9 @@ class SyncTrainer(ABC):
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    @abstractmethod
-    def allocated_bytes(self) -> int:
-        """Return the bytes that torch has allocated on GPUs in all trainer processes."""
+    def allocated_bytes(self) -> int | None:
+        """Return the bytes that torch has allocated on GPUs, where the trainer is this process alone."""
+        return None
 
 
 class _SingleProcess(SyncTrainer):
@@ -125,11 +125,6 @@ class _ShardedTrainer(SyncTrainer):
 
     def published(self) -> NamedWeights:
         return self._spread.weights("model")
-
-    def allocated_bytes(self) -> int:
-        from slipstream.trainer.distributed.worker import Allocated
-
-        return sum(int(answer.numbers[0]) for answer in self._spread.all_do(Allocated(POLICY)))
 
 
 @contextlib.contextmanager

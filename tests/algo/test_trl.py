@@ -13,7 +13,8 @@ from slipstream.algo.advantages import group_advantages, leave_one_out, overlong
 from slipstream.algo.importance_sampling import importance_weights
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
+from slipstream.trainer.credit_assignment import assign_credit
+from slipstream.trainer.old_logprobs import kl_penalties_of
 
 pytest.importorskip("trl")
 from trl.rewards import get_soft_overlong_punishment

@@ -120,44 +120,6 @@ def test_the_real_command_answers_without_heavy_imports():
     assert all(f"{command.split()[0]}" in result.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["trian", "run.toml"],
-        ["train"],
-        ["train", "missing.toml"],
-        ["train", "RUN", "--training.stepps", "3"],
-        ["train", "RUN", "--training.steps", "many"],
-        ["train", "RUN", "--training.steps"],
-        ["train", "RUN", "another.toml"],
-        ["train", "RUN", "--resume"],
-        ["train", "RUN", "--resume", "--run.folder", "nothing-here"],
-        ["train", "RUN", "--run.folder", "full"],
-        ["train", "RUN", "--model.path", "./no-model"],
-        ["train", "RUN", "--environment.name", "reasoning_gym/spell_backwards"],
-        ["sft", "RUN", "--data", "missing.jsonl"],
-        ["eval", "RUN", "--model", "./no-model"],
-        ["eval", "RUN", "--evaluation", "false"],
-        ["plan", "RUN", "--sampling.temperature", "-1"],
-        ["runs", "--jsn"],
-        ["env", "test", "RUN", "--num-tasks", "few"],
-        ["env", "tset", "RUN"],
-        ["model", "new", "full"],
-        ["model", "new", "model", "--num-heads", "3"],
-        ["model", "new", "model", "--tokenizer", "word"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_is_one_sentence_and_exit_code_2(slipstream, run_file, tmp_path, arguments):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    code, out, err = slipstream(*(run_file if argument == "RUN" else argument for argument in arguments))
-    assert (code, out) == (2, ""), err
-    assert err.startswith("error: ")
-    assert len(err.strip().splitlines()) == 1, err
-    assert "Traceback" not in err
-
-
 def test_plan(slipstream, run_file):
     code, out, _ = slipstream("plan", run_file, "--json")
     plan = json.loads(out)

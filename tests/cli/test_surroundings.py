@@ -126,6 +126,12 @@ class TestSockets:
             "Loading shards:   0% Completed\n",
             "ValueError: no parameter a Loading shards",
         ),
+        (
+            "(MainProcess pid=7) ERROR 11-27 10:00:00 [registry.py:1] ModuleNotFoundError: No module named 'eyes'\n"
+            "(MainProcess pid=7) WARNING 11-27 10:00:00 [model.py:1] running in text-only mode\n"
+            "[rank0]: ValueError: Model architectures ['Eyes'] failed to be inspected. Please check the logs.\n",
+            "ModuleNotFoundError: No module named 'eyes' ValueError: Model architectures",
+        ),
         ("killed\n", "killed"),
         ("", ""),
     ],

@@ -86,6 +86,8 @@ def test_free_tables():
         (["--no-training"], "--no-training is a section"),
         (["--no-evaluation", "false"], "--no-evaluation takes no value"),
         (["--evaluation=5"], "--evaluation takes no value"),
+        (["--max-steps", "9"], "did you mean training.steps?"),
+        (["--actor_rollout_ref.rollout.n=2"], "did you mean algorithm.group_size?"),
         (["--resume"], "--resume is not a known setting"),
     ],
 )

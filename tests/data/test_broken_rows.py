@@ -87,6 +87,8 @@ FILES = {
     "no_ground_truth": (verl(reward_model={"style": "rule"}), 2, "reward_model .* no column 'ground_truth'"),
     "null_ground_truth": (verl(reward_model={"ground_truth": None}), 2, r"reward_model\.ground_truth is empty"),
     "extra_info_a_list": (verl(extra_info=[1]), 2, r"extra_info = \[1\]"),
+    "null_data_source": (verl(data_source=None), 2, "data_source = None"),
+    "videos": (verl(videos=["a.mp4"]), 2, "videos is not empty"),
     "images": (verl(images=["a.png"]), 2, r"images\[0\] = 'a.png' cannot be read"),
 }
 WITH_SETTINGS = {
@@ -113,6 +115,10 @@ CONVERSATIONS = {
     "empty_completion": (
         lines({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": ""}),
         "completion is an empty text",
+    ),
+    "completion_a_number": (
+        lines({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": 3}),
+        "completion = 3 is a number",
     ),
 }
 

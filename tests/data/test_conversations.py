@@ -99,6 +99,15 @@ def test_a_system_column_is_the_system_message(tmp_path):
         read_conversations(write(tmp_path, both))
 
 
+@pytest.mark.parametrize("name", ["weight", "train", "training", "loss"])
+def test_each_systems_mark_of_a_turn_without_loss_is_read(tmp_path, name):
+    asked, told = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    row = {"messages": [asked, {**told, name: False}, asked, {**told, name: True}], "label": True}
+    (talk,) = read_conversations(write(tmp_path, row))
+    assert [message.carries_loss for message in talk] == [True, False, True, True]
+    assert not any(message.extra for message in talk)
+
+
 def test_columns_that_nobody_reads_are_counted(tmp_path):
     unread = {}
     alpaca = {"instruction": "add", "input": "1 2", "output": "3", "id": 7, "source": ""}
@@ -116,6 +125,11 @@ def test_columns_that_nobody_reads_are_counted(tmp_path):
         ({"tools": "search"}, "not a list of functions"),
         ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "neither 0"),
         ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "nothing to train on"),
+        ({"messages": [{"role": "assistant", "content": "x", "loss": 0.5}]}, r"\.loss = 0.5"),
+        ({"messages": [{"role": "assistant", "content": "x", "mask": True}]}, r"\.mask is not read"),
+        ({"messages": [{"role": "assistant", "content": "x", "train_detail": []}]}, r"\.train_detail is not read"),
+        ({"label": False}, "label is false"),
+        ({"kto_tag": False}, "kto_tag is false"),
     ],
 )
 def test_what_would_change_a_row_and_cannot_be_read_is_refused(tmp_path, more, said):

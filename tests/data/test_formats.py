@@ -76,6 +76,10 @@ FILES = {
     "parquet": parquet("rows.parquet"),
     "a folder of `datasets.save_to_disk`": saved,
     "a folder of files": folder_of(parquet("data/train-0.parquet"), parquet("data/test-0.parquet", ROWS[:1])),
+    "files with the names of the hub, `train_sft-00000-of-00001.parquet`": folder_of(
+        parquet("train_sft-00000-of-00001.parquet")
+    ),
+    "one of them of two, `train-00000-of-00002.parquet`": folder_of(parquet("train-00000-of-00002.parquet")),
     "a folder of several configurations": folder_of(
         parquet("main/train-0.parquet"), parquet("socratic/train-0.parquet", ROWS[:1])
     ),
@@ -149,6 +153,10 @@ KINDS = {
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         conversation(("user", "Add.\n\n1 2"), ("assistant", "3")),
     ),
+    '`{"instruction", "context", "response"}` (Dolly)': (
+        {"instruction": "Add.", "context": "1 2", "response": "3"},
+        conversation(("user", "Add.\n\n1 2"), ("assistant", "3")),
+    ),
     "`messages` as JSON text": ({"messages": json.dumps([ASKED, TOLD])}, TALK),
     'content in parts, `[{"type": "text", "text"}]`': (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TOLD]},
@@ -169,6 +177,7 @@ KINDS = {
         CALLED,
     ),
     "an assistant's message without text, calls or thinking": ({"messages": [ASKED, {**TOLD, "content": ""}]}, None),
+    "`label` or `kto_tag` false (KTO)": ({"prompt": "q", "completion": "a", "label": False}, None),
     '`{"text"}`': ({"text": "q"}, None),
 }
 

@@ -294,7 +294,6 @@ def test_examples_keep_their_images(chat, folder):
     talks = [talk_of(image), [Message("user", "Hi"), Message("assistant", "Ho")], talk_of(other)]
     _, examples = tokenized(talks, chat, "all", 100, "error", {}, where=str)
     assert [len(each.media) for each in examples] == [1, 0, 1]
-    assert examples.has_images
     first, _, last = examples
     assert first.media[0].sha256 == image.sha256
     assert last.media[0].num_tokens == 16
@@ -444,3 +443,12 @@ def test_whatever_a_decoder_raises_is_a_data_error(error, monkeypatch):
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
     with pytest.raises(DataError, match="it"):
         decoded(png(), "it")
+
+
+def test_images_of_a_program_that_are_none(folder):
+    itself = {}
+    itself["image"] = itself
+    half = io.BytesIO(png()[:60])
+    for source in (itself, Image.new("RGB", (0, 0)), Image.open(half)):
+        with pytest.raises(DataError, match="row 1"):
+            read_image(source, "row 1", folder)

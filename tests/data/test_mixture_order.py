@@ -11,7 +11,7 @@ from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
 from slipstream.data.curriculum import FLOOR, Curriculum, MixtureCurriculum
 from slipstream.data.draws import Draws
-from slipstream.data.mixture import MixtureOrder, Weights
+from slipstream.data.mixture_order import MixtureOrder, Weights
 from slipstream.orchestrator.batches.slots import Slots
 from slipstream.records import Batch, Version
 

@@ -77,10 +77,44 @@ def test_a_data_set_repository(tmp_path):
         read_rows(tmp_path / "plain")
 
 
+def test_a_missing_file_of_a_split_is_named(tmp_path):
+    for number in (0, 2):
+        write(tmp_path / f"train-{number:05}-of-00003.parquet", ROWS)
+    write(tmp_path / "test-00000-of-00001.parquet", ROWS[:2])
+    with pytest.raises(DataError, match="lacks train-00001-of-00003"):
+        read_rows(tmp_path)
+    assert len(read_rows(tmp_path, "test")) == 2
+    write(tmp_path / "train-00001-of-00003.parquet", ROWS)
+    assert len(read_rows(tmp_path)) == 3 * len(ROWS)
+
+
+def test_splits_of_longer_names_are_not_pooled(tmp_path):
+    for place, split in enumerate(("train_sft", "train_gen", "test_sft")):
+        write(tmp_path / "data" / f"{split}-00000-of-00001.parquet", ROWS[: place + 1])
+    with pytest.raises(DataError, match="'train_gen', 'train_sft'"):
+        read_rows(tmp_path)
+    assert [len(read_rows(tmp_path, name)) for name in ("train_sft", "train_gen", "test_sft")] == [1, 2, 3]
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    with pytest.raises(DataError, match="git lfs pull"):
+        read_rows(path)
+
+
 def test_nested_messages_of_parquet(tmp_path):
     messages = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
     path = write(tmp_path / "rows.parquet", [{"messages": messages, "source": "x"}])
     assert read_conversations(path) == SAID[:1]
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    """The last one would win."""
+    columns = [pa.array(["q"]), pa.array(["a"]), pa.array(["other"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["prompt", "completion", "completion"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="several columns of the name completion"):
+        read_conversations(tmp_path / "a.parquet")
 
 
 def test_columns_by_their_usual_names_or_named(tmp_path):
@@ -137,28 +171,16 @@ def test_conversations_as_problems(tmp_path):
     assert ([turn.content for turn in problem.prompt], problem.answer) == (["u", "a", "u"], "a")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"reward_model": {"style": "rule"}}, "row 2 of .* has no column 'ground_truth': it has style"),
-        ({"reward_model": {"ground_truth": None}}, "row 2 of .*: reward_model.ground_truth is empty"),
-        ({"reward_model": "4 apples"}, "row 2 of .*: reward_model = '4 apples' is not a dictionary"),
-        ({"extra_info": "[1]"}, "row 2 of .*: extra_info = .* is not a dictionary"),
-        ({"prompt": []}, r"row 2 of .*: prompt = \[\] is not a list of messages"),
-        ({"data_source": None}, "row 2 of .*: data_source = None is not text"),
-        ({"images": ["a.png"]}, r"row 2 of .*: images\[0\] = 'a.png' cannot be read \(No such file or directory\)"),
-        ({"videos": ["a.mp4"]}, "row 2 of .*: videos is not empty, and only text and images are trained on"),
-    ],
-)
-def test_a_broken_verl_row_is_named(tmp_path, change, said):
-    with pytest.raises(DataError, match=said):
-        read_problems(write(tmp_path / "rows.jsonl", [VERL, {**VERL, **change}]), Columns())
-
-
 def test_what_a_reward_worker_cannot_be_sent_is_named(tmp_path):
     row = {**VERL, "extra_info": {"day": datetime.date(2026, 1, 1)}}
     with pytest.raises(DataError, match=r"row 1 of .*: extra_info.day is a date"):
         read_problems(write(tmp_path / "rows.parquet", [row]), Columns())
+
+
+def test_a_missing_number_of_pandas_is_named(tmp_path):
+    path = write(tmp_path / "rows.parquet", [{"prompt": "q", "answer": 1.0}, {"prompt": "r", "answer": float("nan")}])
+    with pytest.raises(DataError, match=r"row 2 of .*: answer is nan"):
+        read_problems(path, Columns())
 
 
 def test_value_at():

@@ -55,6 +55,19 @@ def row(name, arguments, content=""):
     return {"messages": [{"role": "user", "content": f"use {name}"}, said], "tools": [tool(name, properties)]}
 
 
+def test_tools_of_other_forms_become_openais(tmp_path):
+    """A function alone (OpenAI's `functions`) and Anthropic's: a template would leave out their parameters."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    alone = {"name": "weather", "description": "It."}
+    server = {"type": "web_search_20250305", "name": "web_search"}
+    given = [alone | {"parameters": schema}, {"type": "custom", **alone, "input_schema": schema}, server]
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": talk, "tools": given}))
+    one = {"type": "function", "function": alone | {"parameters": schema}}
+    assert read_conversations(path)[0][0].tools == (one, one, server)
+
+
 ROWS = [row("weather", {"city": "Bern"}), row("add", {"a": 1, "b": 2})]
 
 

@@ -12,7 +12,7 @@ from slipstream.detection.coordinates import AnswerTokens, coordinate_ids, liter
 from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import SceneObject
 from slipstream.detection.parser import parse
-from slipstream.detection.targets import BoxTarget, from_rollout, teacher_forced
+from slipstream.detection.row_targets import BoxTarget, from_rollout, teacher_forced
 from slipstream.errors import DataError
 
 RULES = MatchSettings(maskiou_resolution=64)

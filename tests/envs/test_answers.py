@@ -42,6 +42,18 @@ def test_one_text_in_ten_is_held_out_and_always_the_same_ones():
 
 
 NUMBERS = [
+    ("$10,\\!000$", 10_000),
+    ("$10{,}\\!000{,}\\!000$", 10_000_000),
+    ("$12\\;345$", 12_345),
+    ("$12\\ 345$", 12_345),
+    ("10~100", 100),
+    ("\\frac{-1}{2}", Fraction(-1, 2)),
+    ("-\\frac{1}{\u22122}", Fraction(1, 2)),
+    ("\\cfrac{1.5}{2}", Fraction(3, 4)),
+    ("\u00bd", Fraction(1, 2)),
+    ("It is 3\u00bd.", Fraction(7, 2)),
+    ("It is -3 \u00bd.", Fraction(-7, 2)),
+    ("2 \u2154 cups", Fraction(8, 3)),
     ("7", 7),
     ("-7", -7),
     ("It is \u22127.", -7),

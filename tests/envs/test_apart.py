@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.registry import load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Message, SamplingParams, Task
 

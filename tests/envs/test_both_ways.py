@@ -6,6 +6,7 @@ import contextlib
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
@@ -17,7 +18,6 @@ from slipstream.envs.registry import load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.tools.schemas import with_tools
 from slipstream.errors import EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import retries
 from slipstream.orchestrator import rollouts as rollouts_module
 from slipstream.orchestrator.retries import Retries

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.envs.base import Environment, Episode, Limits, Score
-from slipstream.envs.mixture import Mixture, shares
+from slipstream.envs.mixed import Mixture, shares
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import SingleTurn, gold_turns, make_tasks
 from slipstream.errors import ConfigError, EnvironmentFault

@@ -236,6 +236,8 @@ def test_outputs_that_are_the_same(ours, theirs, same):
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": [], "outputs": []}, "0 inputs and 0 outputs"),
         ("{nothing", "the answer is no JSON"),
+        ('{"inputs": ' + "[" * 100_000, "the answer is no JSON"),
+        ({"fn_name": "f", "inputs": ["[" * 100_000], "outputs": ["1"]}, "are no JSON"),
         (17, "the answer 17 is a int"),
         ([], "the assertions"),
         (["assert f(1"], "is no Python"),

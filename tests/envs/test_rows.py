@@ -122,6 +122,14 @@ def test_numbers_beside_the_score_that_are_not_finite_are_counted(make, tmp_path
     assert score == Score(1.0, {"b": 2.0, "non_finite": 2.0})
 
 
+def test_whole_numbers_of_a_column_of_floats(make):
+    """pandas makes whole numbers floats where one of them is missing."""
+    environment = make([{"question": f"What is {n} + 1?", "answer": n + 1.0} for n in range(20)], reward="exact")
+    task = environment.tasks("train", 1)[0]
+    assert environment.gold(task) == str(int(float(task.answer)))
+    assert reward(environment, task, environment.gold(task)) == 1.0
+
+
 def test_rewards_by_data_source(make):
     table = {"openai": "number", "openai/exact": "exact"}
     rows = [verl(n, source) for n in range(30) for source in ("openai/gsm8k", "openai/exact_match")]

@@ -104,11 +104,23 @@ def test_a_tool_may_bring_its_own_schema():
     assert name_of(call) == "far-away"
 
 
-def test_docstrings_without_sections_or_with_odd_ones():
-    assert described("") == ("", {})
-    assert described("Adds.\n\nIn Z.") == ("Adds.\n\nIn Z.", {})
-    text = "Adds.\n\nArgs:\n  a (int): First: of two.\n  b: Second\n     and last.\n\nRaises:\n  ValueError: never\n"
-    assert described(text) == ("Adds.", {"a": "First: of two.", "b": "Second and last."})
+@pytest.mark.parametrize(
+    ("text", "description", "arguments"),
+    [
+        ("", "", {}),
+        ("Adds.\n\nIn Z.", "Adds.\n\nIn Z.", {}),
+        (
+            "Adds.\n\nArgs:\n  a (int): First: of two.\n  b: Second\n     and last.\n\nRaises:\n  ValueError: never\n",
+            "Adds.",
+            {"a": "First: of two.", "b": "Second and last."},
+        ),
+        ("Adds.\n\nParameters\n----------\na : int\n    First.\n", "Adds.", {"a": "First."}),
+        ("Adds.\n\n:param a: First.", "Adds.", {"a": "First."}),
+        ("Adds.\n\nArgs:\n    a - First", "Adds.\n\nArgs:\n    a - First", {}),
+    ],
+)
+def test_docstrings_of_each_style_and_odd_ones(text, description, arguments):
+    assert described(text) == (description, arguments)
 
 
 def test_results_become_text():

@@ -21,7 +21,7 @@ from slipstream.envs.base import Episode, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring import guard
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
-from slipstream.envs.tools.calls import MAX_CONTENT
+from slipstream.envs.tools.tool_calls import MAX_CONTENT
 from slipstream.records import Message, ToolCall
 
 MARGIN_S = 18.0

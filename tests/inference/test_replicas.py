@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.errors import EngineError
 from slipstream.inference.replicas import EngineReplicas
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slipstream.inference.engine import SupervisedEngine
-from slipstream.inference.plugin.tools.calls import (
+from slipstream.inference.plugin.tools.call_records import (
     MAX_CALLS,
     MAX_DEPTH,
     Found,

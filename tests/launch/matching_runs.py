@@ -12,8 +12,8 @@ from slipstream.data.images.reading import read_image
 from slipstream.detection.answer import answer_fragments, tokenized
 from slipstream.detection.coordinates import LITERALS
 from slipstream.detection.objects import SceneObject
-from slipstream.launch.matching.answers import answer_tokens
-from slipstream.launch.matching.targets import examples_of
+from slipstream.orchestrator.matching.answers import answer_tokens
+from slipstream.orchestrator.matching.targets import examples_of
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 
 BOXES = ([("red", [10, 20, 300, 400])], [("big blue", [0, 0, 999, 500]), ("tiny", [7, 600, 90, 700])])

@@ -8,11 +8,10 @@ import time
 import pytest
 
 from slipstream.cli import main
-from slipstream.commands.chat import ChatOptions, Conversation, chat_tokenizer
+from slipstream.commands.chat import chat_tokenizer
 from slipstream.commands.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.deployable import (
     adapter_config_of,
     deployed_engine_plan,
@@ -132,7 +131,7 @@ def test_a_model_is_talked_to_as_its_run_did(place):
     question = [Message("user", "x")]
 
     def prompt(named, **options):
-        tokenizer = chat_tokenizer(find_deployable(str(place / named)), ChatOptions(**options))
+        tokenizer = chat_tokenizer(find_deployable(str(place / named)), **options)
         return tokenizer.decode(tokenizer.render(question))
 
     assert not prompt("whole").endswith("<none>")
@@ -141,61 +140,10 @@ def test_a_model_is_talked_to_as_its_run_did(place):
     assert prompt("model", thinking=True, system="Be brief.").startswith("system\nBe brief.")
 
 
-@pytest.fixture
-def scripted_chat(place):
-    def make(reply, **options):
-        options = ChatOptions(thinking=True, **options)
-        tokenizer = chat_tokenizer(find_deployable(str(place / "model")), options)
-        prompts = []
-
-        def script(prompt_ids, seed):
-            prompts.append(tokenizer.decode(prompt_ids))
-            turn = tokenizer.training_tokens([Message("user", ""), Message("assistant", reply)])
-            return [token for token, trained in zip(turn.token_ids, turn.mask, strict=True) if trained]
-
-        engine = ScriptedEngine(script, max_restarts=0, on_event=lambda kind, **fields: None)
-        return Conversation(engine, tokenizer, options, 64), prompts
-
-    return make
-
-
-async def test_a_conversation_is_remembered_until_it_is_begun_anew(scripted_chat):
-    chat, prompts = scripted_chat("b")
-    answer = await chat.ask("a")
-    assert (answer.text, answer.thinking, answer.finish_reason, answer.num_tokens) == ("b", "", "stop", 2)
-    await chat.ask("c")
-    assert prompts[1] == "user\na\nassistant\nb\nuser\nc\nassistant\n"
-    chat.restart()
-    await chat.ask("d")
-    assert prompts[2] == "user\nd\nassistant\n"
-    chat, prompts = scripted_chat("b", single_turn=True)
-    await chat.ask("a")
-    await chat.ask("c")
-    assert prompts[1] == "user\nc\nassistant\n"
-
-
-async def test_thinking_is_told_apart_from_the_answer(scripted_chat):
-    chat, _ = scripted_chat("<think>\nhm\n</think>\n\nyes")
-    answer = await chat.ask("a")
-    assert (answer.text, answer.thinking) == ("yes", "hm")
-    chat, _ = scripted_chat("<think>hm, hm, hm", max_tokens=12)
-    answer = await chat.ask("a")
-    assert (answer.text, answer.thinking, answer.finish_reason) == ("", "hm, h", "length")
-
-
-async def test_a_conversation_that_does_not_fit_is_refused_and_stays_as_it_was(scripted_chat):
-    chat, prompts = scripted_chat("b")
-    await chat.ask("a")
-    with pytest.raises(Exception, match="leaves no room for an answer within 64: begin a new one with /new"):
-        await chat.ask("x" * 64)
-    await chat.ask("c")
-    assert prompts[-1] == "user\na\nassistant\nb\nuser\nc\nassistant\n"
-
-
 def test_the_servers_arguments(place):
     def given(named, **options):
         found = find_deployable(str(place / named))
-        tokenizer = chat_tokenizer(found, ChatOptions())
+        tokenizer = chat_tokenizer(found)
         arguments = vllm_arguments(found, tokenizer, ServeOptions(**options))
         pairs = {key: value for key, value in zip(arguments, [*arguments[1:], ""], strict=True) if key[:2] == "--"}
         return pairs, arguments

@@ -9,12 +9,11 @@ import pytest
 
 from slipstream.config import load_settings
 from slipstream.errors import EngineError
-from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.generation import shape_of_groups
 from slipstream.launch.prepare import prepare
-from slipstream.launch.weight_sync import RunHooks
 from slipstream.orchestrator.control.commands import EngineState
 from slipstream.orchestrator.control.handle import LocalCaller
+from slipstream.orchestrator.control.weight_sync import RunHooks
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
@@ -45,10 +44,13 @@ def thread():
 
 def hooks_of(thread, engine, kind, *, sleeps=True):
     log = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
-    config = SimpleNamespace(algorithm=SimpleNamespace(kind=kind), matching=None)
-    run = SimpleNamespace(config=config, log=log, progress=SimpleNamespace())
-    caller = LocalCaller(thread, executor_of(engine))
-    return RunHooks(run, caller, SleepWake(caller, log, sleeps=sleeps, timeout_s=60.0))
+    config = SimpleNamespace(
+        algorithm=SimpleNamespace(kind=kind),
+        matching=None,
+        inference=SimpleNamespace(sleep=sleeps),
+        weights=SimpleNamespace(apply_timeout_s=60.0),
+    )
+    return RunHooks(config, log, SimpleNamespace(), LocalCaller(thread, executor_of(engine)))
 
 
 def step(hooks):
@@ -94,12 +96,12 @@ def test_an_update_is_repeated_where_one_engine_of_several_died(bridge, orchestr
     events = []
     log = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
     config = SimpleNamespace(
-        weights=SimpleNamespace(bridge=bridge),
-        inference=SimpleNamespace(replicas=replicas),
+        weights=SimpleNamespace(bridge=bridge, apply_timeout_s=60.0),
+        inference=SimpleNamespace(replicas=replicas, sleep=False),
         run=SimpleNamespace(orchestrators=orchestrators),
     )
     caller = SimpleNamespace(engine_state=lambda settles: EngineState(is_up, True))
-    hooks = RunHooks(SimpleNamespace(config=config, log=log), caller, None)
+    hooks = RunHooks(config, log, SimpleNamespace(), caller)
     assert hooks.repeats_update(EngineError("it died")) is expected
     assert events == ([("update_repeated", {"reason": "it died"})] if expected else [])
 

@@ -7,7 +7,7 @@ from slipstream.config import RunConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import planned_config
 from slipstream.launch.build import build_objective
-from slipstream.launch.matching.targets import matched
+from slipstream.orchestrator.matching.targets import matched
 from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.fingerprint import describe
 from tests.launch.matching_runs import answer_ids, new_detector, rollout

@@ -14,8 +14,8 @@ from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.images.families import image_processor
 from slipstream.envs.registry import load_environment
-from slipstream.launch.matching.reader import MatchingReader
-from slipstream.launch.matching.targets import examples_of
+from slipstream.orchestrator.matching.reader import MatchingReader
+from slipstream.orchestrator.matching.targets import examples_of
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.matching.objective import MatchingObjective
@@ -105,17 +105,16 @@ def test_steps_of_both_channels_raise_f1_and_overlap(tmp_path):
     moved = trained.moved_examples()
     for _ in range(WRITTEN):
         trained.step(moved, SFTObjective(), 2e-3)
-    prepared = SimpleNamespace(
-        config=SimpleNamespace(
-            matching=CONFIG, run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST)
-        ),
-        train_tasks=trained.tasks,
-        examples=trained.examples,
-        tokenizer=trained.detector.tokenizer,
-        facts=SimpleNamespace(model=SimpleNamespace(context_length=512)),
+    config = SimpleNamespace(matching=CONFIG, run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST))
+    reader = MatchingReader(
+        config,
+        trained.tasks,
+        trained.examples,
+        trained.detector.tokens,
+        512,
+        lambda step: list(range(NUM_IMAGES)),
+        roll_out=trained.roll_out,
     )
-    reader = MatchingReader(prepared, lambda step: list(range(NUM_IMAGES)))
-    reader.roll_out = trained.roll_out
     objective = MatchingObjective(CONFIG, trained.detector.tokens.coordinate_ids)
     found = []
     for step in range(STEPS + 1):

@@ -7,8 +7,9 @@ import pytest
 
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
-from slipstream.launch.matching.reader import MatchingReader
-from slipstream.launch.matching.schedule import channel_of, generates_for, schedule_notes
+from slipstream.launch.prepare import _schedule_notes
+from slipstream.orchestrator.matching.reader import MatchingReader
+from slipstream.orchestrator.matching.schedule import channel_of, generates_for
 from tests.launch.matching_runs import answer_ids, new_detector, rollout
 
 
@@ -29,21 +30,21 @@ def config_of(steps=100, **matching):
 
 def reader_of(detector, said=None, **matching):
     """A reader whose engine says `said` of each task; and what it was asked."""
-    prepared = SimpleNamespace(
-        config=config_of(**matching),
-        train_tasks=detector.tasks,
-        examples=detector.examples,
-        tokenizer=detector.tokenizer,
-        facts=SimpleNamespace(model=SimpleNamespace(context_length=512)),
-    )
     asked = []
 
     def roll_out(step, items, *, seed, temperature):
         asked.append((step, list(items), seed, temperature))
         return [rollout(detector, item, said(item), step) for item in items]
 
-    reader = MatchingReader(prepared, lambda step: [step % 2, (step + 1) % 2])
-    reader.roll_out = roll_out if said is not None else None
+    reader = MatchingReader(
+        config_of(**matching),
+        detector.tasks,
+        detector.examples,
+        detector.tokens,
+        512,
+        lambda step: [step % 2, (step + 1) % 2],
+        roll_out=roll_out if said is not None else None,
+    )
     return reader, asked
 
 
@@ -76,7 +77,7 @@ def test_channels_follow_the_pattern_or_the_exact_share(detector):
 def test_the_engine_is_needed_before_steps_of_channel_b_only():
     config = config_of(steps=6, pattern=("A", "A", "B"))
     assert [step for step in range(9) if generates_for(config, step)] == [2, 5]
-    notes = {note.name: (note.value, note.how) for note in schedule_notes(config)}
+    notes = {note.name: (note.value, note.how) for note in _schedule_notes(config)}
     assert notes["steps of channel B"] == (2, "of 6, by matching.pattern = A, A, B")
 
 
@@ -108,14 +109,14 @@ def test_a_step_of_channel_b_has_the_keys_of_the_log(detector):
 
 def test_what_failed_is_dropped_and_counted(detector):
     reader, _ = reader_of(detector, found(detector), pattern=("B",))
-    made = reader.roll_out
+    made = reader._roll_out
 
     def with_a_failure(*given, **named):
         rollouts = made(*given, **named)
         rollouts[0].outcome, rollouts[0].sequences = "prompt_mismatch", []
         return rollouts
 
-    reader.roll_out = with_a_failure
+    reader._roll_out = with_a_failure
     batch = reader.take(0)
     assert (batch.dropped, batch.metrics["dropped/prompt_mismatch"]) == ({"prompt_mismatch": 1}, 1.0)
     assert len(batch.rollouts) == 1
@@ -124,8 +125,8 @@ def test_what_failed_is_dropped_and_counted(detector):
 
 def test_fewer_rollouts_than_tasks_end_the_run(detector):
     reader, _ = reader_of(detector, found(detector), pattern=("B",))
-    made = reader.roll_out
-    reader.roll_out = lambda *given, **named: made(*given, **named)[:1]
+    made = reader._roll_out
+    reader._roll_out = lambda *given, **named: made(*given, **named)[:1]
     with pytest.raises(TrainingError, match="1 rollouts of 2 tasks came at step 0"):
         reader.take(0)
 

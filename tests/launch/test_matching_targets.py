@@ -5,10 +5,11 @@ import pytest
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
-from slipstream.envs.detector.environment import Detection
+from slipstream.envs.detector.image_rows import Detection
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.matching.answers import answer_tokens
-from slipstream.launch.matching.targets import (
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.matching.answers import answer_tokens
+from slipstream.orchestrator.matching.targets import (
     conversations_of,
     detection_metrics,
     examples_of,
@@ -16,7 +17,6 @@ from slipstream.launch.matching.targets import (
     matched,
     with_figures,
 )
-from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.plan.derive import make_plan
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task

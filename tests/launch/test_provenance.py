@@ -26,8 +26,6 @@ from slipstream.launch.provenance.imports import files_of
 from slipstream.launch.provenance.record import Source, changes_between, told
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
-from ..s3_server import answered, failing, give_credentials, listed
-
 FILES = {
     "main.py": "import os, random\nimport a.b as c\nfrom pack import deep\ndef f():\n    import late\nimport absent\n",
     "late.py": "this is no Python",
@@ -105,31 +103,20 @@ def test_data_that_is_written_to_meanwhile_is_an_error(prepared, tmp_path):
         sources_of(made, FileDigests())
 
 
-def test_an_environment_by_digest_is_the_same_from_a_folder_and_from_a_bucket(prepared, tmp_path, monkeypatch):
-    pytest.importorskip("boto3", reason="needs boto3: the extra `dev` brings it")
+def test_an_environment_by_digest_is_the_same_from_a_folder_and_from_an_address(prepared, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "environment.py").write_text(f"import words\n{ENVIRONMENT}")
     (tmp_path / "mine" / "words.py").write_text("")
-    pushed = push(tmp_path / "mine", str(tmp_path / "kept"))
-    answers = {"archive": Path(pushed.archive).read_bytes(), "key": f"rl/mine/{Path(pushed.archive).name}"}
-
-    def answer(handler, number):
-        if "list-type=2" in handler.path:
-            listed(handler, answers["key"], len(answers["archive"]))
-        else:
-            answered(handler, answers["archive"])
-
     digests = {}
-    with failing(answer) as url:
-        give_credentials(monkeypatch, url)
-        for registry in (str(tmp_path / "kept"), "s3://bucket/rl"):
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{len(digests)}"))
-            made = prepared(name=pushed.reference, registry=registry)
-            assert made.loaded.config.environment.registry == registry
-            sources = found(made, "environment")
-            assert sorted(source.name for source in sources) == ["environment.py", "words.py"]
-            digests[registry] = (code_digest(made), [(source.name, source.digest) for source in sources])
-            sys.modules.pop("words", None)
+    for registry in (str(tmp_path / "kept"), "memory://provenance"):
+        pushed = push(tmp_path / "mine", registry)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{len(digests)}"))
+        made = prepared(name=pushed.reference, registry=registry)
+        assert made.loaded.config.environment.registry == registry
+        sources = found(made, "environment")
+        assert sorted(source.name for source in sources) == ["environment.py", "words.py"]
+        digests[registry] = (code_digest(made), [(source.name, source.digest) for source in sources])
+        sys.modules.pop("words", None)
     assert len({*map(str, digests.values())}) == 1
 
 

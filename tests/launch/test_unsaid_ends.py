@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_at_its_end(tmp_path,
     report = read_exit(log.folder)
     assert is_end == (report is not None and report.status == "finished" and ended != "finished")
     if is_end:
-        assert report.step == saved[0]
+        assert (report.step, report.lineage) == (saved[0], 0)
         assert (log.folder / "checkpoints" / "best").readlink().name == "step-000002"
         assert balance(log.folder).num_open == 0
         assert not end_unsaid(log.folder, config, with_time_limit=auto), "once"

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from slipstream.launch.weight_sync import RunHooks
+from slipstream.orchestrator.control.weight_sync import RunHooks
 from slipstream.records import ApplyReport, Version
 
 
@@ -10,12 +10,9 @@ def noted(memory_bytes):
     notes, events = {}, []
     log = SimpleNamespace(note=notes.update, event=lambda kind, **fields: events.append(fields))
     config = SimpleNamespace(
-        model=SimpleNamespace(dtype="bfloat16"),
-        inference=SimpleNamespace(tensor_parallel_size=2, kv_cache_gib=3.0),
+        weights=SimpleNamespace(apply_timeout_s=1.0), inference=SimpleNamespace(tensor_parallel_size=2, sleep=False)
     )
-    facts = SimpleNamespace(model=SimpleNamespace(num_parameters=1 << 30))
-    run = SimpleNamespace(config=config, log=log, prepared=SimpleNamespace(facts=facts))
-    hooks = RunHooks(run, None, None)
+    hooks = RunHooks(config, log, None, None, planned_bytes=4 << 30)
     hooks.version_applied(ApplyReport(Version(0, 1, "d"), memory_bytes=memory_bytes), {"update/bytes": 1.0})
     return notes, events
 

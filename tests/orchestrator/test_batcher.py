@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.generation import drop_metrics
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.pace import Generated

@@ -3,13 +3,13 @@
 from functools import partial
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.algo.readiness import group_has_signal
 from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.dynamic_sampling import MAX_TASKS, Refills, choose, task_counts
 from slipstream.orchestrator.hooks import Hooks

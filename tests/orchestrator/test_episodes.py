@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Environment, Episode, Message, Score, Task
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as rollouts_module
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.rollouts import RolloutRunner

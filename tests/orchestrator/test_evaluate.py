@@ -4,10 +4,10 @@ import collections
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.algo.statistics import wilson_interval
 from slipstream.errors import IntegrityError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import (
     MAX_SOURCES,

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Episode, Message
 from slipstream.envs.base import RewardFailed, RewardTimeout, ToolResult
 from slipstream.envs.scoring.pool import InlineScorer
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.failures import Failures, failure_of
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Rollout, Task, ToolCall

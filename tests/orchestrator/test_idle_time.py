@@ -1,8 +1,8 @@
 """What engine and trainer wait for: seconds by reason, by a clock that the test moves."""
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.versions import Versions

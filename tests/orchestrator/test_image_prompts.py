@@ -1,13 +1,13 @@
 """Prompts with images: what the engine is asked, what is recorded, and prompts that it expands otherwise."""
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
 from slipstream.envs.policy import record_turn
 from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import IntegrityError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, Media, Message, SamplingParams

@@ -5,11 +5,11 @@ import random
 from collections import Counter
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.data.draws import Draws
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.orders import ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions

@@ -3,9 +3,9 @@
 import math
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Environment, Episode, Message, Score, Task
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.hooks import Hooks

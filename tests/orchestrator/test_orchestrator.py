@@ -10,6 +10,7 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
@@ -22,7 +23,6 @@ from slipstream.errors import (
     TrainingError,
     WeightsError,
 )
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics

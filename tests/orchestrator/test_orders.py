@@ -4,13 +4,13 @@ import asyncio
 import random
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.data.draws import Draws
 from slipstream.envs.base import Episode
 from slipstream.errors import EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.idle_time import IdleTime

@@ -1,9 +1,9 @@
 """What the probe asks of every engine, and the sequences that it makes of the answers."""
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.errors import EngineError, IntegrityError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.records import Completion, ExpertChoices, Media, SamplingParams, VersionSpan
 

@@ -4,9 +4,9 @@ import asyncio
 import math
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs.scoring.pool import InlineScorer
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import retries as module
 from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries, wait_s
 from slipstream.orchestrator.rollouts import RolloutRunner

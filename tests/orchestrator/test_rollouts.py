@@ -8,13 +8,13 @@ from collections import deque
 
 import msgspec
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Environment, Episode, Message, Score, Task
 from slipstream.envs.base import Limits
 from slipstream.envs.hosted.keeper import EnvironmentRaised
 from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import EngineError, EnvironmentFault
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import rollouts as module
 from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of

@@ -1,164 +1,250 @@
-"""The teacher on a server elsewhere: what it is asked, what is made of its answers and of its troubles."""
+"""What a teacher is asked, on an engine of the run and on a server, and how long a server in trouble is waited for."""
 
 import asyncio
-import time
-from email.utils import formatdate
+import contextlib
 
 import pytest
 from aiohttp import web
+from benchmarks.scripted_engine import ScriptedEngine
 
+from slipstream import openai_client
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.orchestrator import teacher
-from slipstream.orchestrator.teacher import Refused, ServerSource, Teacher
-from slipstream.records import Rollout, Sequence
+from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, Teacher
+from slipstream.records import Completion, Rollout, SamplingParams, Sequence
 
 
-def served(
-    test,
-    *,
-    models=("big",),
-    tokens=(5, 6),
-    troubles=(),
-    hangs=False,
-    key="secret",
-    user="",
-    headers=None,
-    timeout_s=60.0,
-):
-    """Run `test(source)` against a server that says -0.1 times each token; `troubles` are answered first."""
-    left, connections = list(troubles), set()
-
-    async def guarded(request):
-        if not user:
-            assert request.headers["Authorization"] == f"Bearer {key}"
-        return await request.json() if request.can_read_body else None
-
-    async def list_models(request):
-        await guarded(request)
-        return web.json_response({"data": [{"id": name} for name in models]})
-
-    async def tokenize(request):
-        await guarded(request)
-        return web.json_response({"tokens": list(tokens)})
-
-    async def complete(request):
-        body = await guarded(request)
-        assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == (models[0], 1, 0)
-        if hangs:
-            await asyncio.sleep(30)
-        connections.add(request.transport)
-        if left:
-            return web.json_response({"error": "trouble"}, status=left.pop(0), headers=headers)
-        entries = [None, *({str(token): {"logprob": -0.1 * token}} for token in body["prompt"][1:])]
-        return web.json_response({"choices": [{"prompt_logprobs": entries}]})
-
-    async def run():
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", list_models), web.post("/tokenize", tokenize),
-                        web.post("/v1/completions", complete)])  # fmt: skip
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        source = ServerSource(f"http://{user}127.0.0.1:{port}/v1", "", key, timeout_s=timeout_s)
-        try:
-            return await test(source)
-        finally:
-            assert len(connections) <= 1, "one connection serves all"
-            await source.close()
-            await runner.cleanup()
-
-    return asyncio.run(run())
+def engine_of(on_request=lambda request: None, **options):
+    engine = ScriptedEngine(lambda prompt, seed: [0], lambda folder, request, tokens: [-0.5] * len(tokens), **options)
+    engine.on_request = on_request
+    return engine
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(teacher, "_PAUSE_S", 0.01)
-    for name in ("_PATIENCE_S", "_FIRST_PATIENCE_S"):
-        monkeypatch.setattr(teacher, name, 60.0)
+async def test_an_engine_scores_prompts_at_the_runs_temperature():
+    requests = []
+    source = EngineSource(engine_of(requests.append), temperature=0.7, timeout_s=9.0)
+    assert await source.logprobs([4, 5, 6]) == [0.0, -0.5, -0.5]
+    await source.logprobs([4, 5])
+    assert [request.prompt_ids for request in requests] == [[4, 5, 6], [4, 5]]
+    assert len({request.id for request in requests}) == 2
+    for request in requests:
+        assert request.sampling == SamplingParams(max_tokens=1, temperature=0.7)
+        assert (request.timeout_s, request.scores_prompt) == (9.0, True)
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    for name in ("_PATIENCE_S", "_FIRST_PATIENCE_S"):
-        monkeypatch.setattr(teacher, name, 0.5)
+async def test_an_engine_that_dies_is_asked_again_and_one_that_is_gone_is_named():
+    engine = engine_of(lambda request: engine.kill() if engine.num_requests == 1 else None, max_restarts=1)
+    assert await EngineSource(engine, temperature=1.0, timeout_s=1.0).logprobs([4, 5]) == [0.0, -0.5]
+    engine = engine_of()
+    source = EngineSource(engine, temperature=1.0, timeout_s=0.02)
+    engine.kill()
+    with pytest.raises(EngineError, match=r"^the teacher's engine: the engine died"):
+        await source.logprobs([4])
+    engine.is_alive = engine.is_hanging = True
+    with pytest.raises(DeadlineError, match=r"^the teacher's engine: the engine did not answer"):
+        await source.logprobs([4])
 
 
-async def connected(source):
-    await source.connect("text", [5, 6])
-    return await source.logprobs([3, 4, 5])
+@pytest.mark.parametrize(("error", "says"), [("is too long", "is too long"), ("", "returned no log-probabilities")])
+async def test_tokens_that_an_engine_does_not_score_are_refused(error, says):
+    async def generate(request):
+        return Completion(request.id, [], None, "abort", error=error)
+
+    engine = engine_of()
+    engine.generate = generate
+    with pytest.raises(Refused, match=f"^{says}$"):
+        await EngineSource(engine, temperature=1.0, timeout_s=1.0).logprobs([4])
 
 
-def test_it_scores_after_a_server_in_trouble_comes_back():
-    assert served(connected) == pytest.approx([0.0, -0.4, -0.5])
-    assert served(connected, troubles=(503, 500)) == pytest.approx([0.0, -0.4, -0.5])
-
-
-@pytest.mark.parametrize("status", [408, 425, 429, 502])
-def test_a_server_that_is_busy_is_asked_again(status):
-    assert served(connected, troubles=[status] * 4) == pytest.approx([0.0, -0.4, -0.5])
-
-
-def test_it_is_asked_again_when_it_says(monkeypatch):
-    began = time.monotonic()
-    served(connected, troubles=[429], headers={"Retry-After": "0.3"})
-    assert time.monotonic() - began >= 0.3
-    monkeypatch.setattr(teacher, "_PATIENCE_S", 0.5)
-    with pytest.raises(EngineError, match="status 429"):  # longer than there is patience
-        served(connected, troubles=[429], headers={"Retry-After": formatdate(time.time() + 60, usegmt=True)})
-
-
-def test_its_password_is_told_nowhere(impatient):
-    for troubles, key in (((503,) * 99, ""), ((404,), ""), ((), "and a key")):
-        with pytest.raises(EngineError) as ended:
-            served(connected, troubles=troubles, key=key, user="me:hunter2@")
-        assert "hunter2" not in str(ended.value)
-    with pytest.raises(ConfigError) as refused:
-        served(connected, tokens=(5, 7), key="", user="me:hunter2@")
-    assert "hunter2" not in str(refused.value)
-
-
-def test_its_troubles_end_the_run_in_one_sentence(impatient):
-    with pytest.raises(EngineError, match=r"cannot be asked \(status 503.*look at that server"):
-        served(connected, troubles=(503,) * 99)
-    with pytest.raises(EngineError, match="status 401"):
-        served(connected, troubles=(401,))
-    with pytest.raises(DeadlineError, match="did not answer within 2 s"):
-        served(connected, hangs=True, timeout_s=2.0)
-
-
-def test_another_model_or_tokenizer_is_refused_before_the_start():
-    with pytest.raises(ConfigError, match=r"has another tokenizer than model\.path"):
-        served(connected, tokens=(5, 7))
-    with pytest.raises(ConfigError, match=r'teacher.name = "" is not served .* which has a, b: name one'):
-        served(connected, models=("a", "b"))
-
-
-class Says:
-    def __init__(self, *answers):
-        self.answers = list(answers)
+class Asked:
+    def __init__(self):
+        self.asked = []
 
     async def logprobs(self, token_ids):
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        self.asked.append(token_ids)
+        return [-1.0 - number for number in range(len(token_ids))]
 
 
-def scored(*answers):
-    sequence = Sequence([1, 2, 3, 4, 5], [False, True, False, True, False], [0.0] * 5)
-    rollout = Rollout("a", "t", "g", [sequence], 1.0, "done")
-    asyncio.run(Teacher(Says(*answers)).score(rollout))
-    return rollout
+async def test_a_teacher_is_asked_for_what_was_sampled_and_what_is_before_it():
+    masks = ([False, True, False, True, False], [False, False], [True], [False, True])
+    sequences = [Sequence(list(range(len(mask))), mask) for mask in masks]
+    rollout, source = Rollout("a", "t", "g", sequences, 1.0, "done"), Asked()
+    await Teacher(source).score(rollout)
+    assert source.asked == [[0, 1, 2, 3], [0], [0, 1]]
+    scores = [sequence.teacher_logprobs for sequence in sequences]
+    assert scores == [[0.0, -2.0, 0.0, -4.0, 0.0], [0.0, 0.0], [-1.0], [0.0, -2.0]]
+    assert (rollout.outcome, rollout.error) == ("done", "")
 
 
-def test_only_sampled_tokens_keep_their_scores():
-    assert scored([0.0, -1.0, -2.0, -3.0]).sequences[0].teacher_logprobs == [0.0, -1.0, 0.0, -3.0, 0.0]
+@pytest.mark.parametrize("answer", [Refused("says no"), [float("-inf"), 0.0], [0.0, float("nan")]])
+async def test_a_rollout_that_is_refused_is_not_trained_on(answer):
+    class Says:
+        async def logprobs(self, token_ids):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
-
-@pytest.mark.parametrize("answer", [Refused("says no"), [0.0, float("-inf"), 0.0, 0.0], [0.0, -1.0, 0.0, float("nan")]])
-def test_what_is_refused_is_not_trained_on(answer):
-    rollout = scored(answer)
+    rollout = Rollout("a", "t", "g", [Sequence([1, 2, 3], [True, True, False], [0.0] * 3)], 1.0, "done")
+    await Teacher(Says()).score(rollout)
     assert rollout.outcome == "engine_error"
     assert rollout.error.startswith("the teacher ")
+
+
+class Server:
+    """Answers each request as `respond` has it: a status, an answer, or both with headers."""
+
+    def __init__(self, respond):
+        self.respond, self.asked, self.num_open, self.most_open = respond, [], 0, 0
+
+    async def handle(self, request):
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((request.method, request.path, body, request.headers.get("Authorization")))
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            found = self.respond(request.path, len(self.asked))
+            found = await found if asyncio.iscoroutine(found) else found
+        finally:
+            self.num_open -= 1
+        if isinstance(found, int):
+            return web.json_response({"error": "trouble"}, status=found)
+        return found if isinstance(found, web.Response) else web.json_response(found)
+
+
+@contextlib.asynccontextmanager
+async def source_of(respond, *, name="big", key="", timeout_s=60.0, slash="", user=""):
+    server, app = Server(respond), web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    source = ServerSource(f"http://{user}127.0.0.1:{port}/v1{slash}", name, key, timeout_s=timeout_s)
+    try:
+        yield source, server
+    finally:
+        await source.close()
+        await source.close()
+        await runner.cleanup()
+
+
+MODELS = {"data": [{"id": "small"}, {"id": "big"}]}
+
+
+def scores_of(*entries):
+    return {"choices": [{"prompt_logprobs": list(entries)}]}
+
+
+def well(path, number):
+    if path == "/v1/models":
+        return MODELS
+    return {"tokens": [5, 6]} if path == "/tokenize" else scores_of(None, {"4": {"logprob": -2}, "9": {"logprob": -1}})
+
+
+@pytest.mark.parametrize(("key", "slash"), [("", ""), ("secret", "/")])
+async def test_what_a_server_is_asked(key, slash):
+    async with source_of(well, key=key, slash=slash) as (source, server):
+        await source.connect("text", [5, 6])
+        assert await source.logprobs([3, 4]) == [0.0, -2.0]
+    told = f"Bearer {key}" if key else None
+    assert server.asked == [
+        ("GET", "/v1/models", None, told),
+        ("POST", "/tokenize", {"model": "big", "prompt": "text", "add_special_tokens": False}, told),
+        ("POST", "/v1/completions", {"model": "big", "prompt": [3, 4], "max_tokens": 1, "prompt_logprobs": 0}, told),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "error"),
+    [
+        ({"data": [{"id": "only"}]}, "", None),
+        ({"data": [{"id": "only"}]}, "big", r'teacher\.name = "big" is not served .* which has only: name one'),
+        (MODELS, "", r'teacher\.name = "" is not served .* which has small, big: name one'),
+        ({}, "big", r"which has none: name one"),
+    ],
+)
+async def test_a_server_with_one_model_needs_no_name(models, name, error):
+    def respond(path, number):
+        return models if path == "/v1/models" else well(path, number)
+
+    async with source_of(respond, name=name) as (source, server):
+        if error is None:
+            await source.connect("text", [5, 6])
+            assert server.asked[1][2]["model"] == "only"
+        else:
+            with pytest.raises(ConfigError, match=error):
+                await source.connect("text", [5, 6])
+
+
+@pytest.mark.parametrize(("answer", "size"), [({"tokens": [5, 7, 6]}, 3), ({}, 0)])
+async def test_a_tokenizer_that_differs_is_refused_with_the_numbers_of_tokens(answer, size):
+    def respond(path, number):
+        return answer if path == "/tokenize" else MODELS
+
+    async with source_of(respond, user="me:hunter2@") as (source, _):
+        with pytest.raises(ConfigError, match=rf"\(a text of 2 tokens has {size} there\)") as caught:
+            await source.connect("text", [5, 6])
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_a_refusal_while_connecting_is_a_wrong_setting():
+    async with source_of(lambda path, number: 400) as (source, _):
+        with pytest.raises(ConfigError, match=r"status 400: .*trouble.*teacher\.url"):
+            await source.connect("text", [5, 6])
+        with pytest.raises(Refused, match="status 400"):
+            await source.logprobs([3, 4])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"choices": []}, scores_of(None), scores_of(None, {"5": {"logprob": -1}}), scores_of(None, {"4": {}})],
+)
+async def test_answers_without_the_scores_of_all_tokens_name_the_server(answer):
+    async with source_of(lambda path, number: answer) as (source, _):
+        with pytest.raises(EngineError, match=r"returned no prompt_logprobs \(.*\): serve it with vLLM"):
+            await source.logprobs([3, 4])
+
+
+async def test_a_server_in_trouble_is_asked_again_until_patience_ends(monkeypatch):
+    monkeypatch.setattr(openai_client, "_FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(teacher, "_FIRST_PATIENCE_S", 0.3)
+    says = [503, 429]
+    async with source_of(lambda path, number: says.pop(0) if says else well(path, number)) as (source, _server):
+        await source.connect("text", [5, 6])
+        says += [502] * 8  # for longer than a run that connects for the first time waits
+        assert await source.logprobs([3, 4]) == [0.0, -2.0]
+    async with source_of(lambda path, number: 503) as (source, _server):
+        with pytest.raises(EngineError, match="status 503"):
+            await source.connect("text", [5, 6])
+
+
+@pytest.mark.parametrize("status", [401, 404, 422])
+async def test_an_error_that_waiting_does_not_change_ends_the_run_at_once(status):
+    async with source_of(lambda path, number: status) as (source, server):
+        with pytest.raises(EngineError, match=f"status {status}"):
+            await source.logprobs([3, 4])
+    assert len(server.asked) == 1
+
+
+async def test_no_more_than_so_many_requests_are_open_at_once(monkeypatch):
+    monkeypatch.setattr(teacher, "_MAX_CONCURRENT", 2)
+
+    async def later(path):
+        await asyncio.sleep(0.01)
+        return well(path, 0)
+
+    async with source_of(lambda path, number: later(path)) as (source, server):
+        await asyncio.gather(*(source.logprobs([3, 4]) for _ in range(6)))
+    assert (server.most_open, len(server.asked)) == (2, 6)
+
+
+async def test_a_server_that_does_not_answer_in_time_is_not_asked_again(monkeypatch):
+    async def never(path):
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(teacher, "_FIRST_PATIENCE_S", 0.05)
+    async with source_of(lambda path, number: never(path), timeout_s=0.05) as (source, server):
+        with pytest.raises(DeadlineError, match="the teacher at http"):
+            await source.logprobs([3, 4])
+    assert len(server.asked) <= 1

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from slipstream.errors import ConfigError, EngineError, Interrupted, StartsAgain
 from slipstream.runlog import RunLog, read_events, read_metrics
 from slipstream.sinks import MAX_SAMPLES, MetricSinks, Run, require_sinks, run_of
-from slipstream.sinks.targets import WandB
+from slipstream.sinks.services import WandB
 
 ROWS = [{"reward/mean": 0.25, "train/loss": -1.5}, {"reward/mean": 0.5, "train/loss": None}, {"reward/mean": 0.75}]
 
@@ -350,20 +350,20 @@ def test_trackio_keeps_every_row_in_its_local_store(tmp_path):
     assert json.loads(result.stdout) == rows
 
 
-def test_a_failing_sink_is_one_warning_and_the_others_go_on(run):
+@pytest.mark.parametrize("error", [OSError("no\nnetwork"), SystemExit(3)])
+def test_a_failing_sink_is_one_warning_and_the_others_go_on(run, error):
     def fails_at_first(step):
         if step < 2:
-            raise OSError("no\nnetwork")
+            raise error
 
     log, good, bad = Log(), Broken(lambda step: None), Broken(fails_at_first)
     with MetricSinks(["bad", "good", "bad"], run, log, targets={"bad": bad, "good": good}) as sinks:
         put_all(sinks)
     assert [step for step, _ in good.rows] == [0, 1, 2]
     assert [step for step, _ in bad.rows] == [2]
-    assert log.warnings == [
-        "the metric sink bad did not take step 0 (OSError: no network): "
-        "training goes on, and metrics.jsonl has every row"
-    ]
+    (warning,) = log.warnings
+    assert "\n" not in warning
+    assert f"sink bad did not take step 0 ({type(error).__name__}" in warning
     assert [(event["name"], event["num_written"], event["num_lost"]) for event in log.events] == [
         ("bad", 1, 2),
         ("good", 3, 0),
@@ -419,16 +419,13 @@ def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path):
     assert read_metrics(tmp_path / "run")[0]["a/b"] == 1.0
 
 
-def test_a_library_that_exits_loses_its_row_and_no_other(run):
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_sink_writes_through_no_link(name, run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder / name).symlink_to(tmp_path / "elsewhere")
     log = Log()
-
-    def exits(step):
-        if step == 0:
-            raise SystemExit(3)
-
-    sink = Broken(exits)
-    with MetricSinks(["x"], run, log, targets={"x": sink}) as sinks:
+    with MetricSinks([name], run, log) as sinks:
         put_all(sinks)
-    assert [step for step, _ in sink.rows] == [1, 2]
-    assert "did not take step 0 (SystemExit" in log.warnings[0]
-    assert log.events == [{"kind": "sink", "name": "x", "num_written": len(ROWS) - 1, "num_lost": 1}]
+    assert len(log.warnings) == 1
+    assert log.events == [{"kind": "sink", "name": name, "num_written": 0, "num_lost": 3}]
+    assert not list((tmp_path / "elsewhere").iterdir())

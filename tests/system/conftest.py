@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream import records
 from slipstream.config import load_config
@@ -23,7 +24,6 @@ from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
 from slipstream.inference import child_process
 from slipstream.inference.replicas import EngineReplicas
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.runlog import read_events, read_exit, read_metrics

@@ -4,14 +4,14 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.commands.replay import replay
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
-from slipstream.launch.teacher import agreement_warning
+from slipstream.orchestrator.teacher_engine import agreement_warning
 from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view

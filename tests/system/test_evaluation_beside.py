@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.scripted_engine import ScriptedEngine
 from rich.console import Console
 
-from slipstream.inference.scripted import ScriptedEngine
 from slipstream.runlog import read_samples
 from slipstream.runlog.ledger import balance
 from slipstream.runlog.samples import read_tickets

@@ -9,7 +9,7 @@ import torch
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
 from slipstream.errors import EngineError
-from slipstream.launch.matching.answers import answer_tokens
+from slipstream.orchestrator.matching.answers import answer_tokens
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.launch.matching_runs import answer_ids
 from tests.system.boxes import SYSTEM

@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import load_config
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.data.curriculum import MixtureCurriculum
-from slipstream.envs.mixture import section_of
+from slipstream.envs.mixed import section_of
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import make_tasks
 from slipstream.errors import ConfigError

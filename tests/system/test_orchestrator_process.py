@@ -23,7 +23,7 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.transport import TransportLost
 
-from ..redis_server import Server, find
+from ..redis_server import VARIABLE, Server, keys_at
 from .conftest import Held
 from .test_real_runs import COIN, ENDLESS, check_run, num_steps
 
@@ -415,7 +415,7 @@ def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, 
 
         engine.on_request = on_request
 
-    redis = ("--run.streams", "redis", "--redis.url", server.url)
+    redis = ("--run.streams", "redis", "--redis.url", server.url, "--redis.password_variable", VARIABLE)
     try:
         with pytest.raises(StartsAgain):
             scripted.run(*OPTIONS, *redis, change=change)
@@ -428,8 +428,7 @@ def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, 
         assert (report.status, report.step) == ("finished", 5)
         assert [row["step"] for row in scripted.metrics] == list(range(6))
         assert balance(scripted.folder).num_open == 0
-        left = subprocess.run([find("redis-cli"), "-p", str(server.port), "keys", "*"], capture_output=True, text=True)
-        assert left.stdout.split() == []
+        assert keys_at(server) == []
     finally:
         server.end()
 
@@ -439,7 +438,8 @@ def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, 
 def test_with_real_vllm_over_redis(command, run_file, tmp_path):
     (tmp_path / "redis").mkdir()
     server, folder = Server(tmp_path / "redis"), tmp_path / "run"
-    redis = ("--run.streams", "redis", "--redis.url", server.url, "--training.staleness", "2")
+    redis = ("--run.streams", "redis", "--redis.url", server.url, "--redis.password_variable", VARIABLE)
+    redis = (*redis, "--training.staleness", "2")
     run = command("train", run_file, *COIN, *redis, "--training.steps", "8", "--run.folder", folder)
     code, _, err = run.wait()
     server.end()

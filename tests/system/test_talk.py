@@ -20,8 +20,6 @@ import urllib.request
 import psutil
 import pytest
 
-from slipstream.inference import child_process
-
 from .conftest import Command
 
 
@@ -41,16 +39,15 @@ def adapter_run(model, tmp_path_factory):
 
 
 @pytest.mark.engine
-def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
+def test_every_line_of_a_pipe_is_answered_by_the_adapter(adapter_run):
     """The answers alone are on standard output; the conversation is remembered, and begun anew where asked for."""
     asked = "a\nb\n\n/new\na\n"
     arguments = ["chat", str(adapter_run), "--temperature", "0", "--max-tokens", "3", "--json"]
-    chatting = child_process.popen(
+    chatting = subprocess.Popen(
         [sys.executable, "-m", "slipstream.cli", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=dict(os.environ, OMP_NUM_THREADS="1"),
     )  # fmt: skip
-    os.sched_setaffinity(chatting.pid, list(os.sched_getaffinity(0))[:1])  # an engine of one thread can be forked
     out, err = chatting.communicate(asked, timeout=500)
     assert chatting.returncode == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -64,7 +61,7 @@ def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
 @pytest.mark.engine
 def test_ctrl_c_ends_a_chat_and_its_engine(model, command):
     chatting = command("chat", model, "--message", "a")
-    chatting.until(chatting.engines)
+    chatting.until(lambda: chatting.running("slipstream.inference.openai_server"))
     chatting.process.send_signal(signal.SIGINT)
     code, out, err = chatting.wait(200)
     assert (code, out) == (130, "")
@@ -97,7 +94,7 @@ def test_a_terminal(model):
                     seen += os.read(ours, 4096).decode(errors="replace")
 
     try:
-        until(lambda: "> " in seen)
+        until(lambda: "> " in seen, 500)
         engines = psutil.Process(chatting.pid).children(recursive=True)
         os.write(ours, b"a\n")
         until(lambda: "> a\r\n" in seen and seen.endswith("\n> "))
@@ -120,6 +117,15 @@ def test_a_terminal(model):
         os.close(ours)
 
 
+def until_healthy(serving, url):
+    def is_healthy():
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+        return False
+
+    serving.until(is_healthy)
+
+
 @pytest.mark.full
 @pytest.mark.engine
 def test_an_adapter_answers_at_an_openai_compatible_address(adapter_run, monkeypatch, command):
@@ -128,11 +134,12 @@ def test_an_adapter_answers_at_an_openai_compatible_address(adapter_run, monkeyp
     serving = command("serve-model", adapter_run, "--port", "0", "--json", "--name", "mine")
     address = json.loads(serving.process.stdout.readline())
     assert (address["model"], address["needs_key"]) == ("mine", True)
-    arguments = []
+    until_healthy(serving, address["url"].replace("/v1", "/health"))
+    arguments = [psutil.Process(serving.process.pid).cmdline()]
     for each in serving.children().values():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             arguments.append(each.cmdline())
-    assert any(arguments)
+    assert "vllm.entrypoints.openai.api_server" in arguments[0]
     assert "a-key" not in str(arguments)
 
     def post(path, body, key):

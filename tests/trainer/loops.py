@@ -12,6 +12,8 @@ from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.resumed import Identity, Resumed, load_resumed
+from slipstream.trainer.checkpoints.writer import create_writer
 from slipstream.trainer.learner import Scores
 from slipstream.trainer.loop import TrainingLoop
 from slipstream.trainer.optim.base import OptimStats
@@ -201,8 +203,8 @@ class Run:
     progress: Progress
 
 
-def make_run(folder, batches=None, *, config=None, with_engine=True, **fields):
-    """`batches`: of every step, by default those with signal."""
+def make_run(folder, batches=None, *, config=None, with_engine=True, after=None, trained_s=0.0, **fields):
+    """`batches`: of every step, by default those with signal. `after`: the checkpoint of an earlier attempt."""
     calls = []
     learner, engine, log, progress = Learner(calls), Engine(calls), Log(folder), Progress()
 
@@ -210,13 +212,19 @@ def make_run(folder, batches=None, *, config=None, with_engine=True, **fields):
         calls.append(f"take {step}")
         return batch_of(step) if batches is None else batches[step]
 
+    config, store = config or planned(), CheckpointStore(folder / "checkpoints", keep=5)
+    resumed = Resumed()
+    if after is not None:
+        identity, curriculum = fields.get("identity", Identity()), fields.get("curriculum")
+        resumed = load_resumed(store, after, learner, None, identity, curriculum, prompts_per_batch=2)
     loop = TrainingLoop(
-        config=config or planned(),
+        config=config,
         learner=learner,
         objective=SimpleNamespace(ignores_silent=False),
         reader=SimpleNamespace(take=take),
         engine=engine if with_engine else None,
-        store=CheckpointStore(folder / "checkpoints", keep=5),
+        writer=create_writer(config, store, learner, None, log),
+        resumed=dataclasses.replace(resumed, trained_s=trained_s),
         log=log,
         progress=progress,
         sampling=SAMPLING,

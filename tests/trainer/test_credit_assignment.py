@@ -7,7 +7,8 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
+from slipstream.trainer.credit_assignment import assign_credit
+from slipstream.trainer.old_logprobs import kl_penalties_of
 from slipstream.trainer.turn_credit import turn_ends
 
 

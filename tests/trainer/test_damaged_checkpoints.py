@@ -1,16 +1,18 @@
 """Damage to each file of a checkpoint: found before it is used, and told in one sentence."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.trainer.loops import Learner
+from tests.trainer.loops import Learner, planned
 
 from slipstream.errors import DataError, SlipstreamError, TrainingError
 from slipstream.launch.run import _resume
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, DamagedCheckpoint, damage
 from slipstream.trainer.checkpoints.manifest import HASHED_BYTES, facts_of
+from slipstream.trainer.checkpoints.resumed import Identity
 from slipstream.trainer.checkpoints.state_files import read_state, write_state
 from slipstream.trainer.learner import restore_state
 
@@ -113,13 +115,17 @@ def test_a_resume_goes_on_from_the_checkpoint_before_a_damaged_one(with_another,
     for step in (1, 2) if with_another else (2,):
         path = store.save(step, learner, "start", LOOP | {"step": step})
     flip(path / "state/learner", 0)
-    loop = SimpleNamespace(store=store, step=1, resume=lambda path: store.load(path, learner))
+    trained, config = SimpleNamespace(learner=learner, critic=None), planned()
+
+    def resume():
+        return _resume(log, store, trained, Identity(3), None, config)
+
     if not with_another:
         with pytest.raises(TrainingError, match="is damaged"):
-            _resume(log, loop)
+            resume()
         assert path.exists()
         return
-    _resume(log, loop)
+    resume()
     assert (log.at, len(log.warnings)) == ("step-000001", 1)
     assert sorted(each.name for each in store.folder.iterdir()) == ["damaged-step-000002", "step-000001"]
     store.save(2, learner, "start", LOOP)
@@ -141,3 +147,23 @@ def test_a_learners_file_that_is_none_is_one_sentence(hurt, tmp_path):
     with pytest.raises(SlipstreamError) as raised:
         restore_state(optimizer, read_state(tmp_path), torch.device("cpu"))
     assert raised.value.exit_code == TrainingError.exit_code
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state/state.json"])
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
+def test_a_file_that_is_none_is_not_waited_for(name, kind, tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, Learner([]), "start", LOOP)
+    (path / name).unlink()
+    os.mkfifo(path / name) if kind == "fifo" else (path / name).symlink_to(kind)
+    assert damage(path)
+    with pytest.raises(DataError, match="damaged"):
+        store.read_loop_state(path)
+
+
+def test_the_state_of_another_step_is_refused(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(LOOP["step"], Learner([]), "start", LOOP)
+    written_again(path, "state/state.json", json.dumps(LOOP | {"step": LOOP["step"] + 1}))
+    with pytest.raises(DataError, match="step"):
+        store.read_loop_state(path)

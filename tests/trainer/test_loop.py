@@ -1,5 +1,6 @@
 """What the training loop does in which order, when it ends, what it refuses, and what of it a resume goes on with."""
 
+import dataclasses
 import itertools
 import json
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, TrainingError
 from slipstream.trainer import loop as module
 from slipstream.trainer.batch_trainer import BatchResult, NoSignal
+from slipstream.trainer.checkpoints.resumed import Identity
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_p
     assert run.progress.phases == [("update weights", None), *[("train", 1), ("update weights", None)] * 3]
     (told,) = run.log.of("checkpoint")
     assert (told["step"], told["path"], told["beside"]) == (3, "checkpoints/step-000003", False)
-    assert run.loop.saved_step == 3
+    assert run.loop.writer.saved_step == 3
     assert [told["verdict"] for told in run.log.of("readiness")] == ["ready for RL"], "of the first batch alone"
     assert run.progress.messages[0].startswith("first batch: ready for RL: ")
     assert run.log.warnings == []
@@ -87,15 +89,15 @@ def test_samples_and_batches_are_kept_as_asked(tmp_path):
 
 
 def test_a_run_ends_at_its_time_limit(tmp_path):
-    run = make_run(tmp_path, config=planned(training={"max_seconds": 100.0}), trained_before_s=100.0)
+    run = make_run(tmp_path, config=planned(training={"max_seconds": 100.0}), trained_s=100.0)
     assert run.loop.trained_s == 100.0, "before it begins"
     run.loop.run()
     assert run.calls[-2:] == ["update 1", "release 1"]
     assert run.log.of("time_limit") == [{"step": 1, "max_seconds": 100.0}]
     assert "the run ends at step 1: training.max_seconds = 100" in run.progress.messages
     assert run.loop.trained_s > 100.0
-    assert run.loop.saved_step == 1
-    rested = make_run(tmp_path / "more", config=planned(training={"max_seconds": 1e6}), trained_before_s=100.0)
+    assert run.loop.writer.saved_step == 1
+    rested = make_run(tmp_path / "more", config=planned(training={"max_seconds": 1e6}), trained_s=100.0)
     rested.loop.run()
     assert (rested.loop.step, rested.log.of("time_limit")) == (3, [])
 
@@ -103,7 +105,7 @@ def test_a_run_ends_at_its_time_limit(tmp_path):
 def test_times_are_since_the_batch_came_and_since_training_began(tmp_path, monkeypatch):
     ticks = itertools.count(5)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    run = make_run(tmp_path, trained_before_s=100.0)
+    run = make_run(tmp_path, trained_s=100.0)
     run.loop.run()
     assert [row.get("time/after_batch_s") for row in run.log.rows.values()] == [None, 1.0, 1.0, 1.0]
     assert run.loop.trained_s == 107.0
@@ -127,13 +129,13 @@ class Writer:
 
 def test_checkpoints_have_their_clock_and_the_last_is_waited_for(tmp_path):
     run = make_run(tmp_path)
-    run.loop._writer = Writer(run.calls)
+    run.loop.writer = Writer(run.calls)
     run.loop.run()
     assert run.calls[:4] == ["update 0", "release 0", "begin", "take 0"], "it starts when training begins"
     assert run.calls[-3:] == ["save 3 None True", "wait", "close"]
     assert run.calls.count("save 2 None False") == run.calls.count("wait") == 1
     stopped = make_run(tmp_path, should_stop=lambda: True)
-    stopped.loop._writer = Writer(stopped.calls)
+    stopped.loop.writer = Writer(stopped.calls)
     with pytest.raises(Interrupted):
         stopped.loop.run()
     assert stopped.calls[-3:] == ["save 0 None True", "wait", "close"]
@@ -144,7 +146,7 @@ def test_a_stop_ends_a_run_between_steps_with_a_checkpoint(tmp_path, collected):
     run = make_run(tmp_path, should_stop=lambda: next(asked))
     with pytest.raises(Interrupted, match=r"stopped at step 1 of 3: continue with --resume"):
         run.loop.run()
-    assert run.loop.saved_step == 1
+    assert run.loop.writer.saved_step == 1
     assert (tmp_path / "checkpoints/step-000001").is_dir()
     assert collected == ["freeze", "unfreeze"]
 
@@ -161,7 +163,7 @@ def test_a_stop_while_the_engine_is_awaited_keeps_the_step_and_its_row(tmp_path)
     run.engine.update = interrupted
     with pytest.raises(Interrupted):
         run.loop.run()
-    assert (run.loop.step, run.loop.saved_step, list(run.log.rows)) == (2, 2, [0, 1, 2])
+    assert (run.loop.step, run.loop.writer.saved_step, list(run.log.rows)) == (2, 2, [0, 1, 2])
     assert "time/after_batch_s" not in run.log.rows[2]
 
 
@@ -231,10 +233,9 @@ def test_draws_of_trained_and_skipped_batches_are_used_up(tmp_path):
     batches = [batch_of(0, draws=[1, 0]), batch_of(1, (0.0, 0.0), draws=[3]), batch_of(2, draws=[5, 2])]
     run = make_run(tmp_path, batches, config=planned(training={"order": "ready"}))
     run.loop.run()
-    assert run.loop.draws == Draws(6, {4})
-    again = make_run(tmp_path, config=planned(training={"order": "ready"}))
-    again.loop.resume(tmp_path / "checkpoints/step-000003")
-    assert again.loop.draws == Draws(6, {4})
+    assert run.loop.resumed.draws == Draws(6, {4})
+    again = make_run(tmp_path, config=planned(training={"order": "ready"}), after=tmp_path / "checkpoints/step-000003")
+    assert again.loop.resumed.draws == Draws(6, {4})
 
 
 class Curriculum:
@@ -260,26 +261,28 @@ class Curriculum:
 def test_a_curriculum_sees_every_batch_and_its_change_goes_out_with_the_release(tmp_path):
     batches = [batch_of(0, draws=[4, 9]), batch_of(1, draws=[3]), batch_of(2)]
     run = make_run(tmp_path, batches, config=planned(training={"order": "ready"}), curriculum=Curriculum())
-    run.loop.draws = Draws(0)
     run.loop.run()
     assert [call for call in run.calls if call.startswith("release")] == [
         "release 0", "release 1 (5, [1.0])", "release 2", "release 3",
     ]  # fmt: skip
     assert run.loop.curriculum.asked == [(0, 1, 10), (1, 2, 10), (2, 3, 10)]
     assert [run.log.rows[step]["task/a/probability"] for step in (1, 2, 3)] == [4.0, 1.0, 2.0], "of the last draw"
-    again = make_run(tmp_path, config=planned(training={"order": "ready"}), curriculum=Curriculum())
-    again.loop.resume(tmp_path / "checkpoints/step-000003")
+    again = make_run(
+        tmp_path,
+        config=planned(training={"order": "ready"}),
+        curriculum=Curriculum(),
+        after=tmp_path / "checkpoints/step-000003",
+    )
     assert again.loop.curriculum.loaded == {"kept": True}
-    make_run(tmp_path, config=planned(training={"order": "ready"})).loop.resume(tmp_path / "checkpoints/step-000003")
-    plain, new = make_run(tmp_path / "plain"), make_run(tmp_path / "plain", curriculum=Curriculum())
-    plain.loop.run()
-    new.loop.resume(tmp_path / "plain/checkpoints/step-000003")
+    make_run(tmp_path, config=planned(training={"order": "ready"}), after=tmp_path / "checkpoints/step-000003")
+    make_run(tmp_path / "plain").loop.run()
+    new = make_run(tmp_path, curriculum=Curriculum(), after=tmp_path / "plain/checkpoints/step-000003")
     assert new.loop.curriculum.loaded is None
 
 
 def test_a_resumed_run_goes_on_where_the_first_one_was(tmp_path):
     batches = [batch_of(0), batch_of(1, (1.0, 1.0)), *(batch_of(step) for step in range(2, 5))]
-    first = make_run(tmp_path, batches, config=planned(training={"steps": 2}), num_items=5, identity={"tasks": "a"})
+    first = make_run(tmp_path, batches, config=planned(training={"steps": 2}), identity=Identity(5, {"tasks": "a"}))
     first.loop.run()
     extra = json.loads((tmp_path / "checkpoints/step-000002/state/state.json").read_text())
     assert extra == extra | {
@@ -287,15 +290,24 @@ def test_a_resumed_run_goes_on_where_the_first_one_was(tmp_path):
     }  # fmt: skip
     assert not {"draws", "curriculum"} & extra.keys()
     assert (tmp_path / "checkpoints/step-000002/weights/weights").read_text() == "start 1"
-    done = make_run(tmp_path, config=planned(training={"steps": 2}), num_items=5)
-    done.loop.resume(tmp_path / "checkpoints/step-000002")
-    assert (done.loop.step, done.learner.step, done.loop.saved_step) == (2, 1, 2)
-    assert done.loop.draws == Draws(4)
+    done = make_run(
+        tmp_path,
+        config=planned(training={"steps": 2}),
+        identity=Identity(5),
+        after=tmp_path / "checkpoints/step-000002",
+    )
+    assert (done.loop.step, done.learner.step, done.loop.writer.saved_step) == (2, 1, 2)
+    assert done.loop.resumed.draws == Draws(4)
     done.loop.run()
     assert done.calls == ["update 2", "release 2"]
     assert done.log.of("checkpoint") == [], "it has that already"
-    again = make_run(tmp_path, batches, config=planned(training={"steps": 4}), num_items=5)
-    again.loop.resume(tmp_path / "checkpoints/step-000002")
+    again = make_run(
+        tmp_path,
+        batches,
+        config=planned(training={"steps": 4}),
+        identity=Identity(5),
+        after=tmp_path / "checkpoints/step-000002",
+    )
     again.loop.run()
     assert [call for call in again.calls if call.startswith("take")] == ["take 2", "take 3"]
     assert (again.learner.step, again.loop.step, again.log.warnings) == (3, 4, [])
@@ -305,29 +317,26 @@ def test_quiet_steps_before_a_resume_count_on(tmp_path):
     batches = [batch_of(0), *(batch_of(step, (0.0, 0.0)) for step in range(1, 4))]
     make_run(tmp_path, batches, config=planned(training={"steps": 2})).loop.run()
     config = planned(training={"steps": 5}, run={"max_steps_without_signal": 3})
-    again = make_run(tmp_path, batches, config=config)
-    again.loop.resume(tmp_path / "checkpoints/step-000002")
+    again = make_run(tmp_path, batches, config=config, after=tmp_path / "checkpoints/step-000002")
     with pytest.raises(TrainingError, match="in 3 consecutive steps"):
         again.loop.run()
     assert again.loop.step == 3
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("other", "problem"),
     [
-        ({"num_items": 6}, "with 5 training items, now there are 6"),
-        ({"identity": {"tasks": "b", "model": "m"}}, "made with other tasks than there are now"),
-        ({"identity": {"model": "other"}}, "made with other model"),
+        (Identity(6, {"tasks": "a", "model": "m"}), "with 5 training items, now there are 6"),
+        (Identity(5, {"tasks": "b", "model": "m"}), "made with other tasks than there are now"),
+        (Identity(5, {"model": "other"}), "made with other model"),
     ],
 )
-def test_a_resume_with_other_data_is_refused_unless_allowed(tmp_path, changes, problem):
-    same = {"num_items": 5, "identity": {"tasks": "a", "model": "m"}}
-    make_run(tmp_path, **same).loop.run()
+def test_a_resume_with_other_data_is_refused_unless_allowed(tmp_path, other, problem):
+    make_run(tmp_path, identity=Identity(5, {"tasks": "a", "model": "m"})).loop.run()
     path = tmp_path / "checkpoints/step-000003"
     with pytest.raises(ConfigError, match=problem):
-        make_run(tmp_path, **same | changes).loop.resume(path)
-    allowed = frozenset({"training items", "tasks", "model"})
-    for fields in (same | changes | {"may_differ": allowed}, same | {"identity": {"new": "n"}}):
-        run = make_run(tmp_path, **fields)
-        run.loop.resume(path)
+        make_run(tmp_path, identity=other, after=path)
+    allowed = dataclasses.replace(other, may_differ=frozenset({"training items", "tasks", "model"}))
+    for identity in (allowed, Identity(5, {"new": "n"})):
+        run = make_run(tmp_path, identity=identity, after=path)
         assert run.loop.step == 3

@@ -147,7 +147,7 @@ def test_an_evaluation_that_ends_at_once_marks_the_checkpoint_that_was_just_writ
     assert [told["step"] for told in run.log.of("checkpoint")] == [2, 3]
     assert run.log.of("best") == [{"step": 2, "accuracy": 0.5}]
     assert run.log.rows[2]["eval/steps_later"] == 0.0
-    assert run.loop.store.best() == tmp_path / "checkpoints/step-000002"
+    assert run.loop.writer.store.best() == tmp_path / "checkpoints/step-000002"
 
 
 def test_reaching_stop_at_ends_the_run_after_that_step(tmp_path):
@@ -155,7 +155,7 @@ def test_reaching_stop_at_ends_the_run_after_that_step(tmp_path):
     run = make_run(tmp_path, config=config)
     run.engine.accuracies = {2: 0.25, 4: 0.5}
     run.loop.run()
-    assert run.loop.step == run.loop.saved_step == 4
+    assert run.loop.step == run.loop.writer.saved_step == 4
     reason = "accuracy 0.5 reached evaluation.stop_at = 0.5"
     assert run.log.of("early_stop") == [{"step": 4, "reason": reason}]
     assert run.progress.messages[-1] == f"the run ends at step 4: {reason}"
@@ -167,7 +167,7 @@ def test_a_start_model_that_is_good_enough_is_no_run_that_learned_nothing(tmp_pa
     run = make_run(tmp_path, config=config)
     run.engine.accuracies = {0: 0.5}
     run.loop.run()
-    assert (run.loop.step, run.loop.saved_step) == (0, 0)
+    assert (run.loop.step, run.loop.writer.saved_step) == (0, 0)
 
 
 def test_a_run_that_ends_early_without_having_learned_is_an_error(tmp_path):
@@ -185,15 +185,13 @@ def test_the_best_versions_checkpoint_is_kept_and_patience_ends_the_run(tmp_path
     run.loop.run()
     assert run.loop.step == 4
     assert run.log.of("best") == [{"step": 1, "accuracy": 0.25}, {"step": 2, "accuracy": 0.5}]
-    assert run.loop.store.best() == (tmp_path / "checkpoints/step-000002").resolve()
+    assert run.loop.writer.store.best() == (tmp_path / "checkpoints/step-000002").resolve()
     assert [told["step"] for told in run.log.of("checkpoint")] == [1, 2, 4]
-    again = make_run(tmp_path, config=config)
-    again.loop.resume(tmp_path / "checkpoints/step-000004")
-    assert again.loop.store.best_step == 2
+    again = make_run(tmp_path, config=config, after=tmp_path / "checkpoints/step-000004")
+    assert again.loop.writer.store.best_step == 2
     assert again.loop.evaluations.early_stop.best == 0.5
-    plain = make_run(tmp_path, config=planned(evaluation={"every": 1}))
-    plain.loop.resume(tmp_path / "checkpoints/step-000004")
-    assert plain.loop.store.best_step is None
+    plain = make_run(tmp_path, config=planned(evaluation={"every": 1}), after=tmp_path / "checkpoints/step-000004")
+    assert plain.loop.writer.store.best_step is None
 
 
 def test_an_evaluation_beside_training_is_recorded_later_and_its_step_is_kept(tmp_path):
@@ -209,7 +207,7 @@ def test_an_evaluation_beside_training_is_recorded_later_and_its_step_is_kept(tm
     assert run.log.of("evaluation_began") == [{"step": 2}, {"step": 4}]
     assert run.log.rows[2]["eval/accuracy"] == 0.5
     assert run.log.rows[2]["eval/steps_later"] == 2.0
-    assert run.loop.store.candidate_step is None
+    assert run.loop.writer.store.candidate_step is None
 
 
 def test_where_an_evaluation_beside_training_ends_the_run_its_last_version_is_evaluated_too(tmp_path):

@@ -9,7 +9,7 @@ from tests.launch.matching_runs import answer_ids, new_detector, rollout
 from slipstream import records
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
-from slipstream.launch.matching.targets import examples_of, matched
+from slipstream.orchestrator.matching.targets import examples_of, matched
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.matching.objective import MatchingObjective
 from slipstream.trainer.model.policy import PolicyModel

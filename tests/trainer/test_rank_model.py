@@ -14,7 +14,6 @@ from slipstream.records import SamplingParams
 from slipstream.trainer.distributed import worker as module
 from slipstream.trainer.distributed.learner import ShardedModel
 from slipstream.trainer.distributed.worker import (
-    Allocated,
     Answer,
     AnyCommand,
     Backward,
@@ -65,7 +64,7 @@ class State:
         self.heard.append("committed")
 
 
-def test_on_a_gpu_a_rank_tells_its_memory_and_waits_for_weights_that_change(monkeypatch):
+def test_on_a_gpu_a_rank_waits_for_weights_that_change(monkeypatch):
     network = torch.nn.Linear(3, 2)
     network.weight.requires_grad_(False)
     network.bias.data = torch.tensor([5.0, 7.0])
@@ -74,10 +73,7 @@ def test_on_a_gpu_a_rank_tells_its_memory_and_waits_for_weights_that_change(monk
         for kind in ("cuda", "cpu")
     )
     before, heard = network.weight.clone(), []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 77)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: heard.append(network.bias.tolist()))
-    assert gpu.do(Allocated("policy")) == Answer(numbers=[77])
-    assert cpu.do(Allocated("policy")) == Answer(numbers=[0])
     assert gpu.do(Negate("policy", 1, 2)) == Answer(numbers=[0])
     assert heard == [[5.0, -7.0]]
     assert cpu.do(Negate("policy", 0, 2)) == Answer(numbers=[0])
@@ -177,7 +173,7 @@ def test_commands_come_out_as_they_were_sent(make_batch):
         Score("policy", share, sampling), Score("critic", share, None), Backward("policy", share, {"tokens": 3.0}),
         SetAside("policy"), Combine("policy", "1/2"), Prepare("policy", 0.5), Commit("policy"),
         Gather("policy", "base"), Describe("policy", "base"), Save("policy", "folder"), Load("policy", "folder"),
-        Negate("policy", 1, 2), Allocated("policy"),
+        Negate("policy", 1, 2),
     ):  # fmt: skip
         sent = msgspec.msgpack.encode(command)
         assert msgspec.msgpack.decode(sent, type=AnyCommand) == command

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tests.trainer.test_image_rows import FAMILIES, learner_of, own_loss, plain, save, sequences
 
+from slipstream.commands.evaluation_target import _targets
 from slipstream.commands.export import export
-from slipstream.commands.targets import _targets
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.build import _rate_of

@@ -6,12 +6,18 @@ import pytest
 
 from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
 
-from ..redis_server import Server
+from ..redis_server import VARIABLE, Server
+
+
+def on(server, run_id, url=""):
+    """Queues on a server of tests."""
+    return RedisStreams(url or server.url, run_id, password_variable=VARIABLE)
+
 
 PLACES = {
     "memory": lambda request, number: MemoryStreams(),
     "files": lambda request, number: FileStreams(request.getfixturevalue("tmp_path_factory").mktemp("streams"), number),
-    "redis": lambda request, number: RedisStreams(request.getfixturevalue("redis_server").url, f"run-{number}"),
+    "redis": lambda request, number: on(request.getfixturevalue("redis_server"), f"run-{number}"),
 }
 NUMBERS = itertools.count()
 

@@ -15,9 +15,8 @@ import pytest
 from slipstream.errors import DeadlineError
 from slipstream.runlog.files import whole_lines
 from slipstream.transport import TransportClosed
-from slipstream.transport.redis_server import Script
 
-from .conftest import makers, open_in
+from .conftest import open_in
 
 CAPACITY = 3
 PLENTY_S = 60.0
@@ -25,8 +24,6 @@ OUTSIDE = {"open", "close", "flock", "listdir", "pwrite", "ftruncate", "rename",
 OUTSIDE |= {"write", "truncate", "chmod", "mkdir", "connect", "send", "sendall", "recv", "recv_into"}
 PIECES = {("recv", "recv"), ("recv_into", "recv_into")}
 WALK = ("put", "put", "take", "ack", "put", "put", "take", "take", "requeue", "take", "ack", "put", "take", "requeue")
-LONG = 20_000
-"""Length of a record whose bytes are sent in a piece of their own."""
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["__main__", "slipstream.transport.redis_server", "redis", __name__])
 
@@ -66,8 +63,8 @@ def killed_at(moments, moment):
         sys.setprofile(None)
 
 
-def walk(streams, path, moment, width=0):
-    """Takes the steps of `WALK`, and is killed at this moment. `width`: length of a record, which is text then."""
+def walk(streams, path, moment):
+    """Takes the steps of `WALK`, and is killed at this moment."""
     transport, log, moments = open_in(streams, CAPACITY), Log(path), count()
     numbers, taken = count(), {}
     for step in WALK:
@@ -75,11 +72,10 @@ def walk(streams, path, moment, width=0):
             number = next(numbers)
             log("put", number)
             with killed_at(moments, moment):
-                transport.put(f"{number:{width}}" if width else number, PLENTY_S)
+                transport.put(number, PLENTY_S)
         elif step == "take":
             with killed_at(moments, moment):
-                receipt, record = transport.take(PLENTY_S)
-            number = int(record)
+                receipt, number = transport.take(PLENTY_S)
             taken[number] = receipt
             log("taken", number)
             continue
@@ -96,13 +92,6 @@ def walk(streams, path, moment, width=0):
             continue
         log(f"{step}-done", number)
     log("end")
-
-
-def walk_apart(streams, path, moment, width):
-    """`walk`, with the answer to one command awaited before the next is sent, where they go to Redis together."""
-    together = Script._send
-    Script._send = lambda script, *commands: [together(script, command)[0] for command in commands]
-    walk(streams, path, moment, width)
 
 
 def numbers_of(log, word):
@@ -125,7 +114,7 @@ def check_rest(streams, log):
             receipt, record = transport.take(0)
         except DeadlineError:
             break
-        found.append(int(record))
+        found.append(record)
         assert transport.ack(receipt)
     due = numbers_of(log, "put-done") - numbers_of(log, "ack")
     doubtful = numbers_of(log, "put") - numbers_of(log, "ack-done")
@@ -148,24 +137,6 @@ def test_a_kill_at_any_moment_of_any_operation(make_shared, tmp_path):
         assert process.exitcode == -signal.SIGKILL
     assert log[-1][0] == "end"
     assert moment >= 3 * len(WALK)
-
-
-make_redis = makers("redis")
-
-
-@pytest.mark.quick("redis-walk_apart-20000")
-@pytest.mark.parametrize(("function", "width"), [(walk, LONG), (walk_apart, 0), (walk_apart, LONG)])
-def test_a_kill_between_the_bytes_of_a_record_and_the_script_that_puts_it(make_redis, tmp_path, function, width):
-    for moment in count():
-        streams, path = make_redis.new_streams(), tmp_path / str(moment)
-        process = run(function, streams, path, moment, width)
-        process.join(PLENTY_S)
-        check_rest(streams, log := Log(path).read())
-        if process.exitcode == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-    assert log[-1][0] == "end"
-    assert moment >= 4 * len(WALK)
 
 
 def produce(streams, path, first):

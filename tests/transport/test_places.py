@@ -4,15 +4,16 @@ import os
 import subprocess
 import sys
 import time
-import zlib
 from dataclasses import replace
 
 import msgspec
 import pytest
 
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode_rollouts
-from slipstream.transport import FileStreams, RecordError, TransportLost, open_transport, polled
+from slipstream.transport import FileStreams, RecordError, TransportLost, open_transport
 
+from ..other_user import NOBODY, needs_root
 from .conftest import open_in
 
 BATCH = Batch(
@@ -45,17 +46,6 @@ def test_a_batch_whose_rollouts_keep_their_bytes_comes_back_as_it_was(make_share
     encode_rollouts(batch.rollouts, keep=True)
     transport.put(batch, 0)
     assert transport.take(0)[1] == batch != BATCH
-
-
-def test_the_checksum_is_the_same_with_and_without_the_fast_one(tmp_path):
-    data = bytes(range(256)) * 100
-    assert polled.crc32(data) == zlib.crc32(data)
-    program = (
-        "import sys; sys.modules['isal'] = None; from pathlib import Path; from slipstream.transport import *;"
-        f"t = open_transport(FileStreams(Path({str(tmp_path)!r})), 'batches', str, capacity=1); t.put('one', 5)"
-    )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
-    assert open_in(FileStreams(tmp_path), 1).take(0)[1] == "one"
 
 
 def test_a_record_of_another_type_or_schema_stays_and_is_refused(make_shared):
@@ -158,3 +148,23 @@ def test_a_clock_that_goes_back_changes_no_order(tmp_path, monkeypatch):
         monkeypatch.setattr(time, "time_ns", lambda now=now: int(now))
         transport.put(number, 0)
     assert [transport.take(0)[1] for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["0", "0/batches"])
+def test_a_folder_that_is_a_link_is_refused(name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "streams" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SlipstreamError, match="link"):
+        open_in(FileStreams(tmp_path / "streams"), 1)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["0", "0/batches"])
+def test_a_folder_of_another_user_is_refused(name, tmp_path):
+    (tmp_path / name).mkdir(parents=True)
+    os.chown(tmp_path / name, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match="another user"):
+        open_in(FileStreams(tmp_path), 1)

@@ -139,6 +139,13 @@ def test_what_is_neither_lora_nor_dora_is_refused_by_name(folder, settings):
     assert f"has {name} = {json.dumps(value)}, which is neither plain LoRA nor DoRA" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.lora_embedding_A", "embed_tokens.weight", "lm_head.base_layer.weight"])
+def test_tensors_of_other_layers_are_refused_by_name(tmp_path, name):
+    write_adapter_folder(tmp_path / "adapter", [*WEIGHTS.items(), (name, torch.zeros(4, 6))], CONFIG)
+    with pytest.raises(ConfigError, match=f"has {name}, which is not of a linear layer"):
+        read_adapter_config(tmp_path / "adapter")
+
+
 def test_a_folder_that_cannot_be_read_says_what_to_do(tmp_path, folder):
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json: give the folder of an adapter"):
         read_adapter_config(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, environment, evaluation, output, parts, proof, smoke
+from slipstream.cli import chat, commands, env_commands, evaluation, output, parts, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.inference.child_process import become, leave
@@ -34,7 +34,7 @@ _BEFORE, _TRAIN, _INSPECT, _USE, _SHELL = (
     Group(title, sort_key=place)
     for place, title in enumerate(("Before a run", "Train", "Inspect runs", "Use the trained model", "Shell"))
 )
-for part in (environment.env_app, commands.model_app):
+for part in (env_commands.env_app, commands.model_app):
     part.group = (_BEFORE,)
     app.command(part)
 app.command(commands.init, group=_BEFORE)

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -20,12 +20,9 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.progress import printable
 
 if TYPE_CHECKING:
-    from slipstream.commands.chat import Answer, ChatSession
+    from slipstream.commands.chat import Answer, Conversation
 
-Model = Annotated[
-    str,
-    Parameter(help="A run (its best, or else latest checkpoint), a checkpoint, a model, a LoRA adapter, or a hub id."),
-]
+_NAMED = "a run (its best, or else latest checkpoint), a checkpoint, a model, a LoRA adapter, or a hub id"
 Base = Annotated[str | None, Parameter(help="Base model of a LoRA adapter; default: the one that the adapter names.")]
 Thinking = Annotated[
     bool | None,
@@ -36,11 +33,10 @@ MaxModelLen = Annotated[
     Parameter(help="Maximum tokens of a conversation; default: the model's context, at most 8192 (on a GPU 32768)."),
 ]
 GpuMemory = Annotated[float, Parameter(help="Fraction of GPU memory for vLLM.")]
-StartTimeout = Annotated[float, Parameter(help="Seconds to wait for vLLM to start.")]
 
 
 def chat(
-    model: Model,
+    model: Annotated[str, Parameter(help=f"The address of an OpenAI-compatible server, up to /v1; or {_NAMED}.")],
     /,
     *,
     message: Annotated[str | None, Parameter(help="Send this message, print the answer, and exit.")] = None,
@@ -58,16 +54,19 @@ def chat(
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: GpuMemory = 0.8,
     trust_remote_code: TrustRemoteCode = False,
-    start_timeout: StartTimeout = 600.0,
+    start_timeout: Annotated[float, Parameter(help="Seconds to wait for vLLM to start.")] = 600.0,
+    served_name: Annotated[str, Parameter(help="The model's name at the address; default: the only one there.")] = "",
+    key_variable: Annotated[str, Parameter(help="Environment variable that holds the address's key.")] = "",
     json: Annotated[Json, Parameter(help="Print one JSON object for each answer.")] = False,
 ) -> int:
-    """Chat with a model in the terminal; vLLM generates the answers.
+    """Chat with a model in the terminal: at an address, or served by vLLM on this machine meanwhile.
 
-    vLLM takes about half a minute to start on a CPU. Every line is a message of one conversation; /new begins another
+    vLLM takes up to a minute to start on a CPU. Every line is a message of one conversation; /new begins another
     conversation, Ctrl-D exits. Input from a pipe is read the same way, and standard output gets the answers only,
     without the thinking.
 
         slipstream chat runs/my-run
+        slipstream chat http://127.0.0.1:8000/v1
         slipstream chat runs/my-run --message "Hello" --temperature 0
         slipstream chat runs/my-run --single-turn < questions.txt > answers.txt
     """
@@ -75,38 +74,49 @@ def chat(
         raise ConfigError(f"--temperature {temperature:g} is below 0: use 0 for greedy answers, or more")
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} leaves no room for an answer: use 1 or more")
-    from slipstream.commands.chat import ChatOptions, chat_session, chat_tokenizer
+    from slipstream.commands.chat import Conversation, chat_tokenizer, model_at, started_server
+    from slipstream.commands.evaluate_address import key_of
+    from slipstream.commands.evaluation_target import is_address
+    from slipstream.commands.serve import ServeOptions
     from slipstream.launch.deployable import find_deployable
 
-    options = ChatOptions(
-        system=system,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        thinking=thinking,
-        single_turn=single_turn,
-        seed=seed,
-        max_model_len=max_model_len,
-        gpu_memory_utilization=gpu_memory_utilization,
-        trust_remote_code=trust_remote_code,
-        start_timeout_s=start_timeout,
-    )
+    request: dict[str, Any] = {"temperature": temperature}
+    request |= {} if max_tokens is None else {"max_tokens": max_tokens}
+    request |= {} if seed is None else {"seed": seed}
     screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     is_terminal = message is None and sys.stdin.isatty() and sys.stdout.isatty() and not json
-    deployable = find_deployable(model, base, trust_remote_code=trust_remote_code)
-    tokenizer = chat_tokenizer(deployable, options)
     with contextlib.ExitStack() as stack:
-        with screen.status(f"starting vLLM on {escape(deployable.name)}"):
-            talk = stack.enter_context(chat_session(deployable, tokenizer, options))
-        unknown = tokenizer.vocabulary.unknown_in
-        if is_terminal:
-            return _chat_in_terminal(
-                talk, unknown, deployable.name, Console(highlight=False, soft_wrap=True, emoji=False)
+        if is_address(model):
+            if thinking is not None or base is not None or max_model_len is not None:
+                raise ConfigError(
+                    "--thinking, --base and --max-model-len are for a server that is started: remove them"
+                )
+            key = key_of(key_variable)
+            talk = Conversation(model, model_at(model, served_name, key), key)
+            talk.system = system or ""
+        else:
+            deployable = find_deployable(model, base, trust_remote_code=trust_remote_code, quantized=True)
+            tokenizer = chat_tokenizer(deployable, system, thinking, trust_remote_code=trust_remote_code)
+            options = ServeOptions(
+                max_model_len=max_model_len,
+                max_num_seqs=1,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enforce_eager=True,
+                trust_remote_code=trust_remote_code,
             )
+            with screen.status(f"starting vLLM on {escape(deployable.name)}"):
+                url, key = stack.enter_context(started_server(deployable, tokenizer, options, start_timeout))
+            talk = Conversation(url, deployable.name, key, tokenizer.system_prompt)
+            request["stop_token_ids"] = list(tokenizer.stop_token_ids)
+            talk.unknown = tokenizer.vocabulary.unknown_in
+        talk.single_turn, talk.request = single_turn, request
+        if is_terminal:
+            return _chat_in_terminal(talk, Console(highlight=False, soft_wrap=True, emoji=False))
         for text in [message] if message is not None else _lines():
             if text == "/new":
-                talk.restart()
+                talk.messages = []
                 continue
-            _warn_of_unknown(unknown(text), screen)
+            _warn_of_unknown(talk.unknown(text), screen)
             _print_answer(text, talk.ask(text), screen, as_json=json)
     return 0
 
@@ -136,26 +146,26 @@ def _as_dict(answer: Answer) -> dict[str, Any]:
     return {"answer": found.pop("text")} | found
 
 
-def _chat_in_terminal(talk: ChatSession, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
+def _chat_in_terminal(talk: Conversation, screen: Console) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - gives `input` line editing
 
-    screen.print(f"[dim]{escape(printable(name))}: /new begins a new conversation, Ctrl-D ends it[/]")
+    screen.print(f"[dim]{escape(printable(talk.model))}: /new begins a new conversation, Ctrl-D ends it[/]")
     # Many users leave with Ctrl-C instead of Ctrl-D.
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             text = input("> ").strip()
             if text == "/new":
-                talk.restart()
+                talk.messages = []
                 screen.print("[dim]a new conversation[/]")
             elif text:
-                _warn_of_unknown(unknown(text), screen)
+                _warn_of_unknown(talk.unknown(text), screen)
                 _show_answer(talk, text, screen)
     screen.print()
     return 0
 
 
-def _show_answer(talk: ChatSession, text: str, screen: Console) -> None:
+def _show_answer(talk: Conversation, text: str, screen: Console) -> None:
     try:
         with screen.status(""):
             answer = talk.ask(text)
@@ -170,7 +180,7 @@ def _show_answer(talk: ChatSession, text: str, screen: Console) -> None:
 
 
 def serve_model(
-    model: Model,
+    model: Annotated[str, Parameter(help=f"{_NAMED[0].upper()}{_NAMED[1:]}.")],
     /,
     *,
     host: Annotated[
@@ -188,14 +198,13 @@ def serve_model(
     ] = None,
     gpu_memory_utilization: GpuMemory = 0.8,
     trust_remote_code: TrustRemoteCode = False,
-    start_timeout: StartTimeout = 600.0,
-    json: Annotated[Json, Parameter(help="Print one line of JSON when the server is ready.")] = False,
-) -> int:
-    """Serve a model over an OpenAI-compatible API with vLLM's own server, until Ctrl-C.
+    json: Annotated[Json, Parameter(help="Print the address as one line of JSON.")] = False,
+) -> NoReturn:
+    """Serve a model over an OpenAI-compatible API: becomes vLLM's own server, with the arguments that the model needs.
 
-    Prints the address and an example request when the server is ready. If the environment variable SLIPSTREAM_API_KEY
-    is set, clients must send its value as the API key; without it the server accepts only connections from this
-    machine. A LoRA adapter is served together with its base model, which clients call NAME-base.
+    Prints the address and an example request; standard error gets vLLM's log. If the environment variable
+    SLIPSTREAM_API_KEY is set, clients must send its value as the API key; without it the server accepts only
+    connections from this machine. A LoRA adapter is served together with its base model, which clients call NAME-base.
 
         slipstream serve-model runs/my-run
         slipstream serve-model runs/my-run --port 0 --json
@@ -205,7 +214,7 @@ def serve_model(
         raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
     if max_num_seqs is not None and max_num_seqs < 1:
         raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
-    from slipstream.commands.chat import ChatOptions, chat_tokenizer
+    from slipstream.commands.chat import chat_tokenizer
     from slipstream.commands.serve import KEY_SOURCE, Address, ServeOptions, serve
     from slipstream.launch.deployable import find_deployable
 
@@ -217,24 +226,18 @@ def serve_model(
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=gpu_memory_utilization,
         trust_remote_code=trust_remote_code,
-        start_timeout_s=start_timeout,
     )
-    screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     deployable = find_deployable(model, base, trust_remote_code=trust_remote_code, quantized=True)
-    tokenizer = chat_tokenizer(deployable, ChatOptions(thinking=thinking, trust_remote_code=trust_remote_code))
-    waiting = screen.status(f"starting vLLM's server on {escape(deployable.name)}")
+    tokenizer = chat_tokenizer(deployable, thinking=thinking, trust_remote_code=trust_remote_code)
 
-    def on_ready(address: Address) -> None:
-        waiting.stop()
+    def announce(address: Address) -> None:
         if json:
             print_json({"url": address.url, "model": address.model, "needs_key": address.needs_key}, is_result=False)
             return
         body = {"model": address.model, "messages": [{"role": "user", "content": "Hello"}]}
         key = f' -H "Authorization: Bearer ${KEY_SOURCE}"' if address.needs_key else ""
-        tell(f"serving {address.model} at {address.url}; Ctrl-C stops it")
+        tell(f"starting vLLM's server, which serves {address.model} at {address.url}; Ctrl-C stops it")
         tell(f"  curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' \\")
         tell(f"    -d {shlex.quote(dumps(body, ensure_ascii=False))}", flush=True)
 
-    with waiting:
-        serve(deployable, tokenizer, options, on_ready)
-    return 0
+    serve(deployable, tokenizer, options, announce)

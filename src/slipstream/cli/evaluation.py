@@ -13,7 +13,7 @@ from slipstream.cli.output import Json, print_json, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.commands.targets import Target
+    from slipstream.commands.evaluation_target import Target
     from slipstream.runlog.evaluations import KeptEvaluation
 
 Results = Annotated[
@@ -47,8 +47,8 @@ def evaluate(
     [evaluation] sets the number of tasks, of completions of each (samples_per_task) and the temperature. Every sample
     is kept in the results, which `slipstream compare` reads; an existing file is not overwritten.
     """
+    from slipstream.commands.evaluation_target import find_target
     from slipstream.commands.results import place_of
-    from slipstream.commands.targets import find_target
 
     target = find_target(Path(run), model, overrides)
     if not target.address and (served_name or key_variable):

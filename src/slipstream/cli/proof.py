@@ -30,7 +30,7 @@ def verify(
     or writes a checkpoint. This command computes the fingerprints again, from the files and, while the run is running,
     in the engine's memory, which pauses generation for the time that the table shows. It prints a table of all that
     was compared. If anything differs, by as little as one bit, it names the parameter and the exit code is 6. It
-    changes nothing. Of the optimizer state it checks only the file sizes.
+    changes nothing. Files of the optimizer state it compares with their checksums.
     """
     from slipstream.commands.verify import raise_unless_right
     from slipstream.commands.verify import verify as find

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from slipstream.config import PlannedConfig
+from slipstream.config import EvaluationConfig, PlannedConfig, RunConfig
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import publishes_adapter
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
-from slipstream.launch.batch_order import retries_of
 from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
-from slipstream.launch.matching.targets import with_figures
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
 from slipstream.names import model_name
 from slipstream.orchestrator.concurrency import all_of
+from slipstream.orchestrator.deadlines import retries_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failure_rate import check_failures
+from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.plan.measure import adapter_config
 from slipstream.progress import Progress
@@ -39,13 +40,18 @@ _POLL_S = 0.2
 T = TypeVar("T")
 
 
-def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
-    """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
-    evaluation, section = prepared.config.evaluation, prepared.config.environment
-    if section is None or evaluation is None:
+def evaluated_by(config: RunConfig) -> tuple[EnvironmentConfig, EvaluationConfig]:
+    """The sections [environment] and [evaluation]. Raises ConfigError without one of them."""
+    if config.environment is None or config.evaluation is None:
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
         )
+    return config.environment, config.evaluation
+
+
+def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
+    """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
+    section, evaluation = evaluated_by(prepared.config)
 
     async def work(runner: RolloutRunner) -> Evaluation:
         progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)

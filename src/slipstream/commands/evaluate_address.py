@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.commands.evaluate import until_stopped
+from slipstream.commands.evaluate import evaluated_by, until_stopped
 from slipstream.config import EvaluationConfig, RunConfig
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import usual_reward_workers
@@ -20,9 +20,9 @@ from slipstream.envs.single_turn import make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.inference.chat_server import ChatServer, MessageTokens
-from slipstream.launch.matching.targets import graded, with_figures
 from slipstream.launch.signals import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
+from slipstream.orchestrator.matching.targets import graded, with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.plan.machine import usable_cpus
 from slipstream.progress import Progress
@@ -51,11 +51,7 @@ def evaluate_address(
 
     Raises `ConfigError` for what cannot be evaluated there, and what `evaluate` raises.
     """
-    section, evaluation = config.environment, config.evaluation
-    if section is None or evaluation is None:
-        raise ConfigError(
-            "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
-        )
+    section, evaluation = evaluated_by(config)
     section = located(section)
     environment = load_environment(section)
     section = section.model_copy(update={"apart": is_apart(environment, section)})

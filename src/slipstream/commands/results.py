@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from slipstream.commands.targets import Target
+from slipstream.commands.evaluation_target import Target
 from slipstream.config import RunConfig
 from slipstream.config.parse.keys import as_table
 from slipstream.orchestrator.evaluate import Evaluation, is_right, vote_of

@@ -1,32 +1,26 @@
 """Serves a model through vLLM's own OpenAI-compatible server, with the arguments that the model needs.
 
 Guarantees: what cannot be served is refused before anything starts; without an API key the server listens on this
-machine only; the server ends with this process.
+machine only. This process becomes the server.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.errors import ConfigError, EngineError
-from slipstream.inference.openai_server import OpenAIServer
+from slipstream.errors import ConfigError
+from slipstream.inference.openai_server import become_server
 from slipstream.launch.deployable import Deployable, adapter_config_of, deployed_engine_plan
-from slipstream.launch.signals import StopRequest
 from slipstream.plan.machine import measure_gpus
-from slipstream.runlog.temporary import temporary
 from slipstream.weights.usage import GENERATION_CONFIG
 
-_POLL_S = 0.5
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`."""
 KEY_SOURCE = "SLIPSTREAM_API_KEY"
@@ -46,8 +40,8 @@ class ServeOptions:
     max_num_seqs: int | None = None
     """Concurrent conversations; None: 16 on a CPU, 256 on a GPU."""
     gpu_memory_utilization: float = 0.8
+    enforce_eager: bool | None = None
     trust_remote_code: bool = False
-    start_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -61,27 +55,17 @@ class Address:
 
 
 def serve(
-    deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions, on_ready: Callable[[Address], None]
-) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises when the server does not start, or ends by itself."""
+    deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions, announce: Callable[[Address], None]
+) -> NoReturn:
+    """Become vLLM's server, after `announce` was called with its address."""
     api_key = os.environ.get(KEY_SOURCE, "")
     _check_host(options.host, api_key)
     arguments = vllm_arguments(deployable, tokenizer, options)
-    with held_port(options.host, options.port) as port, temporary("serve") as folder, StopRequest() as stop:
-        log = Path(folder) / "server.log"
-        server = OpenAIServer(arguments, host=options.host, port=port, api_key=api_key, log_path=log)
-        stop.at_once = lambda: server.stop(0.0)
-        try:
-            server.launch()
-            if not server.wait_ready(options.start_timeout_s, stop):
-                return
-            on_ready(Address(f"{server.url}/v1", _name(deployable, options), bool(api_key)))
-            while not stop():
-                if not server.is_alive():
-                    raise EngineError(f"vLLM's server ended by itself: {server.describe()}")
-                time.sleep(_POLL_S)
-        finally:
-            server.stop()
+    port = free_port(options.host, options.port)
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    shown = f"[{reachable}]" if ":" in reachable else reachable
+    announce(Address(f"http://{shown}:{port}/v1", options.name or deployable.name, bool(api_key)))
+    become_server(arguments, options.host, port, api_key)
 
 
 def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
@@ -92,9 +76,10 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs or (16 if on_cpu else 256),
         gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
         trust_remote_code=options.trust_remote_code,
     )
-    settings, name = plan.settings, _name(deployable, options)
+    settings, name = plan.settings, options.name or deployable.name
     adapter = adapter_config_of(deployable, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {
         "model": deployable.model,
@@ -128,10 +113,6 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
     return given + [f"--{key}" for key, is_set in flags.items() if is_set]
 
 
-def _name(deployable: Deployable, options: ServeOptions) -> str:
-    return options.name or deployable.name
-
-
 def _check_host(host: str, api_key: str) -> None:
     if not is_loopback(host) and not api_key:
         raise ConfigError(
@@ -149,10 +130,8 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-@contextlib.contextmanager
-def held_port(host: str, port: int) -> Generator[int]:
-    """Reserve a port, any free one for 0, so that no other process gets it meanwhile. Raises ConfigError when nothing
-    can listen there."""
+def free_port(host: str, port: int = 0) -> int:
+    """`port`, or any free one for 0. Raises ConfigError when nothing can listen there."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -162,5 +141,4 @@ def held_port(host: str, port: int) -> Generator[int]:
             raise ConfigError(
                 f"nothing can listen on port {port} of {host} ({error.strerror}): use --port 0 for a free one"
             ) from error
-        # Linux lets another socket with SO_REUSEADDR, as vLLM's, bind and listen while this one does not listen.
-        yield probe.getsockname()[1]
+        return probe.getsockname()[1]

@@ -27,7 +27,7 @@ class EnvironmentConfig(Section):
     """`adaptive`: a task of a mixture is drawn by `weight` times the recent fraction of its groups whose rewards differ
     (at least 0.1), so that what is always right, or never, is drawn less often. Checkpoints hold these weights."""
     registry: str = ""
-    """The folder or bucket (`s3://bucket/prefix`, with the extra `s3`) in which `name@digest` is looked up, to which
+    """The folder or address (`s3://bucket/prefix`, with the extra `s3`) in which `name@digest` is looked up, to which
     `slipstream env push` has added it. What is there is verified before any of it is imported, and kept on this
     machine, so that a later start does not need the registry."""
     settings: dict[str, Any] = {}

@@ -470,10 +470,10 @@ class RedisConfig(Section):
     """The Redis server, of version 6.2 or later, that carries batches and commands under `run.streams = "redis"`."""
 
     url: str
-    """`redis://host:port/database`, or `rediss://` with TLS, without a password; off this machine it needs TLS and a
-    password."""
+    """`redis://host:port/database`, `rediss://` with TLS, or `unix:///path`, without a password; off this machine it
+    needs TLS."""
     password_variable: str = ""
-    """The environment variable that holds the server's password. Not set: it asks for none."""
+    """The environment variable that holds the server's password. Only a Unix socket that is private needs none."""
 
 
 class RunConfig(Section):

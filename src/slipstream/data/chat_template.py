@@ -59,6 +59,7 @@ class ChatTokenizer:
         if os.path.isabs(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
         self._system: list[dict[str, Any]] = []
+        self.system_prompt = system_prompt
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 
 from slipstream.data.images.parts import COLUMNS, joined, with_images
-from slipstream.data.plain_values import kind_of, not_plain, plain_or_text
+from slipstream.data.plain_values import kind_of, not_plain, plain_or_text, text_of
 from slipstream.data.readers import Row, columns_of, read_rows
 from slipstream.data.tool_calls import calls_of, earlier_calls, json_or_none, tools_of
 from slipstream.errors import DataError
@@ -37,8 +38,16 @@ _ROLES = {
     "human": "user",
 }
 """Role names of the ShareGPT format."""
-_FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
+_WEIGHTS = ("weight", "train", "training", "loss")
+"""Message fields that are 0 or false where a message carries no loss: OpenAI's, axolotl's two, ms-swift's."""
+_PARTIAL_WEIGHTS = ("mask", "loss_mask", "loss_scale", "train_detail", "training_detail")
+"""Message fields that weigh parts of a message, or are 0 in one system where they are 1 in another."""
+_FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", *_WEIGHTS)
 """Message fields that are converted rather than passed on."""
+_JUDGED = ("label", "kto_tag")
+"""Columns that are false where a completion is a bad one: of KTO in TRL, in LLaMA-Factory."""
+_INPUTS = ("input", "context")
+"""Columns that continue an `instruction`: of Alpaca, of Dolly."""
 _REFUSED = {
     **dict.fromkeys(("videos", "video", "audio", "audios"), "only text and images are trained on: remove it"),
     "chat_template_kwargs": "variables of the template are the run's: set model.chat_template_kwargs",
@@ -124,7 +133,13 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
             *_prompt(row, prompt, is_found=not columns.prompt),
             *_messages(value_at(row, completion), completion, "assistant", row),
         ]
-        read = [prompt, completion, *(["input"] if prompt == "instruction" and not columns.prompt else [])]
+        read = [prompt, completion, *(_INPUTS if prompt == "instruction" and not columns.prompt else ())]
+    for name in _JUDGED:
+        if row.values.get(name) is False:
+            raise DataError(
+                f"{where}: {name} is false, so its completion is a bad one to imitate: remove such rows, or "
+                f"the column {name} if it means something else"
+            )
     for place, turn in enumerate(turns):
         is_empty = not (turn.content.strip() or turn.tool_calls or any(turn.extra.values()))
         if turn.role == "assistant" and turn.carries_loss and is_empty:
@@ -279,13 +294,18 @@ def _given(row: Row, column: str) -> Any:
         raise DataError(
             f"{row.where}: {column} is empty, and a reward needs the right answer: give it or remove the row"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(
+            f"{row.where}: {column} is {value}, which pandas writes for a missing number: give the right answer or "
+            "remove the row"
+        )
     return value
 
 
 def _gold(row: Row, columns: Columns, answer: Any) -> str | None:
     if columns.gold:
         return _text_at(row, columns.gold)
-    return str(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
+    return text_of(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
 
 
 def _text_at(row: Row, column: str) -> str:
@@ -296,10 +316,10 @@ def _text_at(row: Row, column: str) -> str:
 
 
 def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
-    """A prompt from text or messages; in the Alpaca format `input` is appended to the instruction."""
+    """A prompt from text or messages; `input` (Alpaca) or `context` (Dolly) is appended to an instruction."""
     value = value_at(row, column)
-    if is_found and column == "instruction" and isinstance(value, str) and row.values.get("input"):
-        value = f"{value}\n\n{_text_at(row, 'input')}"
+    if is_found and column == "instruction" and isinstance(value, str):
+        value = "\n\n".join([value, *(_text_at(row, name) for name in _INPUTS if row.values.get(name))])
     return _messages(value, column, "user", row)
 
 
@@ -337,6 +357,8 @@ def _messages(value: Any, key: str, text_role: Role | None, row: Row) -> list[Me
             raise DataError(f"{where}: {key} is an empty text: fill it in or remove the row")
         return [Message(text_role, value)]
     turns = json_or_none(value) if isinstance(value, str) else value
+    if text_role is not None and not isinstance(turns, list):
+        raise DataError(f"{where}: {key} = {value!r:.60} is {kind_of(value)}: give text, or a list of messages")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: {key} = {value!r:.60} is not a list of messages: give {_FORMS}")
     return [_message(turn, f"{key}[{place}]", row) for place, turn in enumerate(cast("Sequence[Any]", turns))]
@@ -367,9 +389,15 @@ def _message(turn: Any, path: str, row: Row) -> Message:
         content, media = joined(cast("list[Any]", content), f"{where}: {path}.content", row.folder)
     if not isinstance(content, str):
         raise DataError(f"{where}: {path}.content = {content!r:.60} is not text: give it as text")
-    weight = entry.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"{where}: {path}.weight = {weight!r:.60} is neither 0 (no loss) nor 1: give one of these")
+    weights = {name: entry[name] for name in _WEIGHTS if name in entry}
+    for name, weight in weights.items():
+        if weight not in (0, 1):
+            raise DataError(f"{where}: {path}.{name} = {weight!r:.60} is neither 0 (no loss) nor 1: give one of these")
+    if partial := next((name for name in _PARTIAL_WEIGHTS if name in entry), ""):
+        raise DataError(
+            f"{where}: {path}.{partial} is not read, and a message carries loss as a whole or not at all: give weight, "
+            "0 or 1, instead"
+        )
     extra = {name: plain_or_text(value) for name, value in entry.items() if name not in _FIELDS}
     id_ = str(entry.get("tool_call_id") or "")
-    return Message(cast("Role", role), content, media, calls, id_, extra, carries_loss=bool(weight))
+    return Message(cast("Role", role), content, media, calls, id_, extra, carries_loss=all(weights.values()))

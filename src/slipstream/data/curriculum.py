@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.data.draws import Draws
-from slipstream.data.mixture import Weights, changes_of
+from slipstream.data.mixture_order import Weights, changes_of
 from slipstream.records import Batch
 
 RATE = 0.1

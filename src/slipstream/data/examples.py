@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
@@ -19,14 +19,11 @@ from slipstream.errors import DataError
 from slipstream.records import Batch, DetectionTarget, Media, Message, Rollout, Version
 from slipstream.records import Sequence as TokenSequence
 
+if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
+
 Conversation = Sequence[Message]
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
-
-
-class _Tokenizer(Protocol):
-    def training_tokens(self, messages: Sequence[Message], train_on: TrainOn) -> TokenSequence:
-        """Tokens of a conversation; the mask marks those that carry loss."""
-        ...
 
 
 class Examples(Collection[TokenSequence]):
@@ -72,11 +69,6 @@ class Examples(Collection[TokenSequence]):
         return [end - start for start, end in pairwise(self._ends)]
 
     @property
-    def has_images(self) -> bool:
-        """Whether any has an image."""
-        return bool(self._media)
-
-    @property
     def num_trainable(self) -> int:
         """Tokens that carry loss, of all."""
         return sum(self._mask)
@@ -101,7 +93,7 @@ class SFTReader:
 
 def tokenized(
     conversations: list[Conversation],
-    tokenizer: _Tokenizer,
+    tokenizer: ChatTokenizer,
     train_on: TrainOn,
     limit: int,
     too_long: Literal["drop", "truncate", "error"],

@@ -32,6 +32,11 @@ def plain_or_text(value: Any) -> Any:
     return str(value) if not_plain(value, "") else value
 
 
+def text_of(answer: str | float) -> str:
+    """An answer as text. A column of whole numbers of which one is missing is of floats: its 42.0 is `42`."""
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
+
+
 def kind_of(value: Any) -> str:
     """What a value of JSON is, with its article."""
     kinds = {

@@ -19,7 +19,7 @@ from slipstream.config.python_objects import is_python_object, load
 from slipstream.config.sft import is_hub_name
 from slipstream.config.user_code import DataRead, FileRead, note, stamp_of
 from slipstream.data.files.arrow import arrow_rows, plain_rows, without_nulls
-from slipstream.data.files.folders import FORMS, form_of, splits_of, wanted_split
+from slipstream.data.files.folders import FORMS, form_of, require_whole, splits_of, wanted_split
 from slipstream.data.files.json_lines import SUFFIXES as JSON_SUFFIXES
 from slipstream.data.files.json_lines import json_rows
 from slipstream.errors import ConfigError, DataError, first_line
@@ -58,6 +58,7 @@ def read_rows(path: str | Path, split: str = "", setting: str = "data.path", sub
     if path.is_dir():
         by_split = splits_of(path, setting, subset)
         files = by_split[wanted_split(path, split, by_split)]
+        require_whole(files)
     elif split or subset:
         what = f"split {split!r}" if split else f"configuration {subset!r}"
         raise DataError(f"{path} is a file and has no {what}: leave it out, or name the folder")

@@ -49,14 +49,25 @@ def earlier_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Tools as JSON schemas; some data sets store the list, or each of them, as JSON text. Raises `DataError`."""
+    """Tools in OpenAI's form; some data sets store the list, or each of them, as JSON text. Raises `DataError`."""
     found = json_or_none(value) if isinstance(value, str) else [] if value is None else value
     if isinstance(found, list):
         listed = cast("list[Any]", found)
         found = [json_or_none(tool) if isinstance(tool, str) else tool for tool in listed]
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", found)):
         raise DataError(f"{where}: tools = {value!r:.60} is not a list of functions' JSON schemas: correct it")
-    return tuple(cast("list[dict[str, Any]]", found))
+    return tuple(_tool(tool) for tool in cast("list[dict[str, Any]]", found))
+
+
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    """A function that stands alone, as in OpenAI's earlier `functions`, or with Anthropic's `input_schema`, in the form
+    that chat templates read and servers pass: of another form a template may leave out the parameters."""
+    if "function" in given or "name" not in given:
+        return given
+    function = {("parameters" if name == "input_schema" else name): value for name, value in given.items()}
+    if function.pop("type", "function") not in ("function", "custom"):
+        return given  # a tool of the server, such as a search, is no function
+    return {"type": "function", "function": function}
 
 
 def json_or_none(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -11,7 +12,8 @@ THINK_CLOSE = "</think>"
 _MINUS = "-\u2212\u2013\ufe63\uff0d"
 """A hyphen, and what is set in place of a minus sign. After a digit, a letter or a bracket they are dashes."""
 _CURRENCY = r"(?:[A-Z]{1,2})?\\?[$\u20ac\u00a3\u00a5\u20b9]"
-_THOUSANDS = r",|\{,\}|\\,|_|'|\u2019|\u00a0|\u2009|\u202f"
+_THOUSANDS = r",\\!|\{,\}\\!|,|\{,\}|\\[,;: ]|_|'|\u2019|\u00a0|\u2009|\u202f"
+_PART = rf"[{_MINUS}]?\d+(?:\.\d+)?"
 _RAISED = r"\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b"
 _NUMBER = re.compile(
     rf"""
@@ -21,7 +23,8 @@ _NUMBER = re.compile(
       | \b(?:negative|(?<!\d[ ])minus)(?P<word>[ ]))?
     (?:{_CURRENCY}[ ]?(?P<inner>[{_MINUS}])?)?
     (?:
-        (?P<whole>\d+)?(?P<latex>\\[dt]?frac)(?:\{{(?P<top>\d+)\}}\{{(?P<under>\d+)\}}|(?P<top1>\d)(?P<under1>\d))
+        (?P<whole>\d+)?(?P<latex>\\[cdt]?frac)
+          (?:\{{(?P<top>{_PART})\}}\{{(?P<under>{_PART})\}}|(?P<top1>\d)(?P<under1>\d))
         | (?:(?P<mixed>\d+)[ ](?=\d+/\d))?
           (?P<digits>(?:\d{{1,3}}(?P<sep>{_THOUSANDS})\d{{3}}(?:(?P=sep)\d{{3}})*(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)
           (?:
@@ -36,6 +39,8 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+_VULGAR = re.compile("[ \u00a0]?([\u00bc-\u00be\u2150-\u215e])")
+"""Fractions that are one character."""
 _PLAIN_DIGITS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 _MAX_DIGITS = 400
 _TAIL, _CONTEXT = 1000, 16
@@ -70,7 +75,8 @@ def last_number(text: str) -> Fraction | None:
         start = max(0, len(text) - size)
         # One that begins at the start of the tail may have begun before it.
         least = _CONTEXT if start else 0
-        found = [each for each in _NUMBER.finditer(text[start:]) if each.start() >= least and each[0][0] not in "^_"]
+        tail = _VULGAR.sub(_written_out, text[start:])
+        found = [each for each in _NUMBER.finditer(tail) if each.start() >= least and each[0][0] not in "^_"]
         if found:
             return _value_of(found[-1])
         if not start:
@@ -80,7 +86,12 @@ def last_number(text: str) -> Fraction | None:
 
 def is_number(text: str) -> bool:
     """Whether a text is a number and nothing else."""
-    return text[:1] not in ("^", "_") and _NUMBER.fullmatch(text.strip()) is not None
+    return text[:1] not in ("^", "_") and _NUMBER.fullmatch(_VULGAR.sub(_written_out, text).strip()) is not None
+
+
+def _written_out(found: re.Match[str]) -> str:
+    """One half as a character, or with a number before it, as ` 1/2`."""
+    return " " + unicodedata.normalize("NFKC", found[1]).replace("\u2044", "/")
 
 
 def _value_of(found: re.Match[str]) -> Fraction | None:
@@ -91,11 +102,11 @@ def _value_of(found: re.Match[str]) -> Fraction | None:
         return None
     if parts["latex"]:
         top, under = parts["top"] or parts["top1"], parts["under"] or parts["under1"]
-        number = _divided(Fraction(top), under)
+        number = _divided(_fraction_of(top), _fraction_of(under))
         return sign * (int(parts["whole"] or 0) + number)
     number = Fraction(re.sub(_THOUSANDS, "", parts["digits"]))
     if parts["denominator"]:
-        return sign * (int(parts["mixed"] or 0) + _divided(number, parts["denominator"]))
+        return sign * (int(parts["mixed"] or 0) + _divided(number, Fraction(parts["denominator"])))
     if power := parts["exponent"] or parts["power"]:
         return None if (size := _int_of(power)) is None else sign * number * Fraction(10) ** size
     if root := parts["root"]:
@@ -105,8 +116,12 @@ def _value_of(found: re.Match[str]) -> Fraction | None:
     return sign * number
 
 
-def _divided(number: Fraction, denominator: str) -> Fraction:
-    return number / int(denominator) if int(denominator) else number
+def _fraction_of(text: str) -> Fraction:
+    return Fraction(re.sub(f"[{_MINUS}]", "-", text))
+
+
+def _divided(number: Fraction, denominator: Fraction) -> Fraction:
+    return number / denominator if denominator else number
 
 
 def _int_of(text: str) -> int | None:

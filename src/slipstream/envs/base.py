@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
-from slipstream.envs.tools.calls import call_function
+from slipstream.envs.tools.tool_calls import call_function
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Stop, Task, ToolCall
 
@@ -288,7 +288,8 @@ class Environment(ABC):
         return None
 
     async def close_episode(self, task: Task, state: Any) -> None:  # noqa: B027 (a hook)
-        """Called after `run`, also when that was cancelled, took too long or raised; bounded in time."""
+        """Called after `run`, also when that was cancelled, took too long or raised; bounded in time. `state` is None
+        where `setup_episode` did not return."""
 
 
 def as_score(value: object) -> Score:

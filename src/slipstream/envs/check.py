@@ -33,8 +33,8 @@ import msgspec
 
 from slipstream.envs.answers import until_stop
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
-from slipstream.envs.hosted.environment import Verifiers
-from slipstream.envs.mixture import parts_of
+from slipstream.envs.hosted.verifiers_package import Verifiers
+from slipstream.envs.mixed import parts_of
 from slipstream.envs.scoring.rehearsal import Rehearsal
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.records import Message, Task

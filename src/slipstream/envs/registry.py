@@ -24,9 +24,9 @@ from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.apart import Apart, placement
-from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
-from slipstream.envs.hosted.environment import Verifiers
-from slipstream.envs.mixture import Mixture
+from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
+from slipstream.envs.hosted.verifiers_package import Verifiers
+from slipstream.envs.mixed import Mixture
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import rows_environment
 from slipstream.envs.single_turn import FunctionEnvironment, SingleTurn, shown_settings
@@ -135,7 +135,7 @@ def _load(config: EnvironmentConfig) -> Environment:
     if name == ROWS:
         return rows_environment(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
     if name == DETECTION:
-        from slipstream.envs.detector.environment import Detection
+        from slipstream.envs.detector.image_rows import Detection
 
         return Detection(config.seed, config.settings)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")

@@ -1,1 +1,1 @@
-"""Generation: supervised vLLM processes, the client that talks to them, and a scripted stand-in for tests."""
+"""Generation: supervised vLLM processes, and the client that talks to them."""

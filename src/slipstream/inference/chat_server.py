@@ -2,33 +2,25 @@
 
 It takes the place of an engine where only texts count, as in an evaluation. A conversation reaches it as the tokens of
 `MessageTokens`, which are bytes, and its reply leaves it as such: neither is the model's, so that nothing here can be
-trained on. Guarantees: at most `concurrency` requests run at once; a request is tried again when the server refuses for
-the moment (408, 425, 429, 5xx) or a connection is lost, until its own deadline; what is given up is an aborted
-completion with its reason, so it is counted. The key goes into the request's header and nowhere
-else; no redirect is followed with it.
+trained on. Guarantees: at most `concurrency` requests run at once; `openai_client` repeats a request until its own
+deadline; an abandoned request is an aborted completion with its reason, and is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from slipstream.data.images.reading import bytes_of, decoded, encoded, is_upright
 from slipstream.errors import ConfigError
-from slipstream.records import AbortCause, Completion, GenerateRequest, Media, Message
-from slipstream.runlog.redaction import hide_userinfo
+from slipstream.openai_client import OpenAIClient, Unanswered
+from slipstream.records import Completion, GenerateRequest, Media, Message
 
-_AGAIN = frozenset({408, 425, 429})
-_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _CONNECT_S = 30.0
-_SHOWN = 200
 _TYPES = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff"}
 """How files of these formats begin."""
 
@@ -88,14 +80,6 @@ def _with_images(chat: list[dict[str, Any]], images: Sequence[bytes]) -> list[di
     return chat
 
 
-class Unanswered(Exception):
-    """A request got no usable answer: `cause` says why for programs, the message for people."""
-
-    def __init__(self, message: str, cause: AbortCause) -> None:
-        super().__init__(message)
-        self.cause: AbortCause = cause
-
-
 class ChatServer:
     """See the module. Belongs to one event loop; use as `async with`."""
 
@@ -103,12 +87,10 @@ class ChatServer:
 
     def __init__(self, url: str, model: str = "", key: str = "", *, concurrency: int = 32) -> None:
         """`model`: its name there; empty: the only one."""
-        self._url = url.rstrip("/")
-        self._shown = hide_userinfo(self._url)
+        self._client = OpenAIClient(url, key)
+        self._shown = self._client.shown
         self.model = model
-        self._key = key
         self._slots = asyncio.Semaphore(concurrency)
-        self._session: aiohttp.ClientSession | None = None
         self.num_tokens = 0
         """Sampled tokens, as the server counts them."""
         self.num_counted = 0
@@ -122,23 +104,20 @@ class ChatServer:
         return (self,)
 
     async def __aenter__(self) -> ChatServer:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
         try:
             await self._find_model()
         except BaseException:
-            await self._session.close()
+            await self._client.close()
             raise
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        assert self._session is not None
-        await self._session.close()
+        await self._client.close()
 
     async def _find_model(self) -> None:
         """Check that the server answers and has the model. Raises `ConfigError`."""
         try:
-            listed = await self._request("GET", "/models", None, time.monotonic() + _CONNECT_S)
+            listed = await self._client.ask("GET", "/models", deadline_s=_CONNECT_S)
             names = [str(each["id"]) for each in listed["data"]]
         except Unanswered as error:
             raise ConfigError(
@@ -176,13 +155,15 @@ class ChatServer:
             body["stop"] = list(sampling.stop)
         try:
             async with self._slots:
-                due = time.monotonic() + request.timeout_s  # waiting for a slot is not the server's time
-                answer = await self._request("POST", "/chat/completions", body, due)
+                # The wait for a slot is not the server's time.
+                answer = await self._client.ask("POST", "/chat/completions", body, deadline_s=request.timeout_s)
             completion = self._completion(request.id, answer, sampling.stop)
             # What a prompt's images are in the model is the server's business.
             return msgspec.structs.replace(completion, prompt_ids=request.prompt_ids if request.images else None)
         except Unanswered as error:
-            return Completion(request.id, [], None, "abort", error=str(error), cause=error.cause)
+            return Completion(
+                request.id, [], None, "abort", error=str(error), cause="late" if error.is_late else "invalid"
+            )
 
     def _completion(self, name: str, answer: dict[str, Any], stop: Sequence[str]) -> Completion:
         try:
@@ -191,9 +172,9 @@ class ChatServer:
             reason = choice.get("finish_reason")
             if stop and reason == "stop":
                 text += self._stop_string(choice, stop, text)
-            data = list(text.encode("utf-8"))
+            data = list(text.encode("utf-8", "replace"))  # JSON may have half of a surrogate pair
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise Unanswered(f"the server at {self._shown} sent no chat completion", "invalid") from None
+            raise Unanswered(f"the server at {self._shown} sent no chat completion") from None
         usage = answer.get("usage")
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if isinstance(count, int):
@@ -207,42 +188,3 @@ class ChatServer:
         named = [choice[key] for key in ("stop_reason", "matched_stop") if key in choice]
         self.num_stops_unknown += not named
         return next((each for each in named if each in stop and not text.endswith(each)), "")
-
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None, due: float) -> dict[str, Any]:
-        """The JSON answer, of as many tries as there is time for. Raises `Unanswered`."""
-        assert self._session is not None
-        pause, last = _PAUSE_S, "no answer"
-        while (left := due - time.monotonic()) > 0:
-            wait = pause
-            try:
-                async with (
-                    asyncio.timeout(left),
-                    self._session.request(method, f"{self._url}{path}", json=body, allow_redirects=False) as response,
-                ):
-                    if response.status == 200:
-                        found = await response.json(content_type=None)
-                        if not isinstance(found, dict):
-                            raise Unanswered("its answer is no JSON object", "invalid")
-                        return found
-                    last = f"status {response.status}: {self._safe(await response.text())}"
-                    if response.status < 500 and response.status not in _AGAIN:
-                        raise Unanswered(last, "invalid")
-                    with contextlib.suppress(ValueError):
-                        wait = max(wait, float(response.headers.get("Retry-After", "")))
-            except TimeoutError:
-                break
-            except aiohttp.InvalidURL:
-                raise Unanswered("it is no address", "invalid") from None
-            except (aiohttp.ClientError, ValueError, OSError) as error:
-                last = self._safe(str(error)) or type(error).__name__
-            if time.monotonic() + wait >= due:
-                break
-            await asyncio.sleep(wait)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        raise Unanswered(f"no answer before the deadline (the last try: {last})", "late")
-
-    def _safe(self, text: str) -> str:
-        """A text of the server on one line, without the key."""
-        if self._key:
-            text = text.replace(self._key, "***")
-        return hide_userinfo(" ".join(text.split()))[:_SHOWN]

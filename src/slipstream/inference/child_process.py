@@ -41,8 +41,9 @@ _TAIL_BYTES = 1 << 16
 _LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?(?:\[rank\d+\]: *)?")
 """What processes, vLLM's logger and torch.distributed put before a line."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
-_SECOND_HAND = re.compile(r"Engine core initialization failed|root cause")
-"""Errors of vLLM that only say that another of its processes raised."""
+_SECOND_HAND = re.compile(r"Engine core initialization failed|root cause|failed to be inspected")
+"""Errors of vLLM that only say that there was another one before."""
+_BESIDE = re.compile(r"(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 
 END = signal.SIGRTMIN
 """Asks a child of a run to end in order."""
@@ -89,11 +90,16 @@ def become(arguments: Sequence[str], module: str) -> NoReturn:
     where that is known. Its pid, terminal and environment stay."""
     begun, given = list(sys.orig_argv), sys.argv[1:]
     head = begun[1 : len(begun) - len(given)] if begun[len(begun) - len(given) :] == given else ["-P", "-m", module]
+    prepare_exec()
+    os.execv(sys.executable, [sys.executable, *head, *arguments])
+
+
+def prepare_exec() -> None:
+    """Join threads, flush, and have descriptors closed by an exec: a driver's would keep its memory."""
     _wind_up(0)
-    for name in os.listdir("/proc/self/fd"):  # a driver's would keep its memory
+    for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
-    os.execv(sys.executable, [sys.executable, *head, *arguments])
 
 
 def _wind_up(code: int) -> int:
@@ -136,7 +142,8 @@ def last_error(log_path: Path) -> str:
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    lines = list(_not_ignored(text for line in lines if (text := _LOGGED.sub("", line).strip())))
+    texts = (text for line in lines if (text := _LOGGED.sub("", line).strip()) and not _BESIDE.match(text))
+    lines = list(_not_ignored(texts))
     raised = [place for place, line in enumerate(lines) if _RAISED.match(line) and not _SECOND_HAND.search(line)]
     text = " ".join(lines[raised[-1] : raised[-1] + 4] if raised else lines[-1:])
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,26 +1,26 @@
-"""`OpenAIServer`: vLLM's own OpenAI-compatible server in a child process. Run as `__main__`, this module is that child.
+"""vLLM's own OpenAI-compatible server: in this process's place (`become_server`), or as a child (`ServerChild`).
 
-Guarantees: `wait_ready` returns when the server answers, or raises with its last error; `stop` leaves no process of it
-behind; it ends with the process that started it. Its shared memory goes with the temporary folder of its log. With
-a key every path but `/health` needs it, also those that vLLM's own check leaves open, and the key is in no argument
-list. Without one no web page is answered whose name was pointed to this machine.
+Run as `__main__`, this module is that child.
+
+Guarantees: a server with a key answers nothing but `/health` without it, on any path, and no argument list holds the
+key. A server without one refuses requests by a foreign host name (DNS rebinding). A child ends with the process that
+started it, and its shared memory goes with the temporary folder of its log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
@@ -33,65 +33,55 @@ _HOST_VARIABLE = "SLIPSTREAM_HOST"
 _MODULE = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
+_END_S = 10.0
 
 
-class OpenAIServer:
-    """One vLLM OpenAI server, on `host` and `port`."""
+def become_server(arguments: Sequence[str], host: str, port: int, api_key: str) -> NoReturn:
+    """Replace this process (exec) with vLLM's server. Its log is standard error."""
+    child_process.prepare_exec()
+    os.dup2(2, 1)
+    command = [sys.executable, "-P", "-m", _MODULE, *_listening(arguments, host, port, api_key)]
+    os.execve(sys.executable, command, _environment(host, api_key))
 
-    def __init__(self, arguments: Sequence[str], *, host: str, port: int, api_key: str, log_path: Path) -> None:
-        self.arguments = [*arguments, "--host", host, "--port", str(port)]
-        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-        self._api_key = api_key
-        self._host = host
+
+class ServerChild:
+    """vLLM's server as a child of this process, on a loopback port."""
+
+    def __init__(self, arguments: Sequence[str], *, port: int, api_key: str, log_path: Path) -> None:
+        self._url = f"http://127.0.0.1:{port}"
         self._log_path = log_path
-        self._process: subprocess.Popen[bytes] | None = None
+        environment = {**_environment("127.0.0.1", api_key), FOLDER_VARIABLE: str(log_path.parent)}
+        command = [sys.executable, "-P", "-m", __name__, *_listening(arguments, "127.0.0.1", port, api_key)]
+        self._process = child_process.launch(command, environment, log_path)
 
-    def launch(self) -> None:
-        """Start the process without waiting for it."""
-        guard = ["--middleware", f"{__name__}.{'KeyGuard' if self._api_key else 'HostGuard'}"]
-        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-        environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH, _HOST_VARIABLE: self._host}
-        environment[FOLDER_VARIABLE] = str(self._log_path.parent)
-        if self._api_key:
-            environment[KEY_VARIABLE] = self._api_key
-        self._process = child_process.launch(
-            [sys.executable, "-m", __name__, *self.arguments, *guard], environment, self._log_path
-        )
-
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def is_healthy(self) -> bool:
-        """Whether it answers now."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
-                return response.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def wait_ready(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until it answers; False when `should_stop` came first. Raises `EngineError` when it ends."""
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it answers. Raises `EngineError` when it ends."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if should_stop():
-                return False
-            if not self.is_alive():
-                raise EngineError(f"vLLM's server did not start: {self.describe()}")
-            if self.is_healthy():
-                return True
+            if self._process.poll() is not None:
+                raise EngineError(f"vLLM's server did not start: {self._ending()}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_TIMEOUT_S):
+                return
             time.sleep(_POLL_S)
-        raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self.describe()}")
+        raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self._ending()}")
 
-    def describe(self) -> str:
-        """How it is, and where its log is."""
-        return f"it {child_process.ending(self._process.poll() if self._process else None, self._log_path)}"
+    def _ending(self) -> str:
+        return f"it {child_process.ending(self._process.poll(), self._log_path)}"
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End it and its process group: SIGTERM first, SIGKILL after `timeout_s`."""
-        if self._process is not None:
-            child_process.end(self._process, timeout_s, signal.SIGTERM)
+    def stop(self) -> None:
+        """End it and its process group."""
+        child_process.end(self._process, _END_S, signal.SIGTERM)
+
+
+def _listening(arguments: Sequence[str], host: str, port: int, api_key: str) -> list[str]:
+    guard = f"slipstream.inference.openai_server.{'KeyGuard' if api_key else 'HostGuard'}"
+    return [*arguments, "--host", host, "--port", str(port), "--middleware", guard]
+
+
+def _environment(host: str, api_key: str) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH, _HOST_VARIABLE: host}
+    return environment | ({KEY_VARIABLE: api_key} if api_key else {})
 
 
 class KeyGuard:
@@ -146,7 +136,7 @@ async def _refuse(
 
 
 def main() -> None:
-    """Run vLLM's server until standard input closes."""
+    """Run vLLM's server as a child, until standard input closes."""
     from slipstream.inference.plugin import lifeline
 
     lifeline.name_shared_memory()

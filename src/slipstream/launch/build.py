@@ -274,7 +274,7 @@ def _coordinate_ids(config: PlannedConfig, folder: Path) -> tuple[int, ...]:
     if config.matching is None:
         return ()
     from slipstream.data.chat_template import ChatTokenizer
-    from slipstream.launch.matching.answers import answer_tokens
+    from slipstream.orchestrator.matching.answers import answer_tokens
 
     return answer_tokens(ChatTokenizer(folder, trust_remote_code=config.model.trust_remote_code)).coordinate_ids
 

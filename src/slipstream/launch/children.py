@@ -24,8 +24,9 @@ from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.stages import Stages
-from slipstream.launch.teacher import RunTeacher, launch_teacher
+from slipstream.launch.teacher import launch_teacher
 from slipstream.orchestrator.event_loop_watch import blame
+from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams

@@ -20,25 +20,26 @@ from slipstream.engine_protocols import Generates
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.inference.replicas import EngineReplicas
-from slipstream.launch.batch_order import BatchOrder, mixture_weights, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
-from slipstream.launch.matching.targets import with_figures
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
+from slipstream.orchestrator.batches.batch_order import BatchOrder, mixture_weights
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.idle_time import IdleTime
-from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
+from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
+from slipstream.orchestrator.deadlines import retries_of, silence_limit_s
 from slipstream.orchestrator.evaluate import Evaluation, evaluate, refuse_other_versions
 from slipstream.orchestrator.failure_rate import check_failures, warn_of_losses
 from slipstream.orchestrator.failures import Failures
 from slipstream.orchestrator.garbage_collection import fewer_collections
 from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
@@ -61,7 +62,7 @@ class _Generation:
     def __init__(self, context: Context, children: Children, batches: Transport[Batch]) -> None:
         config = context.config
         self._context, self._children, self._batches = context, children, batches
-        self._order = BatchOrder(context.prepared)
+        self._order = context.prepared.batch_order()
         self._engine, self._scorer = children.create_engine(), children.create_scorer()
         receiver, fence = receiver_of("lora" if publishes_adapter(config) else config.weights.bridge, self._engine)
         self._versions = Versions(receiver, apply_timeout_s=apply_timeout_s(config), fence=fence)
@@ -116,7 +117,7 @@ class _Generation:
         assert self._ledger is not None
         self._order.set_changes(command.changes)
         batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)
-        made: MakesBatches = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
+        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)

@@ -30,9 +30,10 @@ from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.deployable import with_weights_folder
 from slipstream.launch.engines import engine_plan
-from slipstream.launch.matching.answers import answer_tokens, detects
-from slipstream.launch.matching.schedule import schedule_notes
-from slipstream.launch.matching.targets import conversations_of, examples_of, graded
+from slipstream.orchestrator.batches.batch_order import BatchOrder
+from slipstream.orchestrator.matching.answers import answer_tokens, detects
+from slipstream.orchestrator.matching.schedule import generates_for
+from slipstream.orchestrator.matching.targets import conversations_of, examples_of, graded
 from slipstream.plan.derive import Plan, draft_plan
 from slipstream.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.plan.lengths import least_tokens, wanted_tokens
@@ -93,6 +94,10 @@ class Prepared:
     def uses_engine(self) -> bool:
         """Whether this run generates anything."""
         return uses_engine(self.config)
+
+    def batch_order(self) -> BatchOrder:
+        """The training items of each batch."""
+        return BatchOrder(self.config, self.train_tasks, self.num_items, self.part_of_item)
 
     @property
     def num_items(self) -> int:
@@ -198,7 +203,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
-    notes += [*_mixture_notes(plan.config, part_of_item), *schedule_notes(plan.config)]
+    notes += [*_mixture_notes(plan.config, part_of_item), *_schedule_notes(plan.config)]
     notes += check_images(plan.config, tokenizer, prompts, on_cpu=not facts.num_gpus)
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
@@ -396,6 +401,24 @@ def _mixture_notes(config: PlannedConfig, part_of_item: Sequence[int]) -> list[N
             how += ", before the curriculum changes it"
         notes.append(Note(f"tasks of {name}", sizes[number], "", how))
     return notes
+
+
+def _schedule_notes(config: PlannedConfig) -> list[Note]:
+    """How many steps are channel B's."""
+    if config.matching is None:
+        return []
+    steps, matching = config.training.steps, config.matching
+    count = sum(generates_for(config, step) for step in range(steps))
+    how = f"matching.pattern = {', '.join(matching.pattern)}"
+    if matching.b_ratio is not None:
+        how = f"matching.b_ratio = {matching.b_ratio:g}"
+    if not count:
+        how += ": no rollouts are made to train on"
+    forwards = matching.softctx_iterations
+    return [
+        Note("steps of channel B", count, "", f"of {steps}, by {how}"),
+        Note("forwards of channel A", forwards, "", "of each row, by matching.softctx_iterations"),
+    ]
 
 
 def _tokenized(

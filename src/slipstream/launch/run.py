@@ -7,18 +7,17 @@ starts while the trainer loads, so that neither waits for the other's imports.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.config import dump_resolved
+from slipstream.config import PlannedConfig, dump_resolved
 from slipstream.config.traits import has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.errors import one_line
 from slipstream.inference import child_process
-from slipstream.launch.batch_order import START_GRACE_S, BatchOrder
 from slipstream.launch.build import (
     Trained,
     build,
@@ -30,8 +29,6 @@ from slipstream.launch.build import (
 )
 from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engines import EngineMaker, create_engine
-from slipstream.launch.matching.reader import MatchingReader
-from slipstream.launch.matching.schedule import generates_for
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
@@ -47,14 +44,19 @@ from slipstream.launch.recovery.retry_policy import earlier_attempts
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
-from slipstream.launch.teacher import refuse_itself
-from slipstream.launch.weight_sync import attach_engine
 from slipstream.orchestrator.control import commands
-from slipstream.orchestrator.control.handle import Orchestrator
+from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader
+from slipstream.orchestrator.control.weight_sync import RunHooks, connect
+from slipstream.orchestrator.deadlines import START_GRACE_S, waits_of
 from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.matching.answers import answer_tokens
+from slipstream.orchestrator.matching.reader import MatchingReader
+from slipstream.orchestrator.matching.schedule import generates_for
+from slipstream.orchestrator.teacher_engine import refuse_itself
 from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.last_run import record_memory
 from slipstream.plan.memory.shortages import memory_at_start
+from slipstream.plan.memory.sizes import engine_bytes_per_gpu
 from slipstream.processes.watchdog import watched
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
@@ -65,7 +67,12 @@ from slipstream.sinks.prometheus import MetricsServer
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
-    from slipstream.trainer.loop import TrainingLoop
+    from slipstream.detection.coordinates import AnswerTokens
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+    from slipstream.trainer.checkpoints.resumed import Identity, Resumed
+    from slipstream.trainer.checkpoints.writer import CheckpointWriter
+    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.loop import Reader, TrainingLoop
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def _end_of(log: RunLog, loop: TrainingLoop | None, error: BaseException | None)
 
 
 def _result_of(loop: TrainingLoop) -> RunResult:
-    checkpoint, best = loop.store.latest(resumable=False), loop.store.best()
+    checkpoint, best = loop.writer.store.latest(resumable=False), loop.writer.store.best()
     return RunResult(
         loop.log.folder,
         loop.step,
@@ -218,11 +225,13 @@ def _result_of(loop: TrainingLoop) -> RunResult:
 
 def _build_loop(run: RunContext, children: Children, generation: Generation | None, resume: bool) -> TrainingLoop:
     """Load the models while the engine starts, and build the training loop."""
-    config, prepared, order = run.config, run.prepared, BatchOrder(run.prepared)
+    config, prepared, log = run.config, run.prepared, run.log
     with run.stages.stage("import the trainer"):
         import torch
 
         from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+        from slipstream.trainer.checkpoints.resumed import Identity, Resumed
+        from slipstream.trainer.checkpoints.writer import create_writer
         from slipstream.trainer.loop import TrainingLoop
         from slipstream.weights.usage import EndTokens
 
@@ -236,59 +245,122 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
     )
     sampling = prepared.sampling() if prepared.uses_engine else SamplingParams(max_tokens=1)
     trained = _build_models(run, children, generation, sampling)
-    reader = MatchingReader(prepared, order.items) if config.matching else SFTReader(prepared.examples, order.items)
-    coordinate_ids = reader.tokens.coordinate_ids if isinstance(reader, MatchingReader) else ()
-    loop = TrainingLoop(
+    digests = identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder)
+    identity = Identity(prepared.num_items, digests, run.may_differ)
+    curriculum = MixtureCurriculum(config) if has_curriculum(config) else None
+    resumed = _resume(log, store, trained, identity, curriculum, config) if resume else Resumed()
+    if not resume and generation is not None:
+        _refuse_own_teacher(config, trained.learner, generation.caller)
+    writer = create_writer(config, store, trained.learner, trained.critic, log)
+    engine, hooks = None, None
+    if generation is not None:
+        engine, hooks = _connect(run, children, generation.caller, writer, trained.learner, resumed.step)
+    tokens = answer_tokens(prepared.tokenizer) if config.matching else None
+    return TrainingLoop(
         config=config,
         learner=trained.learner,
-        objective=build_objective(config, sampling, coordinate_ids),
-        reader=reader,
-        engine=None,
-        store=store,
-        log=run.log,
+        objective=build_objective(config, sampling, tokens.coordinate_ids if tokens else ()),
+        reader=_reader(run, generation, engine, hooks, tokens, resumed, curriculum),
+        engine=engine,
+        writer=writer,
+        log=log,
         progress=run.progress,
         sampling=sampling,
         reference=trained.reference,
         critic=trained.critic,
         should_stop=run.should_stop,
-        num_items=prepared.num_items,
         held_out=prepared.held_out,
-        identity=identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder),
-        may_differ=run.may_differ,
+        identity=identity,
+        resumed=resumed,
         rolls_out_at=partial(generates_for, config),
-        curriculum=MixtureCurriculum(config) if has_curriculum(config) else None,
+        curriculum=curriculum,
     )
-    if resume:
-        _resume(run.log, loop)
-    elif generation is not None and config.teacher is not None and (config.lora is None or config.lora.path is None):
-        # A new adapter leaves the policy equal to its base.
-        learner, waits_for = trained.learner, "the orchestrator to say what the teacher holds"
-        command, timeout_s = commands.AskTeacher(), config.inference.start_timeout_s
-        digest = generation.caller.call(command, commands.TeacherDigest, timeout_s, waits_for).digest
-        refuse_itself(config, digest, learner.named_weights if config.lora is None else learner.base_weights)
-    if generation is not None:
-        children.at_exit(attach_engine(run, generation.caller, generation.batches, loop).close)
-    return loop
 
 
-def _resume(log: RunLog, loop: TrainingLoop) -> None:
+def _connect(
+    run: RunContext, children: Children, caller: Caller, writer: CheckpointWriter, learner: Learner, step: int
+) -> tuple[Orchestrator, RunHooks]:
+    """Open the ledger under RL, and create the loop's engine."""
+    config, log = run.config, run.log
+    if config.algorithm.kind != "sft":
+        waits_for = "the orchestrator to plan the run and to open the ledger"
+        caller.call(commands.OpenLedger(step), commands.Done, waits_of(config).start_s, waits_for)
+    planned_bytes = engine_bytes_per_gpu(config, run.prepared.facts.model)
+    waiting = partial(run.stages.stage, WAIT)
+    hooks = RunHooks(config, log, run.progress, caller, waiting=waiting, planned_bytes=planned_bytes)
+    engine, publisher = connect(config, learner, caller, hooks, log, lambda: writer.saved_step)
+    children.at_exit(publisher.close)
+    return engine, hooks
+
+
+def _reader(
+    run: RunContext,
+    generation: Generation | None,
+    engine: Orchestrator | None,
+    hooks: RunHooks | None,
+    tokens: AnswerTokens | None,
+    resumed: Resumed,
+    curriculum: MixtureCurriculum | None,
+) -> Reader:
+    """The source of batches; under RL their making begins."""
+    config, prepared, order = run.config, run.prepared, run.prepared.batch_order()
+    if tokens is not None:
+        matching = partial(
+            MatchingReader, config, prepared.train_tasks, prepared.examples, tokens, prepared.facts.model.context_length
+        )
+        if engine is None or hooks is None:
+            return matching(order.items)
+        return matching(order.items, roll_out=engine.roll_out, on_rollouts=hooks.rolled_out)
+    if config.algorithm.kind == "sft":
+        return SFTReader(prepared.examples, order.items)
+    assert generation is not None
+    assert hooks is not None
+    reader = RolloutReader(generation.caller, generation.batches, waits=waits_of(config), hooks=hooks)
+    changes = curriculum.changes if curriculum is not None else []
+    reader.start(commands.MakeBatches(resumed.step, config.training.steps, resumed.draws.state(), changes))
+    return reader
+
+
+def _refuse_own_teacher(config: PlannedConfig, learner: Learner, caller: Caller) -> None:
+    """Raise `ConfigError` for a teacher that is the policy. A new adapter leaves the policy equal to its base."""
+    if config.teacher is None or (config.lora is not None and config.lora.path is not None):
+        return
+    command, timeout_s = commands.AskTeacher(), config.inference.start_timeout_s
+    waits_for = "the orchestrator to say what the teacher holds"
+    digest = caller.call(command, commands.TeacherDigest, timeout_s, waits_for).digest
+    refuse_itself(config, digest, learner.named_weights if config.lora is None else learner.base_weights)
+
+
+def _resume(
+    log: RunLog,
+    store: CheckpointStore,
+    trained: Trained,
+    identity: Identity,
+    curriculum: MixtureCurriculum | None,
+    config: PlannedConfig,
+) -> Resumed:
     """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command. A damaged
     one is renamed, and the one before it is loaded."""
     from slipstream.trainer.checkpoints.checkpoint import DamagedCheckpoint
+    from slipstream.trainer.checkpoints.resumed import Resumed, load_resumed
 
-    while (latest := loop.store.latest()) is not None:
+    resumed, size = Resumed(), config.training.prompts_per_batch
+    while (latest := store.latest()) is not None:
         try:
-            loop.resume(latest)
+            resumed = load_resumed(
+                store, latest, trained.learner, trained.critic, identity, curriculum, prompts_per_batch=size
+            )
         except DamagedCheckpoint as damaged:
-            aside = loop.store.set_aside(latest)
+            aside = store.set_aside(latest)
             if aside is None:
                 raise
             log.warning(f"{damaged}: the run continues from the one before, and this one is now {aside.name}")
         else:
             break
     for attempt in earlier_attempts(read_events(log.folder), log.lineage)[:1]:
-        loop.trained_before_s = float(attempt["trained_s"])
-    log.resumed(loop.step, checkpoint=latest.name if latest else None)
+        resumed = replace(resumed, trained_s=float(attempt["trained_s"]))
+    log.resumed(resumed.step, checkpoint=latest.name if latest else None)
+    return resumed
 
 
 def _build_models(

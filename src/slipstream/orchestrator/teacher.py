@@ -7,29 +7,20 @@ token; a teacher that dies is restarted, as often as allowed, or its error ends 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
-import time
-from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
-
-import aiohttp
 
 from slipstream.engine_protocols import Generates
 from slipstream.errors import ConfigError, DeadlineError, EngineError
+from slipstream.openai_client import OpenAIClient, Unanswered
 from slipstream.orchestrator.concurrency import retry_on_restart
-from slipstream.patience import Patience
 from slipstream.records import GenerateRequest, Rollout, SamplingParams
-from slipstream.runlog.redaction import hide_userinfo
 
 _PATIENCE_S = 120.0
 """How long requests to a server that is busy or restarting are repeated."""
 _FIRST_PATIENCE_S = 10.0
 """The same when a run connects for the first time."""
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 20.0
-_TRANSIENT = frozenset({408, 425, 429})
-"""HTTP statuses below 500 after which a request is repeated."""
 _MAX_CONCURRENT = 64
 """Concurrent requests to a teacher server."""
 
@@ -112,14 +103,12 @@ class ServerSource:
     one event loop."""
 
     def __init__(self, url: str, name: str, key: str, *, timeout_s: float) -> None:
-        self._url = url.rstrip("/")
-        self._shown = hide_userinfo(self._url)
+        self._client = OpenAIClient(url, key)
+        self._shown = self._client.shown
         self._name = name
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout_s = timeout_s
         self._patience_s = _FIRST_PATIENCE_S
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._session: aiohttp.ClientSession | None = None
 
     async def connect(self, text: str, token_ids: list[int]) -> None:
         """Find the model, and check that its tokenizer encodes `text` as `token_ids`, as the policy's does. Raises
@@ -133,7 +122,7 @@ class ServerSource:
             ) from refusal
 
     async def _connect(self, text: str, token_ids: list[int]) -> None:
-        listed = await self._request("GET", f"{self._url}/models")
+        listed = await self._request("GET", "/models")
         names = [str(each.get("id")) for each in listed.get("data", [])]
         if not self._name and len(names) == 1:
             self._name = names[0]
@@ -143,7 +132,8 @@ class ServerSource:
                 f'teacher.name = "{self._name}" is not served at {self._shown}, which has {known}: name one'
             )
         body = {"model": self._name, "prompt": text, "add_special_tokens": False}
-        answer = await self._request("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
+        # vLLM has it beside /v1.
+        answer = await self._request("POST", "/../tokenize" if self._client.url.endswith("/v1") else "/tokenize", body)
         if answer.get("tokens") != token_ids:
             raise ConfigError(
                 f"the teacher at {self._shown} has another tokenizer than model.path (a text of {len(token_ids)} "
@@ -154,7 +144,7 @@ class ServerSource:
         """See `Source`."""
         body = {"model": self._name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         async with self._slots:
-            answer = await self._request("POST", f"{self._url}/completions", body)
+            answer = await self._request("POST", "/completions", body)
         try:
             entries: list[dict[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
             pairs = zip(entries, token_ids, strict=True)
@@ -166,51 +156,19 @@ class ServerSource:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._client.close()
 
-    async def _request(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON answer; repeats the request for a while after a broken connection or a transient status."""
-        began, pause = time.monotonic(), _PAUSE_S
-        while True:
-            wanted = pause
-            try:
-                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as response:
-                    if response.status == 200:
-                        return await response.json()
-                    why = f"status {response.status}: {hide_userinfo((await response.text())[:300])}"
-                    wanted = max(pause, _seconds(response.headers.get("Retry-After", "")))
-            except TimeoutError:
-                raise DeadlineError(
-                    f"the teacher at {hide_userinfo(url)} did not answer within {self._timeout_s:g} s"
-                ) from None
-            except (aiohttp.ClientError, ValueError) as error:
-                why = hide_userinfo(str(error)) or type(error).__name__
-            else:
-                if response.status == 400:
-                    raise Refused(f"refused: {why}")
-                if response.status < 500 and response.status not in _TRANSIENT:
-                    break
-            if time.monotonic() - began + wanted > self._patience_s:
-                why += f", for {time.monotonic() - began:.0f} s"
-                break
-            await asyncio.sleep(wanted)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        raise EngineError(
-            f"the teacher at {hide_userinfo(url)} cannot be asked ({why}): look at that server, and at teacher.url"
-        )
-
-    def _connection(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
-        return self._session
-
-
-def _seconds(retry_after: str) -> float:
-    """Parse a Retry-After header, a number of seconds or a date; 0 where it is neither."""
-    with contextlib.suppress(ValueError):
-        return float(retry_after)
-    with contextlib.suppress(ValueError, TypeError):
-        return parsedate_to_datetime(retry_after).timestamp() - time.time()
-    return 0.0
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON answer. A try has the time limit of a request also when it begins after a restart."""
+        patience_s = self._patience_s
+        try:
+            return await self._client.ask(
+                method, path, body, deadline_s=self._timeout_s + patience_s, patience_s=patience_s
+            )
+        except Unanswered as error:
+            if error.status == 400:
+                raise Refused(str(error)) from None
+            kind = DeadlineError if error.is_late else EngineError
+            raise kind(
+                f"the teacher at {self._shown} cannot be asked ({error}): look at that server, and at teacher.url"
+            ) from None

@@ -10,10 +10,9 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
-from slipstream.config.sft import TrainOn
 from slipstream.config.traits import rolls_out
 from slipstream.errors import ConfigError, first_line
 from slipstream.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
@@ -24,9 +23,9 @@ from slipstream.plan.memory.shortages import find_shortages
 from slipstream.plan.preflight.model_folder import hub_commit
 from slipstream.plan.vllm_version import read_engine
 from slipstream.records import Message, Task
-from slipstream.records import Sequence as TokenSequence
 
 if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
     from slipstream.weights.adapter_folder import AdapterConfig
 
 MAX_MEASURED = 1000
@@ -37,18 +36,6 @@ NAMES_IN_CONFIG = {
     "context_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "vocab_size": ("vocab_size",),
 }
-
-
-class Tokenizer(Protocol):
-    """The part of `data.chat.ChatTokenizer` that is needed to count."""
-
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt tokens, with the generation prompt."""
-        ...
-
-    def training_tokens(self, messages: Sequence[Message], train_on: TrainOn) -> TokenSequence:
-        """The tokens of a whole conversation; `mask` is set on what the assistant says."""
-        ...
 
 
 Gold = Callable[[Task], Sequence[Message]]
@@ -63,7 +50,7 @@ def answer_turns(task: Task) -> list[Message]:
 def gather_facts(
     config: RunConfig,
     tasks: Sequence[Task],
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     *,
     eval_tasks: Sequence[Task] = (),
     lengths: Sequence[int] = (),
@@ -178,7 +165,7 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
 def measure_data(
     config: RunConfig,
     tasks: Sequence[Task],
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     eval_tasks: Sequence[Task] = (),
     lengths: Sequence[int] = (),
     eval_lengths: Sequence[int] = (),
@@ -202,7 +189,7 @@ def measure_data(
     )
 
 
-def longest_answer(tasks: Iterable[Task], tokenizer: Tokenizer, gold: Gold) -> int | None:
+def longest_answer(tasks: Iterable[Task], tokenizer: ChatTokenizer, gold: Gold) -> int | None:
     """Tokens of the longest turn of a gold answer, with its end token, among the 1,000 of most bytes; None without
     any."""
     answers = sorted(_answered(tasks, gold), key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]

@@ -22,8 +22,10 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError, TrainerLost
 from slipstream.processes import looks
-from slipstream.runlog import RunLog, holds_run, read_metrics, stacks
+from slipstream.runlog import RunLog, holds_run, read_events, read_metrics, stacks
 from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
+from slipstream.runlog.reader import last_attempt
+from slipstream.runlog.writer import report_of, write_report
 
 _PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a terminal or a scheduler sends to all processes of a run."""
@@ -78,7 +80,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED)
     trainer, folder = int(sys.argv[1]), Path(sys.argv[2])
     if why := watch(trainer, folder):
-        write_end(folder, end(trainer, why))
+        code = 128 + signal.SIGKILL
+        error = TrainerLost(f"the trainer, process {trainer}, {why}: continue with --resume", exit_code=code)
+        if _beat_of(trainer, folder) is not None:  # the folder is this trainer's
+            tell(folder, error)
+        end(trainer, error)
+        write_end(folder, error)
 
 
 def watch(trainer: int, folder: Path) -> str:
@@ -100,11 +107,17 @@ def _beat_of(trainer: int, folder: Path) -> Heartbeat | None:
     return beat if beat is not None and beat.pid == trainer else None
 
 
-def end(trainer: int, why: str) -> TrainerLost:
-    """Kill the trainer and wait for its end; the error that ends the run, which standard error says."""
-    error = TrainerLost(
-        f"the trainer, process {trainer}, {why}: continue with --resume", exit_code=128 + signal.SIGKILL
-    )
+def tell(folder: Path, error: SlipstreamError) -> None:
+    """Write `exit.json` before the trainer is killed. A script that waits for the trainer reads the file at once, and
+    a container whose first process is the trainer ends the watchdog with it."""
+    with contextlib.suppress(OSError, SlipstreamError):
+        rows = read_metrics(folder)
+        attempt = last_attempt(read_events(folder), rows)
+        write_report(folder, report_of(error, attempt, int(rows[-1]["step"]) if rows else 0))
+
+
+def end(trainer: int, error: SlipstreamError) -> None:
+    """Kill the trainer, wait for its end, and say on standard error why."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(trainer, signal.SIGKILL)
     until = time.monotonic() + _DYING_S
@@ -113,7 +126,6 @@ def end(trainer: int, why: str) -> TrainerLost:
     shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view had hidden the cursor
     with contextlib.suppress(OSError):
         print(f"{shown}error: {error}", file=sys.stderr, flush=True)
-    return error
 
 
 def write_end(folder: Path, error: SlipstreamError) -> None:
@@ -124,7 +136,7 @@ def write_end(folder: Path, error: SlipstreamError) -> None:
         until = time.monotonic() + _END_S
         while True:
             try:
-                with RunLog.create(folder, resume=True) as log:
+                with RunLog.create(folder, resume=True, is_over=True) as log:
                     log.exit(error, step=step)
                 return
             except SlipstreamError:  # a killed process may hold the lock a little longer than its main thread lives

@@ -20,8 +20,8 @@ from slipstream.inference.plugin import lifeline
 from slipstream.python.protocol import Call, Outcome
 from slipstream.records import Rollout
 from slipstream.runlog import sample_of
+from slipstream.runlog.files import without_surrogates
 from slipstream.runlog.redaction import hide_userinfo
-from slipstream.runlog.writer import without_surrogates
 
 _OF_A_RUN = ("step", "version", "sequences")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from slipstream.report.curves import curves
-from slipstream.report.headline import headline, identity
+from slipstream.report.headline import Headline, headline, identity
 from slipstream.report.markup import Child, Html, details, h, join
 from slipstream.report.plot import NUM_COLORS
 from slipstream.report.rollouts import rollouts
@@ -65,20 +65,8 @@ def _single(record: RunRecord) -> Html:
     head = headline(record)
     facts = [h("span", h("span", f"{name} ", class_="note"), value, class_="fact") for name, value in identity(record)]
     learning, *others = curves([record], [""]).items()
-    sections: list[tuple[str, Html | None]] = [
-        learning,
-        ("Held-out figures", validation(record)),
-        ("Boxes", scenes(record)),
-        ("Rollouts", rollouts(record)),
-        *others,
-        ("Who waited for whom", timeline(record)),
-        ("Where groups ended", groups(record)),
-        ("Start-up", startup(record)),
-        (_ENDING, ending(record)),
-        ("Settings", settings(record)),
-        ("Versions and digests", versions(record, head)),
-    ]
-    shown = [(title, content) for title, content in sections if content is not None]
+    before, after = _samples(record), _course(record, head)
+    shown = [(title, content) for title, content in (learning, *before, *others, *after) if content is not None]
     return join(
         h(
             "header",
@@ -91,6 +79,23 @@ def _single(record: RunRecord) -> Html:
         ),
         [_section(title, content) for title, content in shown],
     )
+
+
+def _samples(record: RunRecord) -> list[tuple[str, Html | None]]:
+    """Sections of what was generated."""
+    return [("Held-out figures", validation(record)), ("Boxes", scenes(record)), ("Rollouts", rollouts(record))]
+
+
+def _course(record: RunRecord, head: Headline) -> list[tuple[str, Html | None]]:
+    """Sections of how the run went."""
+    return [
+        ("Who waited for whom", timeline(record)),
+        ("Where groups ended", groups(record)),
+        ("Start-up", startup(record)),
+        (_ENDING, ending(record)),
+        ("Settings", settings(record)),
+        ("Versions and digests", versions(record, head)),
+    ]
 
 
 def _alarm(record: RunRecord) -> Html | None:
@@ -120,20 +125,9 @@ def _several(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
 
 def _rest(record: RunRecord) -> Html:
     """Parts of one of several runs besides its curves."""
-    head = headline(record)
-    return join(
-        h("p", state(record.summary)),
-        _alarm(record),
-        details("Held-out figures", figures) if (figures := validation(record)) else None,
-        details("Boxes", drawn) if (drawn := scenes(record)) else None,
-        details("Rollouts", rollouts(record)),
-        details("Who waited for whom", timeline(record)),
-        details("Where groups ended", found) if (found := groups(record)) else None,
-        details("Start-up", begun) if (begun := startup(record)) else None,
-        details("How it ended", ending(record)),
-        details("Settings", settings(record)),
-        details("Versions and digests", versions(record, head)),
-    )
+    parts = [*_samples(record), *_course(record, headline(record))]
+    shown = [details(title, content) for title, content in parts if content]
+    return join(h("p", state(record.summary)), _alarm(record), shown)
 
 
 def _section(title: str, content: Child) -> Html:

@@ -268,8 +268,8 @@ def versions(record: RunRecord, head: Headline) -> Html:
             [
                 str(event.get("version", "")),
                 h("code", str(event.get("digest", ""))),
-                number(_float(event.get("transfer_s")), "s"),
-                number(_float(event.get("verify_s")), "s"),
+                number(value_of(event, "transfer_s"), "s"),
+                number(value_of(event, "verify_s"), "s"),
             ]
             for event in applied[-_MAX_VERSIONS:]
         ]
@@ -330,10 +330,6 @@ def _signed(value: float) -> str:
     return f"{value:+.1f}".replace("-", "\u2212")
 
 
-def _float(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
 def _listed(value: object) -> list[object]:
     return list(value) if isinstance(value, list) else []
 
@@ -344,24 +340,14 @@ def startup(record: RunRecord) -> Html | None:
     if not stages:
         return None
     last = [event for event in stages if event["lineage"] == stages[-1]["lineage"]]
-    stages = sorted(
-        (event for event in last if event["kind"] == "stage"), key=lambda event: _event_seconds(event, "began_s")
-    )
-    total = next((_event_seconds(event, "seconds") for event in last if event["kind"] == "startup"), None)
+    stages = [event for event in last if event["kind"] == "stage"]
+    stages.sort(key=lambda event: value_of(event, "began_s") or 0.0)
+    total = next((value_of(event, "seconds") for event in last if event["kind"] == "startup"), None)
     words = "The run did not come to the end of its first step."
     if total is not None:
         words = f"The first step ended {total:.1f} s after the command began; stages overlap."
     rows: list[list[Child]] = [
-        [
-            str(event.get("name", "")),
-            number(_event_seconds(event, "began_s"), "s"),
-            number(_event_seconds(event, "seconds"), "s"),
-        ]
+        [str(event.get("name", "")), *(number(value_of(event, name), "s") for name in ("began_s", "seconds"))]
         for event in stages
     ]
     return join(h("p", words), table(["stage", "began after", "took"], rows, caption="Stages of the start"))
-
-
-def _event_seconds(event: dict[str, Any], name: str) -> float:
-    value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0

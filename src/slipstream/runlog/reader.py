@@ -384,6 +384,16 @@ def _last(rows: list[dict[str, Any]], name: str) -> float | None:
     return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
 
 
+def last_attempt(events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[int, float, int]:
+    """Number of a run's last attempt (-1: it has none), seconds from its first to its last line, and automatic
+    restarts of all attempts."""
+    lines = [*events, *rows]
+    last = max((int(line["lineage"]) for line in lines), default=-1)
+    times = [float(line["time"]) for line in lines if line["lineage"] == last]
+    restarts = sum(event.get("kind") == "restart" for event in events)
+    return last, max(times, default=0.0) - min(times, default=0.0), restarts
+
+
 def holds_run(folder: Path) -> bool:
     """Whether `folder` holds a run, in any state."""
     return (folder / "events.jsonl").is_file()

@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
-from urllib.parse import unquote
+from urllib.parse import quote, quote_plus, unquote
 
 from slipstream.errors import ConfigError
 
@@ -25,7 +25,20 @@ REDACTED = "<redacted>"
 _MIN_SCRUBBED = 6
 _SECRET_WORDS = frozenset(
     {"token", "key", "apikey", "password", "passwd", "pwd", "passphrase", "passcode", "secret", "secrets"}
-    | {"credential", "credentials", "authorization", "auth", "bearer", "cookie", "cookies", "jwt", "pat", "dsn"}
+    | {
+        "credential",
+        "credentials",
+        "passwords",
+        "apikeys",
+        "authorization",
+        "auth",
+        "bearer",
+        "cookie",
+        "cookies",
+        "jwt",
+        "pat",
+        "dsn",
+    }
     | {
         "webhook",
         "signature",
@@ -41,7 +54,10 @@ _SECRET_WORDS = frozenset(
         "privatekey",
     }
 )
-_SECRET_PAIRS = frozenset({("access", "code"), ("session", "id"), ("connection", "string")})
+_SECRET_PAIRS = frozenset(
+    {("access", "code"), ("session", "id"), ("connection", "string"), ("api", "keys"), ("access", "keys")}
+    | {("access", "tokens"), ("api", "tokens")}
+)
 _HARMLESS_VARIABLES = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "TERM_SESSION_ID"})
 _COMMANDS = ("mcp:", "-")
 """Beginnings of the command of a tool server, and of an option in a list of arguments."""
@@ -98,9 +114,11 @@ def _without(text: str, found: set[str], *, is_command: bool = False) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a word of the key's name is token, key, password, secret or the like (not so `max_tokens`)."""
-    words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
-    return not _SECRET_WORDS.isdisjoint(words) or not _SECRET_PAIRS.isdisjoint(itertools.pairwise(words))
+    """Whether a word of the key's name is token, key, password, secret or the like (not so `max_tokens`), digits aside;
+    `pass` is one at the end of the name."""
+    words = re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+    has_word = not _SECRET_WORDS.isdisjoint(words) or words[-1:] == ["pass"]
+    return has_word or not _SECRET_PAIRS.isdisjoint(itertools.pairwise(words))
 
 
 def is_secret_variable(name: str) -> bool:
@@ -158,6 +176,19 @@ def scrub(text: str, secrets: set[str]) -> str:
     return text
 
 
+def written_forms(secrets: set[str]) -> set[str]:
+    """The secrets as they are, and as addresses and JSON hold them."""
+    ways: tuple[Callable[[str], str], ...] = (
+        str,
+        quote,
+        quote_plus,
+        lambda text: quote(text, safe=""),
+        lambda text: json.dumps(text)[1:-1],
+        lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    )
+    return {way(secret) for secret in secrets if len(secret) >= _MIN_SCRUBBED for way in ways} | secrets
+
+
 def redact_toml(toml: str) -> tuple[str, set[str]]:
     """The document with its comments but without its secrets, and the secrets; raises `ConfigError` if one would
     remain."""
@@ -182,14 +213,18 @@ def _commented(toml: str) -> Iterator[dict[str, object]]:
                 yield tomllib.loads(line[2:])
 
 
-def map_text(value: object, change: Callable[[str], str]) -> object:
-    """A copy in which `change` is applied to every string except keys, at any depth."""
+def map_text(value: object, change: Callable[[str], str], *, keys: bool = False) -> object:
+    """A copy with `change` applied to every string at any depth, and to keys only with `keys`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_text(item, change) for key, item in cast(Mapping[str, object], value).items()}
+        items = cast(Mapping[object, object], value).items()
+        return {
+            change(key) if keys and isinstance(key, str) else key: map_text(item, change, keys=keys)
+            for key, item in items
+        }
     if isinstance(value, list | tuple):
-        return [map_text(item, change) for item in cast(list[object], value)]
+        return [map_text(item, change, keys=keys) for item in cast(list[object], value)]
     return value
 
 

@@ -29,11 +29,21 @@ from slipstream.runlog.files import (
     read_lines,
     refuse_in_use,
     reserve,
+    without_surrogates,
     write_whole,
 )
 from slipstream.runlog.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
-from slipstream.runlog.reader import ExitReport, ExitStatus, is_sparse, plain, read_exit, why_no_event, why_no_row
-from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
+from slipstream.runlog.reader import (
+    ExitReport,
+    ExitStatus,
+    is_sparse,
+    last_attempt,
+    plain,
+    read_exit,
+    why_no_event,
+    why_no_row,
+)
+from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub, written_forms
 from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
@@ -79,7 +89,7 @@ class RunLog:
     the failure, and an earlier call of `exit` is kept.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock) -> None:
+    def __init__(self, folder: Path, lock: FolderLock, is_over: bool = False) -> None:
         """Use `RunLog.create`."""
         self.folder = folder
         self._folder_lock = lock
@@ -106,18 +116,19 @@ class RunLog:
         self._warning_listeners: list[Callable[[str], None]] = []
         self._sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
         events = read_lines(folder / _EVENTS, why_none=why_no_event)
-        rows = [*events, *(metrics := read_lines(folder / _METRICS, why_none=why_no_row))]
+        metrics = read_lines(folder / _METRICS, why_none=why_no_row)
         self._sparse.update(name for row in metrics for name in row if is_sparse(name))
-        self.num_restarts = sum(event.get("kind") == "restart" for event in events)
-        """Automatic restarts of the run, over all lineages."""
         self._starts_again = bool(events) and events[-1].get("kind") == "restart"
-        self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
+        last, seconds, self.num_restarts = last_attempt(events, metrics)
+        self.lineage = max(0, last) if is_over else last + 1
+        self._opened -= seconds if is_over else 0.0
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
 
     @classmethod
-    def create(cls, folder: str | Path, resume: bool = False) -> RunLog:
-        """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins. Raises `ConfigError`
-        if the folder is not empty (with `resume`: holds no run), or another process is using it."""
+    def create(cls, folder: str | Path, resume: bool = False, is_over: bool = False) -> RunLog:
+        """Opens a new folder or, with `resume`, that of an earlier run. Its next lineage begins; with `is_over` the log
+        writes the end of the last one, whose process was killed. Raises `ConfigError` if the folder is not empty (with
+        `resume`: holds no run), or another process is using it."""
         folder = Path(folder)
         refuse_in_use(folder)
         if resume:
@@ -138,7 +149,7 @@ class RunLog:
             if not resume:  # another process may have used it since the first check
                 refuse_used(folder)
             previous = read_exit(folder)
-            log = cls(folder, lock)
+            log = cls(folder, lock, is_over)
             reserve(folder / _EXIT, _EXIT_BYTES)
         except OSError as error:
             lock.release()
@@ -149,7 +160,8 @@ class RunLog:
         unsaid = "restart" if log._starts_again else "killed"
         ended = previous.status if previous else unsaid if log.lineage else "none"
         (folder / _EXIT).unlink(missing_ok=True)
-        log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
+        if not is_over:
+            log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
         if resume and mode & 0o022:
             log.warning(f"other users could write to {folder} (mode {mode:o}): now they cannot; what it holds is used")
         return log
@@ -276,7 +288,7 @@ class RunLog:
         """Writes `resolved.toml` without its secrets, which are then removed from every line, too."""
         text, secrets = redact_toml(toml)
         with self._guard:
-            self._secrets |= secrets
+            self._secrets |= written_forms(secrets)
             write_whole(self.folder / "resolved.toml", text.encode())
 
     @contextlib.contextmanager
@@ -306,32 +318,14 @@ class RunLog:
     def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
         """Writes `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics. Raises
         `SlipstreamError` if the disk is full; even then a short `exit.json` is written."""
-        status, exit_code = _status_of(error), exit_code_of(error)
-        is_bug = status == "failed" and not isinstance(error, SlipstreamError)
-        report = ExitReport(
-            status=status,
-            exit_code=exit_code,
-            error=type(error).__name__ if error else "",
-            message=self.scrub(str(error)) if error else "",
-            step=self._step if step is None else step,
-            seconds=round(time.monotonic() - self._opened, 3),
-            time=_now(),
-            lineage=self.lineage,
-            versions=versions(),
-            restarts=self.num_restarts,
-            failure_class=_failure_class_of(error),
-            retriable=_is_retriable(error),
-            traceback=self.scrub("".join(traceback.format_exception(error))) if is_bug else "",
-        )
+        attempt = (self.lineage, time.monotonic() - self._opened, self.num_restarts)
+        report = report_of(error, attempt, self._step if step is None else step, self.scrub)
         with self._guard:
             self._has_exit = True
-            try:
-                write_whole(self.folder / _EXIT, _indented(report))
-            except SlipstreamError:  # it may be longer than the reserved space
-                short = msgspec.structs.replace(report, traceback="", message=report.message[:1000])
-                write_whole(self.folder / _EXIT, _indented(short))
+            write_report(self.folder, report)
             with contextlib.suppress(SlipstreamError):  # full disk: `exit.json` has the same
-                self.event("exit", status=status, exit_code=exit_code, error=report.error, message=report.message)
+                fields = {name: getattr(report, name) for name in ("status", "exit_code", "error", "message")}
+                self.event("exit", **fields)
         return report
 
     def close(self) -> None:
@@ -370,7 +364,39 @@ class RunLog:
     def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self._secrets:
             return fields
-        return cast(dict[str, Any], map_text(fields, self.scrub))
+        return cast(dict[str, Any], map_text(fields, self.scrub, keys=True))
+
+
+def report_of(
+    error: BaseException | None, attempt: tuple[int, float, int], step: int, scrubbed: Callable[[str], str] = str
+) -> ExitReport:
+    """How a run ended, in `attempt` (see `last_attempt`); `scrubbed` removes secrets from texts."""
+    status = _status_of(error)
+    is_bug = status == "failed" and not isinstance(error, SlipstreamError)
+    return ExitReport(
+        status=status,
+        exit_code=exit_code_of(error),
+        error=type(error).__name__ if error else "",
+        message=scrubbed(str(error)) if error else "",
+        step=step,
+        seconds=round(attempt[1], 3),
+        time=_now(),
+        lineage=attempt[0],
+        versions=versions(),
+        restarts=attempt[2],
+        failure_class=_failure_class_of(error),
+        retriable=_is_retriable(error),
+        traceback=scrubbed("".join(traceback.format_exception(error))) if is_bug else "",
+    )
+
+
+def write_report(folder: Path, report: ExitReport) -> None:
+    """Writes `exit.json`, a short one where the disk is full and it is longer than the space reserved for it."""
+    try:
+        write_whole(folder / _EXIT, _indented(report))
+    except SlipstreamError:
+        short = msgspec.structs.replace(report, traceback="", message=report.message[:1000])
+        write_whole(folder / _EXIT, _indented(short))
 
 
 def append_event(folder: Path, lineage: int, kind: str, **fields: Any) -> None:
@@ -464,18 +490,6 @@ def _encode(value: Any) -> bytes:
         return msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:
         return msgspec.json.encode(without_surrogates(msgspec.to_builtins(value, enc_hook=str)))
-
-
-def without_surrogates(value: Any) -> Any:
-    """`value` with every unpaired surrogate in its texts escaped, so that they can be encoded."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        entries = cast("dict[Any, Any]", value).items()
-        return {without_surrogates(key): without_surrogates(item) for key, item in entries}
-    if isinstance(value, list | tuple):
-        return [without_surrogates(item) for item in cast("list[Any]", value)]
-    return value
 
 
 def _now() -> float:

@@ -20,30 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from slipstream.errors import ConfigError, StartsAgain, one_line
 from slipstream.regular_files import open_regular
-from slipstream.runlog import ACCURACY, exit_code_of
-from slipstream.sinks.targets import TARGETS, Run, Sink
+from slipstream.runlog import ACCURACY, EventLog, exit_code_of
+from slipstream.sinks.services import TARGETS, Run, Sink
 
 __all__ = ["MetricSinks", "Run", "Sink", "require_sinks", "run_of"]
 
 MAX_WAITING = 1000
 MAX_SAMPLES = 64
 CLOSE_TIMEOUT_S = 30.0
-
-
-class Log(Protocol):
-    """Receives reports of sink failures."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Writes one event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Writes one warning."""
-        ...
 
 
 def require_sinks(names: Sequence[str]) -> None:
@@ -64,7 +52,7 @@ class MetricSinks:
         self,
         names: Sequence[str],
         run: Run,
-        log: Log,
+        log: EventLog,
         *,
         targets: Mapping[str, Callable[[Run], Sink]] = TARGETS,
         max_waiting: int = MAX_WAITING,
@@ -132,7 +120,7 @@ class _Worker:
         name: str,
         make: Callable[[Run], Sink],
         run: Run,
-        log: Log,
+        log: EventLog,
         max_waiting: int,
         tell: Callable[[str], None],
     ) -> None:
@@ -176,6 +164,8 @@ class _Worker:
 
     def _work(self) -> None:
         try:
+            if (own := self._run.folder / self.name).is_symlink():
+                raise OSError(f"{own} is a link, and would be written elsewhere")
             sink = self._make(self._run)
         except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is reported)
             self._fail(f"cannot be opened ({one_line(error)})")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from slipstream import records
-from slipstream.algo.readiness import CONTEXT_ADVICE, num_context_full
+from slipstream.algo.readiness import CONTEXT_ADVICE
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
@@ -115,7 +115,7 @@ class BatchTrainer:
         metrics = rollout_metrics(batch)
         if (batch.rollouts or metrics.get("dropped/no_tokens")) and not any(r.num_sampled for r in batch.rollouts):
             return BatchResult(metrics, no_signal=NoSignal.NO_TOKENS)
-        is_full = num_context_full(batch.rollouts) > 0.5 * len(batch.rollouts)
+        is_full = metrics.get("rollout/stop_context_full_fraction", 0.0) > 0.5
         penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
         credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
         metrics |= kl_metrics | credit.metrics

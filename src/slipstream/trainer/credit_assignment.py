@@ -6,9 +6,8 @@ advantages are written to `records.Sequence.advantages`, which take precedence o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,17 +24,13 @@ from slipstream.algo.advantages import (
 )
 from slipstream.algo.custom import user_function
 from slipstream.algo.gae import explained_variance, generalized_advantages, whitened
-from slipstream.algo.surrogate_losses import kl_estimate
 from slipstream.config.planned import PlannedRL
-from slipstream.config.schema import KLEstimator
 from slipstream.errors import TrainingError
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.packing import ValueTargets
 from slipstream.trainer.turn_credit import (
     check_turns,
-    sampling_order,
-    turn_advantages,
-    turn_ends,
+    token_rewards,
     turn_signal_fraction,
     write_turn_advantages,
 )
@@ -60,17 +55,6 @@ class Credit:
         """What samples record of rollout number `place`; without an advantage if its tokens have their own."""
         whole = {} if self.is_per_token else {"advantage": self.advantages[place]}
         return {**whole, "carries_loss": self.carries_loss[place]}
-
-
-def kl_penalties_of(
-    batch: records.Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor], kind: KLEstimator, coef: float
-) -> tuple[list[list[Tensor]], float]:
-    """KL penalties `coef * KL` of each trainable token, by rollout and sequence, float64 `[N]`; and the mean KL per
-    token, in nats. `ours` and `theirs`: each sequence's log-probabilities `[N]` by the policy and by the reference."""
-    divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
-    mean = sum(each.sum().item() for each in divergences) / max(1, sum(map(len, divergences)))
-    each = (coef * divergence for divergence in divergences)
-    return [list(islice(each, len(rollout.sequences))) for rollout in batch.rollouts], mean
 
 
 def assign_credit(
@@ -104,8 +88,6 @@ def assign_credit(
     baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
     advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     has_signal = bool(advantages_S.any())
-    if gives_turns:
-        has_signal = bool(turn_advantages(rollouts, rewards_S, group_ids_S, config.scale_rewards, baseline).any())
     earned_S, of_usable = rewards_S, None if kl_penalties is None else [kl_penalties[i] for i in usable]
     if of_usable is not None:
         sums = [sum(penalty.sum().item() for penalty in penalties) for penalties in of_usable]
@@ -114,9 +96,10 @@ def assign_credit(
     _check_finite(advantages_S, batch, config)
     best_S = _carries_loss(rewards_S, group_ids_S, config)
     if gives_turns:
-        advantages_K = turn_advantages(rollouts, earned_S, group_ids_S, config.scale_rewards, baseline, of_usable)
+        advantages_K, has_signal = write_turn_advantages(
+            rollouts, earned_S, group_ids_S, config.scale_rewards, baseline, of_usable, best_S
+        )
         _check_finite(advantages_K, batch, config)
-        write_turn_advantages(rollouts, advantages_K, best_S)
         advantages_S = torch.zeros_like(advantages_S)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
@@ -159,15 +142,8 @@ def _by_critic(
     advantages_of: dict[int, Tensor] = {}
     for i, reward in rewards.items():
         values_of[i] = torch.cat([torch.zeros(0), *all_values[i]]).double()
-        order = torch.tensor(sampling_order(batch.rollouts[i]), dtype=torch.int64)
-        rewards_T = torch.zeros_like(values_of[i])
-        if kl_penalties is not None and len(rewards_T):
-            rewards_T -= torch.cat(kl_penalties[i])[order]
-        if config.credit == "turn":
-            reward -= sum(batch.rollouts[i].turn_rewards)
-            for place, turn_reward in turn_ends(batch.rollouts[i]):
-                rewards_T[place] += turn_reward
-        rewards_T[-1:] += reward
+        penalties = kl_penalties[i] if kl_penalties is not None else None
+        order, rewards_T = token_rewards(batch.rollouts[i], reward, penalties, by_turn=config.credit == "turn")
         advantages_T = generalized_advantages(rewards_T, values_of[i][order], gae.gamma, gae.gae_lambda)
         advantages_of[i] = torch.empty_like(advantages_T).index_copy_(0, order, advantages_T)
     trained = [
@@ -183,7 +159,7 @@ def _by_critic(
     start = 0
     for i in trained:
         for sequence, old_values in zip(batch.rollouts[i].sequences, all_values[i], strict=True):
-            end = start + sequence.num_trainable
+            end = start + len(old_values)
             own = iter(scaled_N[start:end].tolist())
             sequence.advantages = [next(own) if is_trained else 0.0 for is_trained in sequence.mask]
             targets[i].append(ValueTargets(old_values, returns_N[start:end].float()))

@@ -10,14 +10,12 @@ told as missing by one that resumes from a later step, whose weights are others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import EvaluationConfig
 from slipstream.progress import Progress
-from slipstream.runlog import ACCURACY, read_metrics
+from slipstream.runlog import ACCURACY, RunLog, read_metrics
 
 LATER = "eval/steps_later"
 """How many steps the trainer was ahead when an evaluation beside it was recorded."""
@@ -91,33 +89,11 @@ class Evaluates(Protocol):
         ...
 
 
-class Log(Protocol):
-    """The run's log."""
-
-    folder: Path
-
-    def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Add metrics to the row of a step that was written before."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning and show it."""
-        ...
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the duration of a phase of a step."""
-        ...
-
-
 class Evaluations:
     """The evaluations of one run."""
 
     def __init__(
-        self, config: PlannedConfig, log: Log, progress: Progress, on_best: Callable[[int, float], None]
+        self, config: PlannedConfig, log: RunLog, progress: Progress, on_best: Callable[[int, float], None]
     ) -> None:
         """`on_best` is told of the step, and its accuracy, whose evaluation beside training was the best so far, where
         the best checkpoint is kept."""

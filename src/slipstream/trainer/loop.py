@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream import records
@@ -24,15 +22,14 @@ from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import RLConfig
 from slipstream.config.traits import num_engines, update_phase
 from slipstream.data.curriculum import Change, MixtureCurriculum
-from slipstream.data.draws import Draws
-from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError
+from slipstream.errors import Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
-from slipstream.runlog import sample_of
+from slipstream.runlog import RunLog, sample_of
 from slipstream.runlog.batches import BatchKeeper
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
-from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.checkpoints.writer import CheckpointWriter, Schedule
+from slipstream.trainer.checkpoints.resumed import Identity, Resumed
+from slipstream.trainer.checkpoints.writer import CheckpointWriter
 from slipstream.trainer.credit_assignment import Credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.evaluations import Evaluates, Evaluations
@@ -80,95 +77,53 @@ class Engine(Evaluates, Protocol):
         ...
 
 
-class Log(Protocol):
-    """The run's log."""
-
-    folder: Path
-    lineage: int
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning and show it."""
-        ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Write the row of a step; returns it with the notes added."""
-        ...
-
-    def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Add metrics to the row of a step that was written before."""
-        ...
-
-    def note(self, values: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
-        ...
-
-    def sample(self, record: Mapping[str, Any]) -> None:
-        """Save a rollout for people to read."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the duration of a phase of a step."""
-        ...
-
-    def repeats(self, name: str) -> None:
-        """The phase under way has done all that it ever does."""
-        ...
-
-
 @dataclass
 class TrainingLoop:
-    """See the module. `engine`: None for SFT without evaluation."""
+    """See the module. `engine`: None for SFT without evaluation. `writer`: writes this run's checkpoints."""
 
     config: PlannedConfig
     learner: Learner
     objective: Objective
     reader: Reader
     engine: Engine | None
-    store: CheckpointStore
-    log: Log
+    writer: CheckpointWriter
+    log: RunLog
     progress: Progress
     sampling: records.SamplingParams
     reference: Scorer | None = None
     critic: Critic | None = None
     should_stop: Callable[[], bool] = lambda: False
-    num_items: int = 0
-    """Size of the training set. A resumed run must have the same: it determines the order of the data."""
     held_out: Collection[records.Sequence] = ()
     """Under SFT, sequences whose loss is measured with every evaluation; none is trained on."""
-    identity: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Digests of what else a resumed run must not change, by name."""
-    may_differ: frozenset[str] = frozenset()
-    """Those that it was allowed to change."""
-    step: int = 0
-    """Number of batches trained on; set by `resume`."""
-    draws: Draws = field(default_factory=Draws)
-    """Draws of the task order that were trained on or dropped, where batches do not follow it; set by `resume`."""
+    identity: Identity = field(default_factory=Identity)
+    resumed: Resumed = field(default_factory=Resumed)
     curriculum: MixtureCurriculum | None = None
-    """Changes the weights of a mixture's parts; set by `resume`."""
+    """Changes the weights of a mixture's parts."""
     rolls_out_at: Callable[[int], bool] = lambda step: False
     """Whether, under SFT, a step is trained on what the engine generates by the weights before it."""
-    _probed: tuple[float, float] | None = None
-    """Mean differences of this process's first probe and of the last one."""
-    trained_before_s: float = 0.0
-    """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
+    step: int = field(init=False)
+    """Number of batches trained on."""
     held_out_loss: dict[str, float] = field(default_factory=dict[str, float], init=False)
     """Metrics of the held-out sequences, measured last."""
     evaluations: Evaluations = field(init=False)
     """Which are due, those beside training, and whether they end the run."""
 
-    _started: float | None = None
-    _steps_without_signal: int = 0
-    _no_signal: NoSignal = NoSignal.NO_VARIANCE
-    _trained_steps: int = 0
-    _saved_step: int = -1
+    _probed: tuple[float, float] | None = field(default=None, init=False)
+    """Mean differences of this process's first probe and of the last one."""
+    _started: float | None = field(default=None, init=False)
+    _no_signal: NoSignal = field(default=NoSignal.NO_VARIANCE, init=False)
 
     def __post_init__(self) -> None:
+        resumed = self.resumed
+        self.step = self.writer.saved_step = resumed.step
+        self._saved_step = -1 if resumed.checkpoint is None else resumed.step
+        self._trained_steps, self._steps_without_signal = resumed.trained_steps, resumed.steps_without_signal
         self.evaluations = Evaluations(self.config, self.log, self.progress, self._keep_best)
+        if resumed.evaluations:
+            self.evaluations.load(resumed.evaluations, self.step)
+        if (watch := self.evaluations.early_stop).keeps_best:
+            self.writer.store.best_step = watch.best_step
         self._signal_watch = SignalWatch(self.config)
         self._trainer = BatchTrainer(
             self.config,
@@ -180,50 +135,15 @@ class TrainingLoop:
             on_optimizer_steps=lambda count: self.progress.phase("train", count),
             before_write=self._fence,
         )
-        run = self.config.run
-        schedule = Schedule(run.checkpoint_every, self.config.training.steps)
-        beside = run.async_checkpoints is True
-        self._writer = CheckpointWriter(self.store, self.learner, self.critic, self.log, schedule, beside=beside)
         self._batches = None
-        if run.keep_batches and isinstance(self.config.algorithm, RLConfig):
+        if (number := self.config.run.keep_batches) and isinstance(self.config.algorithm, RLConfig):
             device, folder = self.learner.model.device.type, self.log.folder
-            self._batches = BatchKeeper(folder, run.keep_batches, device, self._replay_starts, self.log.warning)
-
-    def resume(self, checkpoint: Path) -> None:
-        """Continue after `checkpoint`."""
-        extra = self.store.load(checkpoint, self.learner, self.critic)
-        if int(extra["num_items"]) != self.num_items and "training items" not in self.may_differ:
-            raise ConfigError(
-                f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
-                "resume with the same data, or start a new run from the checkpoint's weights"
-            )
-        before: dict[str, str] = extra["identity"]
-        for name in before.keys() & self.identity.keys():
-            if before[name] != self.identity[name] and name not in self.may_differ:
-                raise ConfigError(
-                    f"the checkpoint was made with other {name} than there are now: resume with the same ones, or "
-                    "start a new run from the checkpoint's weights"
-                )
-        self.step = self._saved_step = self._writer.saved_step = int(extra["step"])
-        drawn = extra.get("draws")
-        self.draws = Draws.of_state(drawn) if drawn else Draws(self.step * self.config.training.prompts_per_batch)
-        if self.curriculum is not None and "curriculum" in extra:
-            self.curriculum.load(extra["curriculum"])
-        self._trained_steps = int(extra["trained_steps"])
-        self._steps_without_signal = int(extra["quiet_steps"])
-        self.evaluations.load(extra, self.step)
-        if (watch := self.evaluations.early_stop).keeps_best:
-            self.store.best_step = watch.best_step
-
-    @property
-    def saved_step(self) -> int:
-        """The step of the newest whole checkpoint; any thread may ask."""
-        return self._writer.saved_step
+            self._batches = BatchKeeper(folder, number, device, self._replay_starts, self.log.warning)
 
     @property
     def trained_s(self) -> float:
         """Seconds of training so far, including earlier attempts."""
-        return self.trained_before_s + (time.monotonic() - self._started if self._started is not None else 0.0)
+        return self.resumed.trained_s + (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def run(self) -> None:
         """Train until the run ends; see the module."""
@@ -234,7 +154,7 @@ class TrainingLoop:
             self._save(last=True)
             raise
         finally:
-            self._writer.close()
+            self.writer.close()
             if self._batches is not None:
                 self._batches.close()
             garbage_collection.unfreeze()
@@ -250,7 +170,7 @@ class TrainingLoop:
             self._observe(metrics)
         if self.engine is not None:
             self.engine.release(self.step)
-        self._writer.begin()
+        self.writer.begin()
         self._started, updates = time.monotonic(), self.learner.step
         is_last = is_warm = False
         while self.step < training.steps and not is_last:
@@ -302,7 +222,7 @@ class TrainingLoop:
         self._observe(metrics)
         if self.engine is not None:
             self.evaluations.take(self.engine, self.step, waits=False)
-        if not is_last and self._writer.is_due(self.step):
+        if not is_last and self.writer.is_due(self.step):
             self._save()
         return is_last
 
@@ -323,7 +243,7 @@ class TrainingLoop:
         if self._batches is not None:
             self._batches.keep(batch)
         result = self._trainer.train(batch)
-        self.draws.use(batch.draws)
+        self.resumed.draws.use(batch.draws)
         if result.no_signal is not None:
             return result.metrics | skipped_batch(batch, result.metrics) | self._skip(batch.step, result.no_signal)
         self._trained_steps += 1
@@ -340,12 +260,12 @@ class TrainingLoop:
             return None
         drawn = max(batch.draws) // self.config.training.prompts_per_batch if batch.draws else batch.step
         metrics |= self.curriculum.metrics(drawn)
-        return self.curriculum.observe(batch, self.step, self.draws)
+        return self.curriculum.observe(batch, self.step, self.resumed.draws)
 
     def _replay_starts(self) -> set[int]:
         """The steps at which a replay can start: of the start model, of a checkpoint that may still be being written,
         and of those that can be resumed from."""
-        return {0, self._saved_step, *self.store.resumable_steps()}
+        return {0, self._saved_step, *self.writer.store.resumable_steps()}
 
     def _fence(self) -> None:
         if self.engine is not None:
@@ -467,30 +387,30 @@ class TrainingLoop:
         if step == self.step:
             self._save(best=accuracy)
         else:
-            self._writer.link_best(step, accuracy)
+            self.writer.link_best(step, accuracy)
 
     def _save(self, *, best: float | None = None, last: bool = False) -> None:
         """Start writing a checkpoint: deployable weights and the resume state. `best`: its accuracy, if it is the best
         so far. With `last`, wait until it is written."""
         with self.log.phase("checkpoint"):
             if self._saved_step != self.step:
-                self.store.candidate_step = self.evaluations.running
+                self.writer.store.candidate_step = self.evaluations.running
                 extra: dict[str, Any] = {
                     "step": self.step,
                     "lineage": self.log.lineage,
                     "trained_steps": self._trained_steps,
                     "quiet_steps": self._steps_without_signal,
-                    "num_items": self.num_items,
-                    "identity": dict(self.identity),
+                    "num_items": self.identity.num_items,
+                    "identity": dict(self.identity.digests),
                     **self.evaluations.state(),
                 }
                 if self.config.training.order == "ready":
-                    extra["draws"] = self.draws.state()
+                    extra["draws"] = self.resumed.draws.state()
                 if self.curriculum is not None:
                     extra["curriculum"] = self.curriculum.state()
-                self._writer.save(self.step, extra, best=best, last=last)
+                self.writer.save(self.step, extra, best=best, last=last)
                 self._saved_step = self.step
             elif best is not None:
-                self._writer.link_best(self.step, best)
+                self.writer.link_best(self.step, best)
             if last:
-                self._writer.wait()
+                self.writer.wait()

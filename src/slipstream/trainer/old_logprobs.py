@@ -8,12 +8,14 @@ the weights recompute them here, before the batch's first optimizer step (AReaL,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.surrogate_losses import kl_estimate
 from slipstream.config.planned import PlannedRL
-from slipstream.trainer.credit_assignment import kl_penalties_of
+from slipstream.config.schema import KLEstimator
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.packing import StepBatch
 
@@ -50,6 +52,17 @@ def reward_kl_penalties(
     theirs = reference.forward(sequences, sampling).logprobs
     penalties, mean = kl_penalties_of(batch, ours, theirs, algorithm.kl_estimator, algorithm.kl_coef)
     return penalties, {"train/kl_reference": mean}
+
+
+def kl_penalties_of(
+    batch: records.Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor], kind: KLEstimator, coef: float
+) -> tuple[list[list[Tensor]], float]:
+    """KL penalties `coef * KL` of each trainable token, by rollout and sequence, float64 `[N]`; and the mean KL per
+    token, in nats. `ours` and `theirs`: each sequence's log-probabilities `[N]` by the policy and by the reference."""
+    divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
+    mean = sum(each.sum().item() for each in divergences) / max(1, sum(map(len, divergences)))
+    each = (coef * divergence for divergence in divergences)
+    return [list(islice(each, len(rollout.sequences))) for rollout in batch.rollouts], mean
 
 
 def _kl_in_reward(algorithm: PlannedRL) -> bool:

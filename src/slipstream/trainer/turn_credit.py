@@ -75,9 +75,21 @@ def turn_signal_fraction(rollouts: Sequence[records.Rollout], rewards_S: Tensor,
     return statistics.fmean(map(turns_have_signal, returns.values()))
 
 
-def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Tensor, carries_loss_S: Tensor) -> None:
-    """Writes each turn's advantage to its sampled tokens (`records.Sequence.advantages`); 0 where a rollout carries no
-    loss."""
+def write_turn_advantages(
+    rollouts: Sequence[records.Rollout],
+    rewards_S: Tensor,
+    group_ids_S: Tensor,
+    scale: Literal["std", "batch", "whiten", "none"],
+    baseline: Baseline,
+    penalties: Sequence[Sequence[Tensor]] | None,
+    carries_loss_S: Tensor,
+) -> tuple[Tensor, bool]:
+    """Write each turn's advantage (see `turn_advantages`) to its sampled tokens (`records.Sequence.advantages`); 0
+    where a rollout carries no loss. Returns the advantages `[K]`, and whether rewards without `penalties` give any."""
+    advantages_K = turn_advantages(rollouts, rewards_S, group_ids_S, scale, baseline, penalties)
+    earned_K = advantages_K
+    if penalties is not None:
+        earned_K = turn_advantages(rollouts, rewards_S, group_ids_S, scale, baseline)
     given = iter(advantages_K.tolist())
     for rollout, carries_loss in zip(rollouts, carries_loss_S.tolist(), strict=True):
         tokens = [[0.0] * len(sequence) for sequence in rollout.sequences]
@@ -87,12 +99,31 @@ def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Ten
                 tokens[span.sequence][span.start : span.end] = [advantage] * (span.end - span.start)
         for sequence, values in zip(rollout.sequences, tokens, strict=True):
             sequence.advantages = values
+    return advantages_K, bool(earned_K.any())
 
 
 def turns_of(rollout: records.Rollout) -> list[records.TurnSpan]:
     """The turns in the order of sampling. A rollout without spans (a record of an earlier version) has one turn for
     each sequence, in their stored order."""
     return rollout.turn_spans or [records.TurnSpan(i, 0, len(s)) for i, s in enumerate(rollout.sequences)]
+
+
+def token_rewards(
+    rollout: records.Rollout, reward: float, penalties: Sequence[Tensor] | None, *, by_turn: bool
+) -> tuple[Tensor, Tensor]:
+    """The number of each sampled token in the order of sampling, int64 `[T]`, see `sampling_order`; and the reward of
+    each in that order, float64 `[T]`: the episode's `reward` at the last one, or with `by_turn` each turn's at its last
+    token, less the `penalties` of each sequence's tokens."""
+    order = torch.tensor(sampling_order(rollout), dtype=torch.int64)
+    rewards_T = torch.zeros(len(order), dtype=torch.float64)
+    if penalties is not None and len(order):
+        rewards_T -= torch.cat([*penalties])[order]
+    if by_turn:
+        reward -= sum(rollout.turn_rewards)
+        for place, turn_reward in turn_ends(rollout):
+            rewards_T[place] += turn_reward
+    rewards_T[-1:] += reward
+    return order, rewards_T
 
 
 def sampling_order(rollout: records.Rollout) -> list[int]:

@@ -15,6 +15,7 @@ the death of processes, not of the machine. Folders and files are for their owne
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -28,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import disk_errors, open_own, try_lock, write_whole
+from slipstream.runlog.files import disk_errors, open_own, require_own, try_lock, write_whole
 from slipstream.transport.base import Receipt, RecordError, TransportClosed, TransportLost
 from slipstream.transport.polled import Envelope, PolledTransport, Unreachable
 
@@ -64,6 +65,9 @@ class FileTransport(PolledTransport[T]):
         with disk_errors(self._folder):
             for part in (self._folder.parent.parent, self._folder.parent, self._folder):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if part.is_symlink() and part != folder:
+                    raise OSError(errno.ELOOP, "it is a link, and would be written elsewhere")
+                require_own(part)
             self._folder.chmod(0o700)
             os.close(open_own(self._folder / _LOCK, os.O_WRONLY))
 

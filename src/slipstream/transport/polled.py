@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -30,11 +31,6 @@ from slipstream.transport.base import (
     put_deadline,
     take_deadline,
 )
-
-try:  # the same sum in a twelfth of the time
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 T = TypeVar("T")
 Answer = TypeVar("Answer")
@@ -84,8 +80,8 @@ class PolledTransport(ABC, Generic[T]):
         """One call's attempts to put: None while there is no place."""
 
     @abstractmethod
-    def _taking(self) -> Callable[[], tuple[Receipt, bytes | Envelope] | None]:
-        """One call's attempts to take a record, in its envelope or that as MessagePack: None while there is none."""
+    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
+        """One call's attempts to take an envelope as MessagePack: None while the queue is empty."""
 
     @abstractmethod
     def _give_back(self, receipt: Receipt) -> None:
@@ -130,7 +126,7 @@ class PolledTransport(ABC, Generic[T]):
         await self._in_thread(lambda: self._give_back(taken[0]))
         raise asyncio.CancelledError
 
-    def _opened(self, receipt: Receipt, data: bytes | Envelope) -> tuple[Receipt, T]:
+    def _opened(self, receipt: Receipt, data: bytes) -> tuple[Receipt, T]:
         try:
             return receipt, _unwrap(data, self._kind)
         except RecordError:
@@ -209,9 +205,9 @@ def _wrap(record: Any) -> Envelope:
     return Envelope(_SCHEMA, crc32(body), body)
 
 
-def _unwrap(data: bytes | Envelope, kind: type[T]) -> T:
+def _unwrap(data: bytes, kind: type[T]) -> T:
     try:
-        envelope = data if isinstance(data, Envelope) else msgspec.msgpack.decode(data, type=Envelope)
+        envelope = msgspec.msgpack.decode(data, type=Envelope)
         if envelope.schema != _SCHEMA:
             raise RecordError(
                 f"a record in the queue has schema {envelope.schema}, and this Slipstream reads {_SCHEMA}: "

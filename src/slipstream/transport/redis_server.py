@@ -1,14 +1,16 @@
 """A connection to a Redis server: what is refused, and what its failures mean.
 
-The password comes from an environment variable and stands in no setting, log or error.
+The password comes from an environment variable and stands in no setting, log or error. A server without one is refused,
+unless only this user can open its socket: any user of this machine could read and write the queues.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+import stat
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from slipstream.config.addresses import is_loopback
@@ -16,12 +18,7 @@ from slipstream.errors import ConfigError, SlipstreamError, first_line
 from slipstream.transport.base import TransportLost
 from slipstream.transport.polled import Unreachable
 
-LOST = b"lost"
-"""First part of a script's answer: its queue is gone. The value that was set before it is removed."""
-MISSING = b"missing"
-"""First part of a script's answer: the value that was to be set before it is not there."""
-Runs = Callable[[Sequence[str], Sequence[str | int]], Any]
-"""A function of keys and arguments."""
+T = TypeVar("T")
 
 _OLDEST = (6, 2)
 _ANSWER_S = 10.0
@@ -38,11 +35,13 @@ def check_redis(url: str, password_variable: str) -> None:
 
 
 class RedisServer:
-    """Runs scripts on a server. Any thread may use it."""
+    """Runs commands on one start of a server. Any thread may use it."""
 
     def __init__(self, url: str, password_variable: str, environment: Mapping[str, str] = os.environ) -> None:
         """Connects to nothing yet. Raises `ConfigError` for a URL or password that is refused."""
         self._name, password = _checked(url, password_variable, environment)
+        self._start = ""
+        """Redis's name for this start of the server; empty before the first connection."""
         try:
             import redis
             import redis.exceptions
@@ -53,18 +52,16 @@ class RedisServer:
                 f"the queues are on {self._name}, and the Python package redis is missing: pip install redis"
             ) from error
         self._errors = redis.exceptions
-        # The default only since version 6 of the client.
-        checks = {"ssl_check_hostname": True} if url.startswith("rediss:") and "ssl_cert_reqs=none" not in url else {}
         try:
             self._client = redis.Redis.from_url(
                 url,
                 password=password,
                 socket_timeout=_ANSWER_S,
                 socket_connect_timeout=_ANSWER_S,
-                retry=Retry(NoBackoff(), 0),  # whether a command may be sent again, its caller knows
+                retry=Retry(NoBackoff(), 0),  # `PolledTransport` tries again, with its deadline
                 protocol=2,
                 socket_read_size=_READ_BYTES,
-                **checks,
+                redis_connect_func=self._connected,
             )
             self._client.connection_pool.make_connection()  # does not connect, but looks at the options
         except (ValueError, TypeError, redis.exceptions.RedisError) as error:
@@ -75,22 +72,28 @@ class RedisServer:
     def __repr__(self) -> str:
         return self._name
 
-    def check_version(self) -> None:
-        """Raises `ConfigError` for a server that is too old."""
-        version = str(self._call(lambda: self._client.info("server"))["redis_version"])
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-            raise ConfigError(
-                f"{self._name} is Redis {version}, which cannot hand on what a dead reader held (XAUTOCLAIM): "
-                "use Redis 6.2 or newer"
-            )
-
-    def script(self, text: str) -> Script:
-        """A function of keys and arguments that runs this Lua script."""
-        return Script(text, self._client, self._errors, self._call)
-
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _connected(self, connection: Any) -> None:
+        """Logs in, and refuses a server that is too old or was started again. A server that was started again has an
+        older state of the queues, or none: by default Redis saves its data once in some minutes."""
         try:
-            return call()
+            connection.on_connect()
+            connection.send_command("INFO", "server")
+            found = dict(re.findall(r"(\w+):(\S*)", connection.read_response().decode()))
+            version = found["redis_version"]
+            if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+                raise ConfigError(f"{self._name} is Redis {version}: use Redis 6.2 or newer")
+            if (self._start or found["run_id"]) != found["run_id"]:
+                raise self.lost()
+            self._start = found["run_id"]
+        except BaseException:
+            connection.disconnect()
+            raise
+
+    def ask(self, call: Callable[[Any], T]) -> T:
+        """The result of a call of the client. Raises `Unreachable` if it is unknown, `TransportLost` if the server lost
+        the queue, `ConfigError` if it refuses the password, and `SlipstreamError` if it refuses more."""
+        try:
+            return call(self._client)
         except (self._errors.AuthenticationError, self._errors.AuthorizationError) as error:
             raise ConfigError(
                 f"{self._name} refuses the password ({first_line(error)}): correct the environment variable that "
@@ -102,86 +105,44 @@ class RedisServer:
             ) from error
         except self._errors.ResponseError as error:
             if "NOGROUP" in str(error):
-                raise lost(self._name) from error
+                raise self.lost() from error
             raise SlipstreamError(
                 f"{self._name} refuses a record or a request ({first_line(error)}): correct the server's settings"
             ) from error
+        except (self._errors.RedisError, RecursionError, ValueError, LookupError, TypeError) as error:
+            raise SlipstreamError(
+                f"{self._name} answers as no Redis server does ({first_line(error)}): correct its address"
+            ) from error
 
+    def together(self, add: Callable[[Any], None]) -> list[Any]:
+        """The answers to the commands that `add` queues, which are carried out as one."""
 
-class Script:
-    """Runs a Lua script on a server, in one step for everyone else. Raises `Unreachable` if its result is unknown,
-    `TransportLost` if the server lost its stream, and another `SlipstreamError` if the server refuses."""
+        def call(client: Any) -> list[Any]:
+            with client.pipeline() as pipe:
+                add(pipe)
+                return pipe.execute()
 
-    def __init__(self, text: str, client: Any, errors: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
-        """`errors`: the client's module of them. `call` runs a call of the client and translates what it raises."""
-        self._text, self._client, self._errors, self._call = text, client, errors, call
-        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        return self.ask(call)
 
-    def __call__(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        """What it answers."""
-        return self._call(lambda: self._run(keys, arguments))
+    def make_group(self, stream: str, group: str) -> bool:
+        """Makes a stream with a consumer group, unless it is there."""
 
-    def after_setting(self, key: str, value: bytes, seconds: int) -> Runs:
-        """The script, run right after `key` was set to `value` for so many seconds; both are sent at once. Where the
-        server refuses the value, the script decides: it fails unless it answers something else than `MISSING`."""
-
-        def run(keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        def make(client: Any) -> bool:
             try:
-                is_set, answer = self._send(
-                    ("SET", key, value, "EX", seconds), ("EVALSHA", self._digest, len(keys), *keys, *arguments)
-                )
-                if isinstance(answer, self._errors.NoScriptError):
-                    answer = self._run(keys, arguments)
-                if isinstance(answer, Exception):
-                    raise answer
-                if isinstance(is_set, Exception) and answer[0] == MISSING:
-                    raise is_set
-                if answer[0] == LOST:
-                    self._client.delete(key)
-            except self._errors.ResponseError:
-                self._client.delete(key)
-                raise
-            return answer
+                client.xgroup_create(stream, group, id="0", mkstream=True)
+            except self._errors.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+            return True
 
-        return lambda keys, arguments: self._call(lambda: run(keys, arguments))
+        return self.ask(make)
 
-    def _send(self, *commands: tuple[str | bytes | int, ...]) -> list[Any]:
-        """Sends commands at once; what each answers, or the error with which the server refuses it. The client's
-        pipeline does the same, and takes as long as sending a record."""
-        pool = self._client.connection_pool
-        try:
-            connection = pool.get_connection()
-        except TypeError:  # a client before 5.3
-            connection = pool.get_connection(commands[0][0])
-        try:
-            *pieces, last = [piece for command in commands for piece in connection.pack_command(*command)]
-            if pieces:  # the end of one command and the beginning of the next
-                last = pieces.pop() + last
-            connection.send_packed_command([*pieces, last])
-            return [self._received(connection) for _ in commands]
-        finally:
-            pool.release(connection)
-
-    def _received(self, connection: Any) -> Any:
-        try:
-            return connection.read_response()
-        except self._errors.ResponseError as error:
-            return error
-
-    def _run(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        try:
-            return self._client.evalsha(self._digest, len(keys), *keys, *arguments)
-        except self._errors.NoScriptError:
-            self._client.script_load(self._text)
-            return self._client.evalsha(self._digest, len(keys), *keys, *arguments)
-
-
-def lost(name: str) -> TransportLost:
-    """The error of a queue that the server no longer has as it was."""
-    return TransportLost(
-        f"{name} has lost records of a queue, because it was restarted without all of its data or they were removed: "
-        "resume, which makes them again, and give the server persistence (appendonly yes)"
-    )
+    def lost(self) -> TransportLost:
+        """The error of a queue that the server no longer has as it was."""
+        return TransportLost(
+            f"{self._name} has lost records of a queue, because it was started again or they were removed: resume, "
+            "which makes them again"
+        )
 
 
 def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -> tuple[str, str | None]:
@@ -204,16 +165,18 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
     password = environment.get(password_variable) if password_variable else None
     if password_variable and not password:
         raise ConfigError(f"{password_variable} is to hold the password of {name}, and is not set: set it")
-    if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
-        return name, password
-    if parts.scheme != "rediss" or password is None:
-        missing = " and ".join(
-            [*(["TLS"] if parts.scheme != "rediss" else []), *(["a password"] if password is None else [])]
-        )
+    is_here = parts.scheme == "unix" or is_loopback(parts.hostname or "")
+    missing = [] if is_here or parts.scheme == "rediss" else ["TLS"]
+    if password is None and not (parts.scheme == "unix" and _is_private(place)):
+        missing.append("a password")
+    if missing:
         raise ConfigError(
-            f"{name} is another machine's, where anybody on the network could read and write the queues without "
-            f"{missing}: use rediss:// and name the variable that holds the password"
+            f"{name} needs {' and '.join(missing)}, without which others could read and write the queues: give the "
+            "server a password (requirepass), name the variable that holds it as redis.password_variable, and use "
+            "rediss:// off this machine"
         )
+    if is_here:
+        return name, password
     for option, checked in _CHECKS.items():
         for value in options.get(option, ()):
             if value.lower() not in checked:
@@ -227,3 +190,11 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
 def _host_and_port(parts: SplitResult) -> str:
     host = parts.hostname or ""
     return f"[{host}]:{parts.port or 6379}" if ":" in host else f"{host}:{parts.port or 6379}" if host else ""
+
+
+def _is_private(socket: str) -> bool:
+    """Whether only its owner may open a socket."""
+    try:
+        return not os.stat(socket).st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    except OSError:  # connecting will say so
+        return True

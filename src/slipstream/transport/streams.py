@@ -42,7 +42,7 @@ class RedisStreams:
     lineage: int = 0
     """As in `FileStreams`."""
     password_variable: str = ""
-    """Name of the environment variable that holds the password; empty if the server asks for none."""
+    """Name of the environment variable that holds the password; empty for a private Unix socket."""
 
 
 Streams = MemoryStreams | FileStreams | RedisStreams

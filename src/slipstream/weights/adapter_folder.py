@@ -188,6 +188,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if rank < 1 or not math.isfinite(alpha):
         raise ConfigError(f"{file} has r = {rank} and lora_alpha = {alpha}, of no adapter: save the adapter again")
     stored = read_adapter_shapes(folder) if (folder / WEIGHTS_FILE).is_file() else {}
+    kinds = (".lora_A.", ".lora_B.", ".lora_magnitude_vector")
+    if other := next((name for name in stored if not any(kind in name for kind in kinds)), ""):
+        raise ConfigError(
+            f"the adapter in {folder} has {other}, which is not of a linear layer's LoRA or DoRA: merge it into its "
+            "model with PEFT and train on that"
+        )
     ranks = {shape[0] for name, shape in stored.items() if name.endswith(".lora_A.weight") and shape}
     # Before any caller makes layers of this rank, which may be larger than memory.
     if ranks - {rank}:

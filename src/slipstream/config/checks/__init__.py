@@ -1,7 +1,7 @@
 """Checks of settings against each other, without the model, the tasks or the machine."""
 
 from slipstream.config.checks.batches import warmup_problems
-from slipstream.config.checks.mixture import mixture_problems
+from slipstream.config.checks.mixture_parts import mixture_problems
 from slipstream.config.checks.settings import contradictions, foreign_key, inapplicable, probe_limits, reason_against
 
 __all__ = [

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
 from slipstream.config.checks.matching import matching_inapplicable, matching_problems
-from slipstream.config.checks.mixture import mixture_inapplicable, mixture_problems
+from slipstream.config.checks.mixture_parts import mixture_inapplicable, mixture_problems
 from slipstream.config.checks.processes import process_problems
 from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config.parse.aliases import ALSO, REFUSED, TAKEN, alias_of, converted, refusal
 from slipstream.config.parse.keys import Key, all_keys, optional_sections, sections
 from slipstream.config.parse.run_file import MAX_DEPTH, unusable
 from slipstream.config.parse.suggestions import suggestion
@@ -28,8 +27,6 @@ class Override:
     value: Any
     flag: str
     """The flag as typed, without its value."""
-    alias: str = ""
-    """The alias (see `aliases.py`) that the flag uses; empty if none."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -53,21 +50,7 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
             overrides.append(override)
         except ConfigError as error:
             problems.append(str(error))
-    problems += _given_twice(overrides)
-    second = [replace(it, path=tuple(ALSO[it.alias].split("."))) for it in overrides if it.alias in ALSO]
-    return [*second, *overrides], problems
-
-
-def _given_twice(overrides: Sequence[Override]) -> list[str]:
-    """A sentence for each setting that is set both by an alias and by another flag."""
-    flags: dict[tuple[str, ...], dict[str, str]] = {}
-    for override in overrides:
-        flags.setdefault(override.path, {})[override.flag] = override.alias
-    return [
-        f"{' and '.join(given)} are the same setting: give one of them"
-        for given in flags.values()
-        if len(given) > 1 and any(given.values())
-    ]
+    return overrides, problems
 
 
 def parse_value(text: str) -> Any:
@@ -99,28 +82,6 @@ def _override(flag: str, text: str | None) -> Override:
         raise ConfigError(f"{flag[:60]} is not a setting: write --section.key VALUE")
     if len(names) > MAX_DEPTH:
         raise ConfigError(f"{flag[:60]}... has {len(names)} parts: use at most {MAX_DEPTH}")
-    alias, names = _resolve_alias(flag, names)
-    override = _own_setting(flag, names, text)
-    return replace(override, value=converted(alias, override.value), alias=alias)
-
-
-def _resolve_alias(flag: str, names: list[str]) -> tuple[str, list[str]]:
-    """The alias that the flag's names match, and the names of our setting for it. Raises ConfigError for an alias
-    without an equal setting here."""
-    *above, last = (name.replace("-", "_") for name in names)
-    for prefix in ("", "no-"):
-        if not names[-1].startswith(prefix):
-            continue
-        alias = alias_of(".".join([*above, last[len(prefix) :]]))
-        if alias in REFUSED:
-            raise ConfigError(f"{flag[:60]} {refusal(alias)}")
-        if alias:
-            section, name = TAKEN[alias].split(".")
-            return alias, [section, prefix + name]
-    return "", names
-
-
-def _own_setting(flag: str, names: list[str], text: str | None) -> Override:
     if len(names) == 1:
         return _section_switch(flag, names[0], text)
     section, name = names[0].replace("-", "_"), names[1].replace("-", "_")
@@ -129,7 +90,7 @@ def _own_setting(flag: str, names: list[str], text: str | None) -> Override:
         return _inside_free_table(flag, (section, name, *names[2:]), text)
     if len(names) > 2:
         # The longest known prefix shows where the path goes wrong.
-        reason = f"{section}.{name} has no keys of its own" if key else suggestion(f"{section}.{name}")
+        reason = f"{section}.{name} has no keys of its own" if key else suggestion(f"{section}.{name}", names[-1])
         raise ConfigError(f"{flag[:60]} is not a known setting: {reason}")
     if key is None and names[1].startswith("no-"):
         positive = all_keys().get(f"{section}.{name.removeprefix('no_')}")

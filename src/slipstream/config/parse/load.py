@@ -17,13 +17,12 @@ from pydantic import ValidationError
 
 from slipstream.config.addresses import is_address
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
-from slipstream.config.parse.aliases import FOREIGN_SECTIONS, note, translated
 from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
 from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections
 from slipstream.config.parse.messages import located, rewrite, shortened, show
 from slipstream.config.parse.paths import path_problems, unusable_path
 from slipstream.config.parse.run_file import RunFile, read_run_file
-from slipstream.config.parse.suggestions import suggestion
+from slipstream.config.parse.suggestions import OTHER_NAMES, suggestion
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RunConfig
@@ -42,7 +41,7 @@ class Loaded:
     config: RunConfig
     origins: dict[str, str]
     warnings: tuple[str, ...] = ()
-    """Notes on aliases, and on keys of the file that have no effect because of the command line."""
+    """Notes on keys of the file that have no effect because of the command line."""
 
 
 def load_config(
@@ -62,10 +61,8 @@ def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> L
 
 
 def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None, steps: int | None = None) -> Loaded:
-    file, warnings, problems = translated(file)
-    settings, problems_of_flags = parse_overrides(overrides)
-    problems += problems_of_flags
-    warnings += dict.fromkeys(note(setting.flag, setting.alias) for setting in settings if setting.alias)
+    settings, problems = parse_overrides(overrides)
+    warnings: list[str] = []
     sources = _Origins(file, settings)
     tree = copy.deepcopy(file.tables)
     for setting in settings:
@@ -203,12 +200,12 @@ def _remove_unknown(tree: dict[str, Any], sources: _Origins, warnings: list[str]
 
     for section in list(tree):
         content = tree[section]
-        if section in FOREIGN_SECTIONS and isinstance(content, dict):
-            for path, _ in flatten((section,), content):
+        if section not in sections():
+            foreign = [path for path, _ in flatten((section,), content) if path.rpartition(".")[2] in OTHER_NAMES]
+            for path in foreign:
                 refuse(path, f"is not a known setting: {suggestion(path)}")
-            del tree[section]
-        elif section not in sections():
-            refuse(dotted((section,)), f"is not a known section: {suggestion(section)}")
+            if not foreign:
+                refuse(dotted((section,)), f"is not a known section: {suggestion(section)}")
             del tree[section]
         elif section in optional_sections() and content is False:
             continue

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import cast
 
-from slipstream.config.addresses import bucket_of, is_address
+from slipstream.config.addresses import check_address, is_address
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RLConfig, RunConfig
@@ -35,7 +35,7 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         named |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in BUILT_IN}
     if environment is not None and is_address(environment.registry):
         try:
-            bucket_of(environment.registry, "environment.registry")
+            check_address(environment.registry, "environment.registry")
         except ConfigError as error:
             yield "environment.registry", str(error)
     elif environment is not None:

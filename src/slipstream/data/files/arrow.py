@@ -77,6 +77,9 @@ def _arrow_batches(pa: Any, path: Path) -> Iterator[Any]:
 
 def plain_rows(batch: Any, path: str, before: int) -> list[dict[str, Any]]:
     """The rows of a record batch or table, the first of them number `before + 1` of `path`."""
+    names = batch.schema.names
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise DataError(f"{path} has several columns of the name {twice[0]}: rename or remove all but one")
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
     except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: find the row

@@ -25,6 +25,8 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
     **dict.fromkeys(("eval", "evaluation"), "eval"),
 }
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\..+")
+"""Names of the files of one split, as the library `datasets` writes them."""
 
 
 class Configurations(NamedTuple):
@@ -102,6 +104,18 @@ def wanted_split(source: str | Path, split: str, there: Collection[str]) -> str:
     return wanted
 
 
+def require_whole(files: Collection[Path]) -> None:
+    """Raises `DataError` if a file is missing whose number the names of others count (`-00001-of-00002`)."""
+    found = {(file.parent, *shard.groups()) for file in files if (shard := _SHARD.fullmatch(file.name))}
+    for folder, split, _, count in sorted(found):
+        for number in range(int(count)):
+            if (folder, split, f"{number:05}", count) not in found:
+                raise DataError(
+                    f"{folder} lacks {split}-{number:05}-of-{count}, so rows of the split are missing: download it, or "
+                    "rename the files that are there"
+                )
+
+
 def _saved_files(folder: Path) -> list[Path]:
     """The arrow files that `save_to_disk` listed; all of them must exist."""
     state = folder / "state.json"
@@ -146,7 +160,10 @@ def form_of(path: Path) -> str:
 
 
 def split_of_file(path: Path) -> str:
-    """The split in a file's name or folder: `train-00000-of-00002.parquet`, `test/0.parquet`; empty if none."""
+    """The split in a file's name or folder: `train-00000-of-00002.parquet`, `test/0.parquet`; empty if none. Splits of
+    data sets on the hub may have names such as `train_sft` and `train_gen`, which are not one split."""
+    if (shard := _SHARD.fullmatch(path.name)) and shard["split"].partition("_")[0].lower() in _SPLITS:
+        return _SPLITS.get(shard["split"].lower(), shard["split"])
     for part in (path.name, *reversed(path.parent.parts)):
         for word in re.split(r"[-_.]", part.lower()):
             if word in _SPLITS:

@@ -20,6 +20,7 @@ from slipstream.regular_files import MAX_BYTES, lines_of, open_regular
 
 SUFFIXES = (".jsonl", ".json", ".ndjson")
 _ONE_A_LINE = "write one JSON object a line, with the columns as its keys"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _DECODER = msgspec.json.Decoder()
 
 
@@ -33,6 +34,8 @@ def json_rows(path: Path, setting: str) -> Iterator[tuple[str, dict[str, Any]]]:
             file.seek(0)
             for number, line in enumerate(lines_of(file, path), start=1):
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if number == 1 and text.startswith(_POINTER):
+                    raise DataError(f"{path} is a pointer of Git LFS, and the rows are not there: run `git lfs pull`")
                 if number == 1 and text.lstrip().startswith(b"["):
                     rest = file.read(MAX_BYTES + 1)
                     if len(rest) > MAX_BYTES:

@@ -39,6 +39,8 @@ MAX_ASPECT_RATIO = 200
 """Of the longer side to the shorter one, what the image processors of Qwen's models take."""
 _MOST_INLINE = 16 << 10
 """Bytes of an image that a record holds itself; every completion's record has a prompt's images."""
+_MOST_NESTED = 8
+"""Dictionaries within one another; one from Python may hold itself."""
 _DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 _FORMS = "give a path, a data: URI, or bytes of a PNG or JPEG file"
 
@@ -56,7 +58,7 @@ def read_image(source: Any, where: str, folder: Path | None = None) -> Media:
     elif isinstance(source, bytes | bytearray | memoryview):
         uri, data = "", bytes(source)
     elif hasattr(source, "save") and hasattr(source, "size"):  # an image of PIL
-        uri, data = "", encoded(source)
+        uri, data = "", _saved(source, where)
     else:
         raise DataError(f"{where} = {source!r:.60} is no image: {_FORMS}")
     picture = decoded(data, where)
@@ -150,9 +152,21 @@ def encoded(picture: Image) -> bytes:
     return file.getvalue()
 
 
+def _saved(picture: Image, where: str) -> bytes:
+    """PNG bytes of an image of a Python program, which may not have been read from its file yet."""
+    try:
+        return encoded(picture)
+    except Exception as error:  # as in `decoded`
+        raise DataError(
+            f"{where} is an image of PIL that cannot be read ({one_line(error)}): give another one, or remove the row"
+        ) from error
+
+
 def _unwrapped(source: Any) -> Any:
     """The image within a dictionary of OpenAI's, verl's or the library `datasets`'s form."""
-    while isinstance(source, Mapping):
+    for _ in range(_MOST_NESTED):
+        if not isinstance(source, Mapping):
+            break
         entry = cast("Mapping[str, Any]", source)
         found = next((entry[name] for name in ("bytes", "url", "image", "path") if entry.get(name)), None)
         if found is None:

@@ -21,11 +21,11 @@ import msgspec
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.envs.base import ContextFull, Environment, Episode, Limits, Policy, Score, Split
-from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
+from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.lifetime import CLOSE_S
-from slipstream.envs.mixture import Mixture, parts_of
+from slipstream.envs.mixed import Mixture, parts_of
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task, ToolCall
 

@@ -231,7 +231,7 @@ def read_tests(answer: Any) -> Tests:
             return _assertions([answer], "", "")
         try:
             answer = json.loads(answer)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the answer is no JSON ({error})") from None
     if isinstance(answer, list):
         return _assertions(cast("list[Any]", answer), "", "")
@@ -265,7 +265,7 @@ def _arguments(inputs: list[Any], outputs: list[Any]) -> tuple[list[Any], list[A
             try:
                 given = [json.loads(line) for line in given.split("\n") if line.strip()]
                 expected = json.loads(expected) if isinstance(expected, str) else expected
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"arguments of {given!r:.60} are no JSON ({error})") from None
         elif not isinstance(given, list):
             raise ValueError(f"arguments {given!r:.60} are a {type(given).__name__}, not a list")

@@ -15,6 +15,7 @@ import msgspec
 
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import RewardFailed, Score, scored
+from slipstream.errors import DataError
 from slipstream.records import Task
 
 COLUMNS = "columns"
@@ -163,3 +164,19 @@ def right_answers(task: Task) -> list[Any]:
     """The right answers, any of which is right."""
     answer = right_answer(task)
     return cast("list[Any]", answer) if isinstance(answer, list) else [answer]
+
+
+def texts_of(rows: Sequence[Checked], reward: str) -> list[tuple[str, str]]:
+    """The right answers of rows as text, each with its row. Raises `DataError` for one that no text could equal."""
+    found: list[tuple[str, str]] = []
+    for where, task in rows:
+        for answer in right_answers(task):
+            if answer is None:
+                raise DataError(f'{where} has no answer, which reward = "{reward}" needs: give it, or another reward')
+            if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+                raise DataError(
+                    f'{where}: the answer {answer!r:.60} is a {type(answer).__name__}, and reward = "{reward}" reads '
+                    "texts: name another answer_column, or give a reward function"
+                )
+            found.append((where, str(answer)))
+    return found

@@ -1,10 +1,8 @@
 """Judges: a reward that asks a language model at any OpenAI-compatible address, as a coroutine.
 
-A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. A reply
-that cannot be read, an address that does not answer before the deadline, and an exhausted budget are failures that the
-run counts, never a reward. Requests that the server refuses for the moment (408, 425, 429, 5xx) and lost connections
-are tried again, after twice the time with jitter, or when `Retry-After` says. Replies are kept by the digest of their
-request, in memory or in a folder.
+A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. An
+unreadable reply, no answer before the deadline and an exhausted budget are counted failures, never a reward.
+`openai_client` repeats requests. Readable replies are kept by the digest of their request, in memory or in a folder.
 
 The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
 a judge into a high score; nothing here prevents that.
@@ -12,17 +10,13 @@ a judge into a high score; nothing here prevents that.
 
 from __future__ import annotations
 
-import asyncio
-import email.utils
 import hashlib
 import json
 import math
 import mmap
 import os
-import random
 import re
 import struct
-import time
 from collections.abc import Awaitable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -36,11 +30,10 @@ from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
 from slipstream.errors import ConfigError, one_line
 from slipstream.records import NON_FINITE, Task
+from slipstream.regular_files import read_regular
 
-_AGAIN = (408, 425, 429)
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _NAMES = re.compile(r"\{(prompt|completion|answer)\}")
-_FULL_MARKS = re.compile(r"[*_`\s]*(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
+_FULL_MARKS = re.compile(r"(?:/|\b(?:out )?of\b)[*_`\s]*(\d+(?:\.\d+)?)(?![\d/])")
 _DECIMAL_COMMA = re.compile(r"\d,\d{1,2}(?!\d)\D*$")
 _SHOWN = 200
 _MAX_BYTES = 8 << 20
@@ -87,12 +80,17 @@ class Judge(Graded):
         self.name = name
         self._settings = settings
         self._deadline_s = settings.deadline_s or 0.8 * reward_timeout_s
-        self._where = _checked(settings, name, self._deadline_s, reward_timeout_s)
+        _check(settings, name, self._deadline_s, reward_timeout_s)
+        self._where = urlsplit(settings.url).netloc
         if settings.key_variable and not os.environ.get(settings.key_variable):
             raise ConfigError(f"the judge {name} has no key: {self._without_key}")
-        # Here, and not at the first request: a fork of this process for each reward would import it each time.
-        import httpx  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        # Imported here, and not at the first request: a fork of this process for each reward would import it each time.
+        from slipstream.openai_client import OpenAIClient
 
+        try:
+            OpenAIClient(settings.url, self._key)
+        except ConfigError as error:
+            raise ConfigError(f"environment.settings.judges.{name}: {error}") from None
         self._memory: dict[str, _Reply] = {}
         self._spent = _Spent()
 
@@ -125,61 +123,30 @@ class Judge(Graded):
         digest = hashlib.sha256(json.dumps([settings.url, body]).encode("utf-8", "surrogatepass")).hexdigest()
         reply = self._kept(digest)
         metrics = {"cached": float(reply is not None)}
-        if reply is None:
+        if reply is not None:
+            reward, parts = self._read(reply.text)
+        else:
             reply = await self._ask(body)
-            self._keep(digest, reply)
+            reward, parts = self._read(reply.text)
+            self._keep(digest, reply)  # not one that cannot be read, which the next request may not meet
             metrics["tokens"] = float(reply.tokens)
-        reward, parts = self._read(reply.text)
         return Score(reward, {**parts, **metrics})
 
     async def _ask(self, body: Mapping[str, Any]) -> _Reply:
-        import httpx
+        from slipstream.openai_client import OpenAIClient, Unanswered
 
-        due = time.monotonic() + self._deadline_s
-        headers = {"Authorization": f"Bearer {key}"} if (key := self._key) else {}
-        url = self._settings.url.rstrip("/") + "/chat/completions"
-        last, number = "no answer", 0
-        async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
-            while (left := due - time.monotonic()) > 0:
-                self._take_from_budget()
-                number += 1
-                wait = random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (number - 1))
-                try:
-                    async with asyncio.timeout(left):
-                        status, headers_of, data = await self._answer(client, url, body, left)
-                except (TimeoutError, httpx.TimeoutException):
-                    last = "no answer" if number == 1 else f"no answer, before {last}"
-                    break
-                except httpx.TransportError as error:
-                    last = f"{type(error).__name__}"
-                else:
-                    if 200 <= status < 300:
-                        return self._reply(data)
-                    last = f"status {status}: {self._shown(data.decode(errors='replace'))}"
-                    if status not in _AGAIN and status < 500:
-                        raise RewardFailed(f"the judge {self.name} at {self._where} refused: {last}")
-                    wait = max(wait, _retry_after(headers_of.get("retry-after")))
-                if time.monotonic() + wait >= due:
-                    break
-                await asyncio.sleep(wait)
-        raise RewardFailed(
-            f"the judge {self.name} at {self._where} gave no answer in {self._deadline_s:g} s and {number} tries (the "
-            f"last: {last}): check the address, lower environment.reward_concurrency, or raise reward_timeout_s"
-        )
-
-    async def _answer(
-        self, client: Any, url: str, body: Mapping[str, Any], left: float
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and content of an answer, which has a bound."""
-        data = bytearray()
-        async with client.stream("POST", url, json=body, timeout=left) as answer:
-            async for chunk in answer.aiter_bytes():
-                data += chunk
-                if len(data) > _MAX_BYTES:
-                    raise RewardFailed(
-                        f"the judge {self.name} at {self._where} sent more than {_MAX_BYTES >> 20} MiB: ask for less"
-                    )
-            return answer.status_code, answer.headers, bytes(data)
+        try:
+            # A separate client: coroutines of one worker may run in different event loops.
+            async with OpenAIClient(self._settings.url, self._key, max_bytes=_MAX_BYTES) as client:
+                found = await client.ask(
+                    "POST", "/chat/completions", body, deadline_s=self._deadline_s, on_try=self._take_from_budget
+                )
+        except Unanswered as error:
+            remedy = ": check the address, lower environment.reward_concurrency, or raise reward_timeout_s"
+            raise RewardFailed(
+                f"the judge {self.name} at {self._where}: {error}{remedy if error.is_late else ''}"
+            ) from None
+        return self._reply(found)
 
     def _take_from_budget(self) -> None:
         settings = self._settings
@@ -192,13 +159,12 @@ class Judge(Graded):
             )
         self._spent.add(1, 0)
 
-    def _reply(self, data: bytes) -> _Reply:
+    def _reply(self, found: Mapping[str, Any]) -> _Reply:
         try:
-            found = json.loads(data)
             choice = found["choices"][0]
             text, end = choice["message"]["content"], choice.get("finish_reason")
             count = (found.get("usage") or {}).get("total_tokens") or 0
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        except (KeyError, IndexError, TypeError, AttributeError):
             text = count = end = None
         if count is not None and not (isinstance(count, int | float) and 0 <= count <= _MAX_COUNT):
             raise RewardFailed(
@@ -213,8 +179,10 @@ class Judge(Graded):
                 f"the reply of the judge {self.name} was cut at max_tokens = {self._settings.max_tokens}: raise it"
             )
         if not isinstance(text, str):
-            shown = self._shown(data.decode(errors="replace"))
+            shown = self._shown(json.dumps(found))
             raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
+        if end == "content_filter":
+            raise RewardFailed(f"the judge {self.name} at {self._where} sent no reply: its content filter ended it")
         return _Reply(text, tokens)
 
     def _read(self, text: str) -> tuple[float, dict[str, float]]:
@@ -251,7 +219,9 @@ class Judge(Graded):
         if not self._settings.cache:
             return self._memory.get(digest)
         try:
-            return msgspec.json.decode((Path(self._settings.cache) / f"{digest}.json").read_bytes(), type=_Reply)
+            return msgspec.json.decode(
+                read_regular(Path(self._settings.cache) / f"{digest}.json", _MAX_BYTES), type=_Reply
+            )
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -309,13 +279,10 @@ def judge_of(table: Any, name: str, reward_timeout_s: float) -> Judge:
     return Judge(settings, name, reward_timeout_s)
 
 
-def _checked(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout_s: float) -> str:
-    """Host and port of the address, for messages. Raises ConfigError."""
+def _check(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout_s: float) -> None:
+    """Raises ConfigError for settings that cannot work."""
     where = f"environment.settings.judges.{name}"
-    address = urlsplit(settings.url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise ConfigError(f"{where}.url is no address: write it as https://host/v1")
-    if address.username or address.password:
+    if "@" in settings.url:
         raise ConfigError(f"{where}.url holds a name or a password: give the key by key_variable")
     if "{completion}" not in settings.prompt:
         raise ConfigError(f"{where}.prompt does not show the completion: write {{completion}} where it belongs")
@@ -326,7 +293,6 @@ def _checked(settings: JudgeSettings, name: str, deadline_s: float, reward_timeo
             f"{where}.deadline_s = {deadline_s:g} is not below environment.reward_timeout_s = {reward_timeout_s:g}, at "
             "which the reward is killed: lower it, or raise that"
         )
-    return f"{address.hostname}:{address.port}" if address.port else address.hostname
 
 
 def _filled(template: str, task: Task, answer: str) -> str:
@@ -373,16 +339,3 @@ def _as_float(number: float | Fraction) -> float:
         return float(number)
     except OverflowError:
         return math.inf if number > 0 else -math.inf
-
-
-def _retry_after(value: str | None) -> float:
-    """Seconds that a `Retry-After` asks for: a number, or a date."""
-    if not value:
-        return 0.0
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-        except (ValueError, TypeError):
-            return 0.0

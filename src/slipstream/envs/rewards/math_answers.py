@@ -25,7 +25,7 @@ from decimal import Decimal
 from typing import Any
 
 from slipstream.envs.base import RewardFailed, Score
-from slipstream.envs.rewards.contract import Checked, Graded, right_answers
+from slipstream.envs.rewards.contract import Checked, Graded, right_answers, texts_of
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Task
 
@@ -59,19 +59,9 @@ class Math(Graded):
     def check(self, rows: Sequence[Checked]) -> None:
         """Raises an error for a right answer that cannot be parsed."""
         places: dict[str, str] = {}
-        for where, task in rows:
-            for answer in right_answers(task):
-                if answer is None:
-                    raise DataError(
-                        f'{where} has no answer, which reward = "{self.name}" needs: give it, or another reward'
-                    )
-                if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-                    raise DataError(
-                        f'{where}: the answer {answer!r:.60} is a {type(answer).__name__}, and reward = "math" parses '
-                        "text: name another answer_column, or give a reward function"
-                    )
-                if not _PLAIN.fullmatch(str(answer)):
-                    places.setdefault(str(answer), where)
+        for where, answer in texts_of(rows, self.name):
+            if not _PLAIN.fullmatch(answer):
+                places.setdefault(answer, where)
         for answer, reason in _unparseable(list(places)):
             raise DataError(
                 f'{places[answer]}: the answer {answer!r:.80} {reason}, which reward = "math" needs: write it as LaTeX '

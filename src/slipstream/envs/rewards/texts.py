@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.data.plain_values import text_of
 from slipstream.envs.answers import last_number, same_text
 from slipstream.envs.base import Score
-from slipstream.envs.rewards.contract import Checked, Graded, right_answers
+from slipstream.envs.rewards.contract import Checked, Graded, right_answers, texts_of
 from slipstream.errors import DataError
 from slipstream.records import Task
 
@@ -18,21 +19,11 @@ class Exact(Graded):
 
     def check(self, rows: Sequence[Checked]) -> None:
         """Raises an error for a right answer that no text could equal."""
-        for where, task in rows:
-            for answer in right_answers(task):
-                if answer is None:
-                    raise DataError(
-                        f'{where} has no answer, which reward = "{self.name}" needs: give it, or another reward'
-                    )
-                if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-                    raise DataError(
-                        f'{where}: the answer {answer!r:.60} is a {type(answer).__name__}, and reward = "{self.name}" '
-                        "compares texts: name another answer_column, or give a reward function"
-                    )
+        texts_of(rows, self.name)
 
     def grade(self, task: Task, answer: str) -> Score:
         """See the class."""
-        return Score(float(any(same_text(answer, str(right)) for right in right_answers(task))))
+        return Score(float(any(same_text(answer, text_of(right)) for right in right_answers(task))))
 
 
 class Number(Exact):
@@ -42,14 +33,12 @@ class Number(Exact):
 
     def check(self, rows: Sequence[Checked]) -> None:
         """Raises an error for a right answer without a number, too."""
-        super().check(rows)
-        for where, task in rows:
-            for answer in right_answers(task):
-                if last_number(str(answer)) is None:
-                    raise DataError(
-                        f'{where}: the answer {answer!r:.60} holds no number, which reward = "number" needs: correct '
-                        "the row, or use another reward"
-                    )
+        for where, answer in texts_of(rows, self.name):
+            if last_number(answer) is None:
+                raise DataError(
+                    f'{where}: the answer {answer!r:.60} holds no number, which reward = "number" needs: correct '
+                    "the row, or use another reward"
+                )
 
     def grade(self, task: Task, answer: str) -> Score:
         """See the class."""

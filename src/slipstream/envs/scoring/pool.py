@@ -26,8 +26,8 @@ from slipstream.config.bounds import GIB
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.envs.base import Environment, Episode, RewardError, RewardFailed, RewardTimeout, Score, ToolResult
-from slipstream.envs.scoring.calls import judge, judge_group, run_tool
 from slipstream.envs.scoring.process import Answer, Setup, worker_environment
+from slipstream.envs.scoring.worker_calls import judge, judge_group, run_tool
 from slipstream.envs.scoring.workers import Workers
 from slipstream.records import Task, ToolCall
 from slipstream.runlog.redaction import is_secret_variable

@@ -1,8 +1,8 @@
 """Worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
 
-It constructs the environment from its config, carries out requests one after another (`calls.py`), and ends when its
-input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function blocks.
-A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
+It constructs the environment from its config, carries out requests one after another (`worker_calls.py`), and ends
+when its input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function
+blocks. A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
 carried out in a fork of this process, which keeps its initial state.
 
 Rewards and tools may print and read: the protocol's pipes are moved away from the standard streams first, and closed in
@@ -33,9 +33,9 @@ from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
 from slipstream.envs.base import Environment, RewardError, Score, ToolResult
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.calls import explained, failed_tool, judge, judge_group, run_tool
 from slipstream.envs.scoring.guard import APART, END_S, adopt, end_descendants
 from slipstream.envs.scoring.process import Answer, Request, Setup, decode, frame
+from slipstream.envs.scoring.worker_calls import explained, failed_tool, judge, judge_group, run_tool
 from slipstream.errors import SlipstreamError
 from slipstream.runlog import stacks
 

@@ -15,12 +15,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config.addresses import bucket_of, is_address
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import is_python_object
-from slipstream.envs.store.backends import Archive, FolderRegistry, Registry
 from slipstream.envs.store.content import digest_of, digest_of_folder, files_in, unpack, write_archive
-from slipstream.envs.store.s3 import S3Registry
+from slipstream.envs.store.places import Archive, Registry
 from slipstream.errors import ConfigError, DataError
 from slipstream.runlog.temporary import cache_root, private_folder, temporary
 
@@ -72,11 +70,6 @@ def is_reference(name: str) -> bool:
     return "@" in name and not is_python_object(name) and ".py" not in name and "/" not in name
 
 
-def open_registry(address: str) -> Registry:
-    """The registry at a folder's path or a bucket's address. Raises ConfigError."""
-    return S3Registry(bucket_of(address)) if is_address(address) else FolderRegistry(Path(address))
-
-
 def push(folder: Path, address: str, name: str = "") -> Pushed:
     """Add the environment in `folder` to a registry; a folder is made if it is not there. Raises ConfigError."""
     if not (folder / MAIN).is_file():
@@ -86,17 +79,20 @@ def push(folder: Path, address: str, name: str = "") -> Pushed:
         raise ConfigError(f"{name!r} cannot be an environment's name: give letters, digits, '.', '_' and '-' as --name")
     files, num_left_out = files_in(folder, is_working=True)
     digest = digest_of(files)
-    registry = open_registry(address)
-    with registry.adding(name) as here:
-        whole = [found for found in registry.archives(name, digest) if _is_whole(registry, found, here)]
-        if whole:
-            place = whole[0].place
-        else:
-            file = here / "archive.tar"
-            write_archive(file, files)
-            if _digest_in(file, here) != digest:
-                raise ConfigError(f"{folder} was changed while it was pushed: push it again")
-            place = registry.put(name, digest, file)
+    registry = Registry(address)
+    try:
+        with temporary("environment") as here:
+            whole = [found for found in registry.archives(name, digest) if _is_whole(registry, found, here)]
+            if whole:
+                place = whole[0].place
+            else:
+                file = here / "archive.tar"
+                write_archive(file, files)
+                if digest_of(files) != digest:
+                    raise ConfigError(f"{folder} was changed while it was pushed: push it again")
+                place = registry.put(name, digest, file)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be packed ({error.strerror}): make room, or set TMPDIR") from error
     return Pushed(f"{name}@{digest}", registry.address, place, len(files), num_left_out, is_new=not whole)
 
 
@@ -106,7 +102,7 @@ def pull(text: str, address: str, folder: Path) -> Path:
     reference = reference_of(text)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: give a new one")
-    registry = open_registry(address)
+    registry = Registry(address)
     archive = _archive(reference, registry)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +125,7 @@ def located(section: EnvironmentConfig) -> EnvironmentConfig:
         if section.registry:
             raise ConfigError("environment.registry has no effect: environment.name is no name@digest: remove it")
         return section
-    opened = functools.cache(lambda: open_registry(section.registry)) if section.registry else None
+    opened = functools.cache(lambda: Registry(section.registry)) if section.registry else None
     mixture = {
         name: part.model_copy(update={"name": _located(part.name, opened)}) for name, part in section.mixture.items()
     }
@@ -211,16 +207,6 @@ def _is_whole(registry: Registry, archive: Archive, beside: Path) -> bool:
             return digest_of_folder(whole) == archive.digest
     except DataError:
         return False
-
-
-def _digest_in(file: Path, beside: Path) -> str:
-    """The digest of what a file holds; empty for one that is no archive of an environment."""
-    with temporary("environment", beside) as here, contextlib.suppress(DataError):
-        whole = here / "whole"
-        whole.mkdir(mode=0o700)
-        unpack(file, whole)
-        return digest_of_folder(whole)
-    return ""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from enum import Enum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from slipstream.inference.plugin.hosts import Host
 
 
 class OutOfService(Exception):
@@ -182,23 +185,11 @@ class StepState(Enum):
     """A pause or a resume is under way, or was cut short."""
 
 
-class Pausable(Protocol):
-    """What makes steps; `Host` is."""
-
-    async def pause(self) -> None:
-        """Make no step from now on."""
-        ...
-
-    async def resume(self) -> None:
-        """Make steps again."""
-        ...
-
-
 class Steps:
     """Pauses and resumes vLLM, once each. After a call that was cut short the state is unknown, so the next one is made
     in any case."""
 
-    def __init__(self, host: Pausable) -> None:
+    def __init__(self, host: Host) -> None:
         self.state = StepState.RUNNING
         self._host = host
 

@@ -9,10 +9,10 @@ from slipstream.config.traits import num_replicas
 from slipstream.launch.children import Children, Context, RunContext
 from slipstream.launch.generation import build_executor
 from slipstream.launch.parts.process import OrchestratorProcess
-from slipstream.launch.teacher import agreement_warning
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, LocalCaller, Takes
 from slipstream.orchestrator.control.several import JoinedBatches, SeveralCallers
+from slipstream.orchestrator.teacher_engine import agreement_warning
 from slipstream.records import Batch
 from slipstream.transport import MemoryTransport
 

@@ -23,8 +23,8 @@ from slipstream.config.user_code import CodeRead, DataRead
 from slipstream.envs.base import Environment
 from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.gym import PREFIX as REASONING_GYM
-from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
-from slipstream.envs.mixture import parts_of, section_of
+from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
+from slipstream.envs.mixed import parts_of, section_of
 from slipstream.envs.registry import GROUP
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.launch.prepare import Prepared

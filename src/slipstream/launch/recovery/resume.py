@@ -46,7 +46,7 @@ def end_unsaid(folder: Path, config: PlannedConfig, *, with_time_limit: bool) ->
     is_late = with_time_limit and found.is_late
     if not found.has_all and not found.watch.reason and not is_late:
         return False
-    with RunLog.create(folder, resume=True) as log:
+    with RunLog.create(folder, resume=True, is_over=True) as log:
         if found.watch.keeps_best and found.watch.best_step is not None:
             store = CheckpointStore(folder / "checkpoints")
             if store.holds(found.watch.best_step):

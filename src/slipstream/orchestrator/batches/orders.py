@@ -11,7 +11,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from slipstream.data.draws import Draws
 from slipstream.orchestrator.batches.batcher import Batcher, group_name
@@ -29,14 +28,6 @@ _ROUNDING = 1e-9
 Put = Callable[[Batch], Awaitable[None]]
 
 
-class MakesBatches(Protocol):
-    """One of the two."""
-
-    async def make_all(self, first: int, num_steps: int, put: Put) -> None:
-        """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
-        ...
-
-
 class InDataOrder:
     """One batch after the other."""
 
@@ -49,7 +40,7 @@ class InDataOrder:
         self._hooks = hooks
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
-        """See `MakesBatches`."""
+        """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
         for step in range(first, num_steps):
             # A resumed run's first version is the one it begins with.
             # No deadline: when the trainer ends, so does this wait.
@@ -99,7 +90,7 @@ class ReadyFirst:
         self._pace = Pace(batcher.staleness + 1)
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
-        """See `MakesBatches`."""
+        """See `InDataOrder`."""
         # No deadlines here: the trainer's wait for a batch has one.
         await self._versions.wait_for(first, None)
         slots = Slots(self._size, self._batcher.staleness, first, num_steps, self._further)

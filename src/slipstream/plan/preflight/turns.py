@@ -4,7 +4,7 @@ assistant alternate, and refuse what a tool says after a call."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.data.examples import holds_thoughts
 from slipstream.envs.base import Environment
@@ -12,23 +12,14 @@ from slipstream.envs.hosted.apart import plays_own_turns
 from slipstream.errors import ConfigError, DataError, one_line
 from slipstream.records import Message
 
+if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
+
 _ROUNDS = 2
 """Turns that are followed by others: a template may refuse the second one only."""
 
 
-class Tokenizer(Protocol):
-    """The part of `data.chat_template.ChatTokenizer` that is needed."""
-
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt tokens, with the generation prompt."""
-        ...
-
-    def unrendered(self, messages: Sequence[Message]) -> list[int]:
-        """The places of the messages whose content the template leaves out."""
-        ...
-
-
-def check_turns(tokenizer: Tokenizer, environment: Environment, prompt: Sequence[Message], path: str) -> list[str]:
+def check_turns(tokenizer: ChatTokenizer, environment: Environment, prompt: Sequence[Message], path: str) -> list[str]:
     """Renders `prompt` with turns after it, as they come in an episode. Raises ConfigError if the template refuses or
     leaves out what follows a turn; returns a warning where the environment's own `run` may say something else there."""
     if environment.max_turns == 1:

@@ -19,8 +19,6 @@ from torch import Tensor
 from slipstream.errors import first_line, one_line
 from slipstream.trainer.attention.row_layout import Ragged
 
-ENABLED = True
-"""Benchmarks set this to False to compare."""
 _INTERFACE = "flash_attn.cute.interface"
 _HEAD_DIMS = (64, 128)
 _SMALLEST = 1024
@@ -35,7 +33,7 @@ _found: dict[tuple[Any, ...], Any] = {}
 
 def find(query: Tensor, key: Tensor, window: int) -> Any:
     """The FlashAttention 4 module for queries `[T, H, D]` and keys `[T, K, D]`; None: use torch's kernels."""
-    if not ENABLED or window or len(query) < _SMALLEST or torch.are_deterministic_algorithms_enabled():
+    if window or len(query) < _SMALLEST or torch.are_deterministic_algorithms_enabled():
         return None
     kind = (query.device, query.dtype, *query.shape[1:], key.shape[1])
     if kind not in _found:

@@ -220,7 +220,7 @@ class CheckpointStore:
     def read_loop_state(cls, path: Path) -> dict[str, Any]:
         """The `extra` of a loop's checkpoint. Raises `DataError` too if the loop cannot resume from it."""
         extra = cls.read_extra(path)
-        check_loop_state(extra, path / _STATE / _EXTRA)
+        check_loop_state(extra, path / _STATE / _EXTRA, read_manifest(path).step)
         return extra
 
     @staticmethod

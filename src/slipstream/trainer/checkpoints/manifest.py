@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from slipstream.errors import DataError
+from slipstream.regular_files import read_regular
 
 MANIFEST = "manifest.json"
 HASHED_BYTES = 1 << 20
@@ -69,18 +70,20 @@ def read_manifest(folder: Path) -> Manifest:
     return decoded(folder / MANIFEST, Manifest)
 
 
-def check_loop_state(extra: dict[str, Any], file: Path) -> None:
-    """Raise `DataError` unless the loop can resume from `extra`, the content of `file`."""
+def check_loop_state(extra: dict[str, Any], file: Path, step: int) -> None:
+    """Raise `DataError` unless the loop can resume from `extra`, the content of `file`, at the manifest's `step`."""
     try:
-        msgspec.convert(extra, _LoopState)
+        found = msgspec.convert(extra, _LoopState).step
     except msgspec.ValidationError as error:
         raise _damaged(file, error) from error
+    if step and found != step:
+        raise DataError(f"{file} is of step {found}, and {MANIFEST} of step {step}: use another checkpoint")
 
 
 def decoded(file: Path, kind: type[T]) -> T:
     """The content of a JSON file of a checkpoint. Raises `DataError` where it cannot be read as `kind`."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+        return msgspec.json.decode(read_regular(file), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(file, error) from error
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from slipstream.config.planned import PlannedConfig
 from slipstream.errors import SlipstreamError
+from slipstream.runlog import RunLog
 from slipstream.runlog.files import cannot_write
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.snapshot import Snapshots
@@ -74,24 +76,6 @@ class Schedule:
         )
 
 
-class Log(Protocol):
-    """The run's log; called from any thread."""
-
-    folder: Path
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Log an event."""
-        ...
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning."""
-        ...
-
-    def note(self, values: Mapping[str, float]) -> None:
-        """Add metrics to the next row."""
-        ...
-
-
 class CheckpointWriter:
     """Writes checkpoints of `learner` and `critic` to `store`; called by the training thread."""
 
@@ -100,12 +84,12 @@ class CheckpointWriter:
         store: CheckpointStore,
         learner: Learner,
         critic: Critic | None,
-        log: Log,
+        log: RunLog,
         schedule: Schedule,
         *,
         beside: bool,
     ) -> None:
-        self._store, self._learner, self._critic, self._log = store, learner, critic, log
+        self.store, self._learner, self._critic, self._log = store, learner, critic, log
         self._schedule = schedule
         self._snapshots = Snapshots(learner) if beside else None
         self._critics = Snapshots(critic.learner, deployed=False) if beside and critic is not None else None
@@ -147,19 +131,19 @@ class CheckpointWriter:
         source = self._learner.model.folder
 
         def write() -> None:
-            path = self._store.save(step, learner, source, extra, critic, best=best is not None)
+            path = self.store.save(step, learner, source, extra, critic, best=best is not None)
             self.saved_step = step
             self._log.event(
                 "checkpoint",
                 step=step,
                 path=str(path.relative_to(self._log.folder)),
-                digest=self._store.read_fingerprints(path).digest,
+                digest=self.store.read_fingerprints(path).digest,
                 seconds=round(time.monotonic() - began, 3),
                 beside=beside,
             )
             self._log_best(step, best)
 
-        self._writes = self._store.folder / f"step-{step:06d}"
+        self._writes = self.store.folder / f"step-{step:06d}"
         if beside:
             self._prepared = True
             self._start(write)
@@ -172,7 +156,7 @@ class CheckpointWriter:
     def link_best(self, step: int, accuracy: float) -> None:
         """Mark the existing checkpoint of `step` as the best."""
         self.wait()
-        self._store.link_best(step)
+        self.store.link_best(step)
         self._log_best(step, accuracy)
 
     def _log_best(self, step: int, accuracy: float | None) -> None:
@@ -185,11 +169,11 @@ class CheckpointWriter:
         quiet_s, before = 0.0, -1
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_POLL_S)
-            now = self._store.unfinished_bytes()
+            now = self.store.unfinished_bytes()
             # Counted in polls, not by the clock: while this process was stopped nothing could be written.
             quiet_s, before = (quiet_s + _POLL_S if now == before else 0.0), now
             if quiet_s >= QUIET_S:
-                raise cannot_write(self._writes or self._store.folder, f"the disk took nothing for {QUIET_S:g} s")
+                raise cannot_write(self._writes or self.store.folder, f"the disk took nothing for {QUIET_S:g} s")
         self._raise_failure()
 
     def close(self) -> None:
@@ -226,3 +210,11 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def create_writer(
+    config: PlannedConfig, store: CheckpointStore, learner: Learner, critic: Critic | None, log: RunLog
+) -> CheckpointWriter:
+    """The writer of a run's checkpoints, by its schedule."""
+    schedule = Schedule(config.run.checkpoint_every, config.training.steps)
+    return CheckpointWriter(store, learner, critic, log, schedule, beside=config.run.async_checkpoints is True)

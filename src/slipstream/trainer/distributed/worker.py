@@ -206,15 +206,7 @@ class Negate(Command, frozen=True):
     stride: int
 
 
-class Allocated(Command, frozen=True):
-    """Return how many bytes torch has allocated on this rank's GPU."""
-
-    doing = "say what memory it has"
-
-
-AnyCommand = (
-    Score | Backward | SetAside | Combine | Prepare | Commit | Gather | Describe | Save | Load | Negate | Allocated
-)
+AnyCommand = Score | Backward | SetAside | Combine | Prepare | Commit | Gather | Describe | Save | Load | Negate
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -293,8 +285,6 @@ class RankModel:
                 if self.group.device.type == "cuda":
                     torch.cuda.synchronize()
                 return Answer(numbers=[self._copy_to_engine()])
-            case Allocated():
-                return Answer(numbers=[torch.cuda.memory_allocated() if self.group.device.type == "cuda" else 0])
         return Answer()
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.inference.plugin.tools.calls import Found, Parsed, as_records, read_calls
+from slipstream.inference.plugin.tools.call_records import Found, Parsed, as_records, read_calls
 from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, ends_in_thought
 from slipstream.records import GenerateRequest, ToolCall
 

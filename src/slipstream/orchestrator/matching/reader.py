@@ -7,16 +7,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from slipstream.config import PlannedConfig
 from slipstream.config.sft import MatchingConfig
-from slipstream.data.examples import SFTReader
+from slipstream.data.examples import Examples, SFTReader
+from slipstream.detection.coordinates import AnswerTokens
 from slipstream.detection.figures import DetectionCounts
 from slipstream.detection.schedule import rollout_seed
 from slipstream.errors import TrainingError
-from slipstream.launch.matching.answers import answer_tokens
-from slipstream.launch.matching.schedule import channel_of
-from slipstream.launch.matching.targets import Matched, matched
-from slipstream.launch.prepare import Prepared
-from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Version
+from slipstream.orchestrator.matching.schedule import channel_of
+from slipstream.orchestrator.matching.targets import Matched, matched
+from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
 
 _WATCHED = 10
 """Steps of channel B over which invalid rollouts are counted."""
@@ -33,20 +33,29 @@ class RollsOut(Protocol):
 class MatchingReader:
     """See the module and the loop's `Reader`; batches depend on the step, and on the weights where those roll out."""
 
-    def __init__(self, prepared: Prepared, items_of_step: Callable[[int], list[int]]) -> None:
-        config = prepared.config
+    def __init__(
+        self,
+        config: PlannedConfig,
+        tasks: Sequence[Task],
+        examples: Examples,
+        tokens: AnswerTokens,
+        context_length: int,
+        items_of_step: Callable[[int], list[int]],
+        *,
+        roll_out: RollsOut | None = None,
+        on_rollouts: Callable[[int, Sequence[Rollout]], None] = lambda step, rollouts: None,
+    ) -> None:
+        """`examples`: channel A's, of each task. `on_rollouts` is told of each batch of rollouts, as they were
+        sampled."""
         assert config.matching is not None
         self._config: MatchingConfig = config.matching
-        self._tasks, self._items_of_step = prepared.train_tasks, items_of_step
-        self._written = SFTReader(prepared.examples, items_of_step)
-        self._seed, self._limit = config.run.seed, prepared.facts.model.context_length
+        self._tasks, self._items_of_step = tasks, items_of_step
+        self._written = SFTReader(examples, items_of_step)
+        self._seed, self._limit = config.run.seed, context_length
         self._max_tokens = config.sampling.max_tokens
-        self.tokens = answer_tokens(prepared.tokenizer)
+        self._tokens = tokens
         self._invalid: deque[tuple[DetectionCounts, list[str]]] = deque(maxlen=_WATCHED)
-        self.roll_out: RollsOut | None = None
-        """Set once there is an engine."""
-        self.on_rollouts: Callable[[int, Sequence[Rollout]], None] = lambda step, rollouts: None
-        """Told of each batch of rollouts, as they were sampled."""
+        self._roll_out, self._on_rollouts = roll_out, on_rollouts
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`. Raises `TrainingError` beyond `matching.max_invalid`."""
@@ -54,20 +63,20 @@ class MatchingReader:
             batch = self._written.take(step)
             batch.metrics |= {"stage2/channel_a": 1.0, "stage2/channel_b": 0.0}
             return batch
-        assert self.roll_out is not None, "channel B has an engine"
+        assert self._roll_out is not None, "channel B has an engine"
         items, seed = self._items_of_step(step), rollout_seed(self._seed, step)
         begun = time.monotonic()
-        rollouts = self.roll_out(step, items, seed=seed, temperature=self._config.temperature)
+        rollouts = self._roll_out(step, items, seed=seed, temperature=self._config.temperature)
         generated_s = time.monotonic() - begun
         if len(rollouts) != len(items):
             raise TrainingError(f"{len(rollouts)} rollouts of {len(items)} tasks came at step {step}: report this")
-        self.on_rollouts(step, rollouts)
+        self._on_rollouts(step, rollouts)
         usable = [place for place, rollout in enumerate(rollouts) if rollout.outcome in TRAINABLE_OUTCOMES]
         begun = time.monotonic()
         found = matched(
             [rollouts[place] for place in usable],
             [self._tasks[items[place]] for place in usable],
-            self.tokens,
+            self._tokens,
             self._config,
             self._limit,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import PlannedConfig
+from slipstream.config.bounds import GIB
 from slipstream.config.traits import (
     apply_timeout_s,
     engine_workers,
@@ -18,40 +20,37 @@ from slipstream.config.traits import (
     update_phase,
 )
 from slipstream.errors import SlipstreamError, one_line
-from slipstream.launch.batch_order import waits_of
-from slipstream.launch.children import RunContext
-from slipstream.launch.engine_sleep import SleepWake
-from slipstream.launch.matching.reader import MatchingReader
-from slipstream.launch.matching.schedule import generates_for
-from slipstream.launch.startup.stages import WAIT
 from slipstream.orchestrator.control import commands
-from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader, Takes
+from slipstream.orchestrator.control.engine_sleep import SleepWake
+from slipstream.orchestrator.control.handle import Caller, Orchestrator
+from slipstream.orchestrator.deadlines import waits_of
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
-from slipstream.plan.memory.sizes import GIB, engine_bytes_per_gpu
+from slipstream.orchestrator.matching.schedule import generates_for
+from slipstream.progress import Progress
 from slipstream.records import ApplyReport, Rollout, Ticket, Version
-from slipstream.runlog import EventLog, sample_of
+from slipstream.runlog import EventLog, RunLog, sample_of
 from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher
 from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
-    from slipstream.trainer.loop import TrainingLoop
 
 _LEAVE_S = 5.0
 """How long engines may take to leave a process group between two steps; whatever ended the run, the rest waits."""
 
 
-def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: TrainingLoop) -> Publisher:
-    """Give `loop` its engine and, under RL, the reader of rollouts, whose making begins; returns the publisher, which
-    the caller closes."""
-    config, log, waits = run.config, run.log, waits_of(run.config)
-    if config.algorithm.kind != "sft":
-        waits_for = "the orchestrator to plan the run and to open the ledger"
-        caller.call(commands.OpenLedger(loop.step), commands.Done, waits.start_s, waits_for)
-    publisher, published = _publisher(config, loop.learner, run.folder / "weights", caller, log)
-    sleeps = SleepWake(caller, log, sleeps=config.inference.sleep is True, timeout_s=config.weights.apply_timeout_s)
-    hooks = RunHooks(run, caller, sleeps)
+def connect(
+    config: PlannedConfig,
+    learner: Learner,
+    caller: Caller,
+    hooks: TrainerHooks,
+    log: RunLog,
+    saved_step: Callable[[], int],
+) -> tuple[Orchestrator, Publisher]:
+    """Create the training loop's engine, and the publisher of the weights of `learner`, which the caller closes.
+    `saved_step`: see `Orchestrator`."""
+    publisher, published = _publisher(config, learner, log.folder / "weights", caller, log)
 
     def publish(step: int, announce: Announce) -> Ticket:
         ticket = publisher.publish(published(), step, log.lineage, announce)
@@ -63,26 +62,30 @@ def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: Trainin
         log.held_version = step
         publisher.hold(step)
 
-    loop.engine = engine = Orchestrator(
-        caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks, hold=hold
-    )
-    if isinstance(loop.reader, MatchingReader):
-        loop.reader.roll_out, loop.reader.on_rollouts = engine.roll_out, hooks.rolled_out
-    if config.algorithm.kind != "sft":
-        loop.reader = reader = RolloutReader(caller, batches, waits=waits, hooks=hooks)
-        changes = loop.curriculum.changes if loop.curriculum is not None else []
-        reader.start(commands.MakeBatches(loop.step, config.training.steps, loop.draws.state(), changes))
-    return publisher
+    waits = waits_of(config)
+    engine = Orchestrator(caller, publish=publish, saved_step=saved_step, waits=waits, hooks=hooks, hold=hold)
+    return engine, publisher
 
 
 class RunHooks(TrainerHooks):
     """Writes events and samples, and has engine and trainer take turns on a shared GPU."""
 
-    def __init__(self, run: RunContext, caller: Caller, sleep_wake: SleepWake) -> None:
-        self._run = run
-        self._config, self._log = run.config, run.log
-        self._caller = caller
-        self._sleep_wake = sleep_wake
+    def __init__(
+        self,
+        config: PlannedConfig,
+        log: RunLog,
+        progress: Progress,
+        caller: Caller,
+        *,
+        waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        planned_bytes: int = 0,
+    ) -> None:
+        """`waiting`: entered while the first update waits for the engine. `planned_bytes`: the plan's memory of an
+        engine on each of its GPUs."""
+        self._config, self._log, self._progress, self._caller = config, log, progress, caller
+        self._waiting, self._planned_bytes = waiting, planned_bytes
+        timeout_s = config.weights.apply_timeout_s
+        self._sleep_wake = SleepWake(caller, log, sleeps=config.inference.sleep is True, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def waiting_for_engine(self) -> Generator[None]:
@@ -90,9 +93,9 @@ class RunHooks(TrainerHooks):
         if self._config.weights.bridge == "restart":
             yield
             return
-        with self._run.stages.stage(WAIT):
+        with self._waiting():
             yield
-        self._run.progress.phase(update_phase(self._config))
+        self._progress.phase(update_phase(self._config))
 
     def before_update(self) -> None:
         """See `TrainerHooks`."""
@@ -125,8 +128,7 @@ class RunHooks(TrainerHooks):
             self._log.note({"update/stall_s": report.stall_s})
         if report.memory_bytes:
             took = report.memory_bytes / self._config.inference.tensor_parallel_size
-            planned = engine_bytes_per_gpu(self._config, self._run.prepared.facts.model)
-            self._log.note({"memory/engine_gib": took / GIB, "memory/engine_planned_gib": planned / GIB})
+            self._log.note({"memory/engine_gib": took / GIB, "memory/engine_planned_gib": self._planned_bytes / GIB})
         self._log.note(metrics)
 
     def version_evaluated(self, step: int, evaluation: Evaluation) -> None:

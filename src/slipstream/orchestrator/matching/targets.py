@@ -22,12 +22,12 @@ from slipstream.detection.figures import DetectionCounts, counts_of
 from slipstream.detection.matching import match
 from slipstream.detection.objects import SceneObject, in_reading_order, true_objects
 from slipstream.detection.parser import parse
-from slipstream.detection.targets import Target, from_rollout, teacher_forced
+from slipstream.detection.row_targets import Target, from_rollout, teacher_forced
 from slipstream.detection.text_tokens import parsed_text
 from slipstream.envs.detector import MATCHING
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.matching.answers import answer_tokens, detects, match_settings
 from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.matching.answers import answer_tokens, detects, match_settings
 from slipstream.records import TRAINABLE_OUTCOMES, Box, DetectionTarget, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
 

@@ -1,4 +1,4 @@
-"""Which items of the training set make which batch, and the deadlines for making one.
+"""Which items of the training set make which batch.
 
 Guarantees: the items of a batch, refills included, are a pure function of seed and step, so that a resumed run needs no
 saved position; under a curriculum also of its weights, which are in the checkpoint.
@@ -6,36 +6,32 @@ saved position; under a curriculum also of its weights, which are in the checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig
-from slipstream.config.traits import apply_timeout_s
-from slipstream.data.mixture import MixtureOrder, Weights, changes_of
+from slipstream.data.mixture_order import MixtureOrder, Weights, changes_of
 from slipstream.data.sampler import DataOrder
 from slipstream.errors import IntegrityError
-from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
-from slipstream.orchestrator.control.handle import Waits
-from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries
 from slipstream.records import Task
-
-START_GRACE_S = 60.0
 
 
 class BatchOrder:
     """Which items of one run's training set each batch is made of."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._config, self._tasks = prepared.config, prepared.train_tasks
-        self._size, seed = prepared.config.training.prompts_per_batch, prepared.config.run.seed
-        self._order = DataOrder(prepared.num_items, seed)
+    def __init__(
+        self, config: PlannedConfig, tasks: Sequence[Task], num_items: int, part_of_item: Sequence[int] = ()
+    ) -> None:
+        """`part_of_item`: of a mixture, the number of each item's part."""
+        self._config, self._tasks = config, tasks
+        self._size, seed = config.training.prompts_per_batch, config.run.seed
+        self._order = DataOrder(num_items, seed)
         self._mixture: MixtureOrder | None = None
         self._refused = ""
-        if prepared.part_of_item:
-            weights = Weights(mixture_weights(prepared.config))
-            self._mixture = MixtureOrder(prepared.part_of_item, weights, self._size, seed)
+        if part_of_item:
+            self._mixture = MixtureOrder(part_of_item, Weights(mixture_weights(config)), self._size, seed)
 
     def items(self, step: int) -> list[int]:
         """The items that the batch of `step` begins with."""
@@ -85,32 +81,3 @@ def mixture_weights(config: PlannedConfig) -> tuple[float, ...]:
 def max_refills_of(config: PlannedConfig) -> int:
     """`algorithm.max_refills` of a planned config; 0 where nothing is generated to train on."""
     return 0 if config.algorithm.kind == "sft" else config.algorithm.max_refills
-
-
-def silence_limit_s(config: PlannedConfig) -> float:
-    """How long a batch or an evaluation may go on without a turn, a try of one or a rollout that ends, in seconds: the
-    sum of all deadlines that one rollout may wait for, and of the longest wait between two tries of a request."""
-    section, inference = config.environment, config.inference
-    own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
-    engine_s = inference.request_timeout_s + inference.start_timeout_s
-    return own_s + engine_s + apply_timeout_s(config) + (LONGEST_WAIT_S if inference.request_retries else 0.0)
-
-
-def retries_of(config: PlannedConfig, count: Callable[[dict[str, float]], None] = lambda values: None) -> Retries:
-    """How often the requests of rollouts are tried again; `count` adds up metrics of each further try, by its reason,
-    and of each request that has used all of them."""
-    inference = config.inference
-    return Retries(
-        inference.request_retries,
-        BUDGET * inference.request_timeout_s,
-        on_retry=lambda reason: count({f"retry/{reason}": 1.0}),
-        on_exhausted=lambda: count({"retry/exhausted": 1.0}),
-    )
-
-
-def waits_of(config: PlannedConfig) -> Waits:
-    """Deadlines of the trainer's waits for the orchestrator."""
-    start_s = config.inference.start_timeout_s
-    # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
-    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
-    return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config))

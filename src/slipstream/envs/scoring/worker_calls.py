@@ -15,7 +15,7 @@ import msgspec
 
 from slipstream.config.user_code import place_of
 from slipstream.envs.base import Environment, Episode, RewardError, RewardFailed, Score, ToolResult, as_score
-from slipstream.envs.tools.calls import CallRefused, as_content
+from slipstream.envs.tools.tool_calls import CallRefused, as_content
 from slipstream.records import Task, ToolCall
 
 _MAX_MESSAGE, _MAX_DETAILS = 1000, 20_000

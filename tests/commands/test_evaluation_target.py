@@ -7,8 +7,8 @@ import json
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands.evaluation_target import find_target
 from slipstream.commands.results import place_of
-from slipstream.commands.targets import find_target
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
 from slipstream.runlog.files import write_whole

@@ -91,7 +91,7 @@ def env_push(
     """Keep an environment in a folder or S3 bucket by its content's digest, and print the name for a run file.
 
     Hidden files, compiled Python, and the folders runs and models are left out and counted. Links are refused. A bucket
-    needs the extra s3 (pip install 'slipstream[s3]'), and credentials where boto3 looks for them.
+    needs the extra s3 (pip install 'slipstream[s3]'), and credentials where botocore looks for them.
     """
     from slipstream.config.parse.dump import toml_value
     from slipstream.envs.store.registry import push
@@ -188,7 +188,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     from slipstream.config.traits import usual_reward_workers
     from slipstream.envs.check import check_environment
     from slipstream.envs.hosted.apart import placement
-    from slipstream.envs.hosted.environment import Verifiers
+    from slipstream.envs.hosted.verifiers_package import Verifiers
     from slipstream.envs.lifetime import in_use
     from slipstream.envs.registry import is_apart, load_environment, played
     from slipstream.envs.scoring.pool import ScorerPool

@@ -1,0 +1,41 @@
+"""Deadlines and retries of a run's generating side, from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.config import PlannedConfig
+from slipstream.config.traits import apply_timeout_s
+from slipstream.orchestrator.control.handle import Waits
+from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries
+
+START_GRACE_S = 60.0
+
+
+def silence_limit_s(config: PlannedConfig) -> float:
+    """How long a batch or an evaluation may go on without a turn, a try of one or a rollout that ends, in seconds: the
+    sum of all deadlines that one rollout may wait for, and of the longest wait between two tries of a request."""
+    section, inference = config.environment, config.inference
+    own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
+    engine_s = inference.request_timeout_s + inference.start_timeout_s
+    return own_s + engine_s + apply_timeout_s(config) + (LONGEST_WAIT_S if inference.request_retries else 0.0)
+
+
+def retries_of(config: PlannedConfig, count: Callable[[dict[str, float]], None] = lambda values: None) -> Retries:
+    """How often the requests of rollouts are tried again; `count` adds up metrics of each further try, by its reason,
+    and of each request that has used all of them."""
+    inference = config.inference
+    return Retries(
+        inference.request_retries,
+        BUDGET * inference.request_timeout_s,
+        on_retry=lambda reason: count({f"retry/{reason}": 1.0}),
+        on_exhausted=lambda: count({"retry/exhausted": 1.0}),
+    )
+
+
+def waits_of(config: PlannedConfig) -> Waits:
+    """Deadlines of the trainer's waits for the orchestrator."""
+    start_s = config.inference.start_timeout_s
+    # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
+    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
+    return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config))

@@ -1,0 +1,86 @@
+"""Where a run is when its training loop begins: at the start, or after the checkpoint of an earlier attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.data.curriculum import MixtureCurriculum
+from slipstream.data.draws import Draws
+from slipstream.errors import ConfigError
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.learner import Learner
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Properties of a run that a resume must not change."""
+
+    num_items: int = 0
+    """Size of the training set: it determines the order of the data."""
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of tasks, data, code and model, by name."""
+    may_differ: frozenset[str] = frozenset()
+    """Names of digests that a resume was allowed to change."""
+
+    def check(self, extra: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless a checkpoint with these fields is of the same run."""
+        if int(extra["num_items"]) != self.num_items and "training items" not in self.may_differ:
+            raise ConfigError(
+                f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
+                "resume with the same data, or start a new run from the checkpoint's weights"
+            )
+        before: dict[str, str] = extra["identity"]
+        for name in before.keys() & self.digests.keys():
+            if before[name] != self.digests[name] and name not in self.may_differ:
+                raise ConfigError(
+                    f"the checkpoint was made with other {name} than there are now: resume with the same ones, or "
+                    "start a new run from the checkpoint's weights"
+                )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The loop's state at its first step; the defaults are those of a new run."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    """Number of batches trained on."""
+    draws: Draws = field(default_factory=Draws)
+    """Draws of the task order that were trained on or dropped, where batches do not follow it."""
+    trained_steps: int = 0
+    steps_without_signal: int = 0
+    evaluations: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """State of `Evaluations`; empty for a new run."""
+    trained_s: float = 0.0
+    """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
+
+
+def load_resumed(
+    store: CheckpointStore,
+    checkpoint: Path,
+    learner: Learner,
+    critic: Critic | None,
+    identity: Identity,
+    curriculum: MixtureCurriculum | None = None,
+    *,
+    prompts_per_batch: int,
+) -> Resumed:
+    """Load `checkpoint` into `learner`, `critic` and `curriculum`. Raises `ConfigError` for one of another run, and
+    `DamagedCheckpoint`."""
+    extra = store.load(checkpoint, learner, critic)
+    identity.check(extra)
+    step, drawn = int(extra["step"]), extra.get("draws")
+    if curriculum is not None and "curriculum" in extra:
+        curriculum.load(extra["curriculum"])
+    return Resumed(
+        checkpoint,
+        step,
+        Draws.of_state(drawn) if drawn else Draws(step * prompts_per_batch),
+        trained_steps=int(extra["trained_steps"]),
+        steps_without_signal=int(extra["quiet_steps"]),
+        evaluations=extra,
+    )
