@@ -20,7 +20,7 @@ from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Rollout, Sequence, Version, VersionSpan
 from slipstream.runlog import COUNTS, RunLog, read_metrics
 from slipstream.runlog.ledger import Ledger, balance
-from slipstream.sinks.prometheus import Totals
+from slipstream.sinks.prometheus import counts_of
 from slipstream.trainer.metrics import rollout_metrics, skipped_batch
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
@@ -102,8 +102,8 @@ def test_ledger_rows_and_counters_agree_on_what_became_of_every_group_and_token(
         earlier.close(0)
         drop = lambda reason, tokens: log.count(drop_metrics(reason, tokens))  # noqa: E731
         ledger = Ledger(log.folder, 1, 0, staleness=0, shape={}, on_drop=drop)
-        batcher, totals = make_batcher(None, ledger=ledger), Totals()
-        log.listen(lambda step, row: totals.add(row))
+        batcher, totals = make_batcher(None, ledger=ledger), Counter()
+        log.listen(lambda step, row: [totals.update({(name, *labels): n}) for name, labels, n in counts_of(row)])
         for step, (groups, ends, teaches) in enumerate(batches):
             made = [rollouts_of(f"{step}.{number}", kinds) for number, kinds in enumerate(groups)]
             for group in made:
@@ -123,14 +123,16 @@ def test_ledger_rows_and_counters_agree_on_what_became_of_every_group_and_token(
         for row in rows:
             sums.update({name: value for name, value in row.items() if name.startswith(("tokens/", *COUNTS))})
         trained = sum(entry.num_tokens for entry in entries if entry.state == "trained")
-        assert trained == sums["tokens/trained"] == totals.tokens
+        assert trained == sums["tokens/trained"] == totals["tokens_trained",]
         dropped = [entry for entry in entries if entry.state == "dropped"]
         names = {entry.reason.replace(" ", "_"): entry for entry in dropped}
         for group, value in (("dropped_tokens", "num_tokens"), ("dropped_groups", "num_groups")):
             found = {name.partition("/")[2]: number for name, number in sums.items() if name.startswith(f"{group}/")}
             expected = {reason: getattr(entry, value) for reason, entry in names.items()}
             assert {k: n for k, n in found.items() if n} == {k: n for k, n in expected.items() if n}
-            assert {k: n for k, n in totals.by_reason[group].items() if n} == {k: n for k, n in found.items() if n}
+            counter = {"dropped_tokens": "tokens_dropped", "dropped_groups": "groups_dropped"}[group]
+            counted = {labels[0][1]: n for (name, *labels), n in totals.items() if name == counter and n}
+            assert counted == {k: n for k, n in found.items() if n}
         assert sum(entry.num_groups for entry in entries) == len(left) + sum(len(groups) for groups, *_ in batches)
         sizes = [
             size for groups in (left, *(groups for groups, *_ in batches)) for kinds in groups for _, size in kinds
