@@ -53,7 +53,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_at_its_end(tmp_path,
     monkeypatch.setattr(CheckpointStore, "holds", lambda self, step: True)
     names = ("step", "evaluated_step", "early_stop")
     others = {"lineage": 0, "trained_steps": 0, "quiet_steps": 0, "num_items": 0, "identity": {}}
-    monkeypatch.setattr(CheckpointStore, "read_extra", lambda path: others | dict(zip(names, saved, strict=True)))
+    monkeypatch.setattr(CheckpointStore, "read_loop_state", lambda path: others | dict(zip(names, saved, strict=True)))
     (log.folder / "checkpoints").mkdir()
     is_end = expected[not auto]
     assert end_unsaid(log.folder, config, with_time_limit=auto) is is_end
