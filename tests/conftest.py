@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 from slipstream.trainer import garbage_collection
 
 from .fork_server import VARIABLE, ForkServers, name_context, take_for_usual

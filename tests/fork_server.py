@@ -2,7 +2,7 @@
 needs them begins as a fork of it, seconds later instead of ten or twenty.
 
 `ForkedPopen` is `subprocess.Popen` but for that: `ForkServers.install` puts it where Slipstream starts its children
-(`slipstream.inference.child_process.popen`, and for the workers of rewards and tools `forked_workers`), in this process
+(`slipstream.processes.child_process.popen`, and for the workers of rewards and tools `forked_workers`), in this process
 and in those that are forked. What a child sees is what an executed one sees: its environment, arguments, descriptors,
 folder, session and main module. Real starts are those of other modules, of environments that differ in what libraries
 read while they are imported, of tests that are marked `real_start`, and all where SLIPSTREAM_REAL_STARTS is set.
@@ -36,7 +36,7 @@ from typing import Any
 
 import setproctitle
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 
 VARIABLE = "SLIPSTREAM_REAL_STARTS"
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ KINDS = {
     "slipstream.python.child": "trainer",
     "slipstream.launch.ranks.child": "trainer",
     "slipstream.launch.parts.child": "trainer",
-    "slipstream.processes.watchdog": "trainer",
+    "slipstream.launch.parts.watchdog": "trainer",
     "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
     "tests.system.slow_end": "trainer",

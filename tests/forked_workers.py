@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from slipstream.envs.scoring import guard
+from slipstream.processes import guard
 
 
 class Forked:

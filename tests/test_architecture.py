@@ -24,6 +24,7 @@ LAYERS = {
     "patience": 0,
     "names": 0,
     "progress": 0,
+    "processes": 0,
     "regular_files": 0,
     "engine_protocols": 1,
     "config": 1,
@@ -33,7 +34,6 @@ LAYERS = {
     "data": 2,
     "detection": 2,
     "transport": 2,
-    "processes": 2,
     "sinks": 2,
     "weights": 2,
     "inference": 3,
@@ -49,7 +49,7 @@ LAYERS = {
     "python": 9,
     "__main__": 9,
 }
-SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors")}
+SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors"), ("processes", "errors"), ("processes", "regular_files")}
 """Pairs of one layer in which the first may import the second."""
 LIGHT_MODULES = (
     "slipstream.python",
@@ -59,7 +59,8 @@ LIGHT_MODULES = (
     "slipstream.detection.targets",
     "slipstream.plan.derive",
     "slipstream.launch.startup",
-    "slipstream.processes.watchdog",
+    "slipstream.launch.parts.watchdog",
+    "slipstream.processes.child_process",
     "slipstream.cli",
     "slipstream.report",
 )
@@ -107,7 +108,9 @@ def upward_imports(path: Path) -> list[str]:
     """What a file imports against the layers."""
     own = package_of(path)
     if not own:
-        others = [other for _, other in imported_packages(path) if other != "python"]  # which it imports when asked for it
+        others = [
+            other for _, other in imported_packages(path) if other != "python"
+        ]  # which it imports when asked for it
         return [f"{label(path)}: the root package imports nothing of the project" for _ in others]
     assert own in LAYERS, f"{own} has no layer: add it to LAYERS, and to the documents"
     return [

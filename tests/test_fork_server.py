@@ -14,10 +14,10 @@ import pytest
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.envs.base import RewardError
 from slipstream.envs.scoring.pool import ScorerPool
-from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.preimport import engine_environment
 from slipstream.launch.startup.compile_caches import persistent_caches
+from slipstream.processes import child_process
 from slipstream.records import GenerateRequest, SamplingParams, Task
 
 from . import fork_server, forked_workers

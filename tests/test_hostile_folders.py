@@ -11,10 +11,11 @@ import pytest
 from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.inference.launchers import Orders
 from slipstream.launch.provenance.record import read_attempts
+from slipstream.processes.files import open_own
+from slipstream.processes.heartbeat import read_heartbeat
 from slipstream.runlog import RunLog
 from slipstream.runlog.evaluations import read_evaluation
-from slipstream.runlog.files import open_own, refuse_in_use
-from slipstream.runlog.heartbeat import read_heartbeat
+from slipstream.runlog.files import refuse_in_use
 from slipstream.runlog.ledger import Ledger, balance, end_whole
 from slipstream.runlog.reader import find_runs, read_events, read_exit, read_metrics, read_settings, summarize
 from slipstream.runlog.record import read_run

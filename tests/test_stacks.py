@@ -15,17 +15,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.envs.scoring import guard
 from slipstream.errors import DeadlineError, EngineError, RankDeadlineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog import stacks
-from slipstream.runlog.heartbeat import Heartbeat, ProcessHeartbeat
+from slipstream.processes import guard, stacks
+from slipstream.processes.heartbeat import Heartbeat, ProcessHeartbeat
 
 PROGRAM = """
 import signal, sys, threading, time
 from pathlib import Path
-from slipstream.runlog import stacks
+from slipstream.processes import stacks
 
 def the_main_thread_is_here():
     print("ready", flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("SLIPSTREAM_MUTATION_SEED", "0")

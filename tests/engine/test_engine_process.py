@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.orchestrator.concurrency import retry_on_restart
+from slipstream.processes import child_process, heartbeat, stacks
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
-from slipstream.runlog import heartbeat, stacks
 from slipstream.weights.model_files import stored_parameters
 
 from .. import fork_server

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.inference import child_process
-from slipstream.runlog import temporary as temporary_folders
-from slipstream.runlog.temporary import make_temporary, note_shared, remove_temporary
+from slipstream.processes import child_process
+from slipstream.processes import temporary as temporary_folders
+from slipstream.processes.temporary import make_temporary, note_shared, remove_temporary
 
 CHILD = """
 import sys, time
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 lifeline.remove_at_end(sys.argv[1])
 lifeline.remove_at_end(sys.argv[1] + "-never-there")
 lifeline.follow_stdin()
@@ -42,7 +42,7 @@ def test_a_child_whose_supervisor_is_gone(tmp_path):
 
 SIGNALLED = """
 import os, signal, time
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 lifeline.leave_signals_to_trainer()
 up, told = os.pipe()
 if (fork := os.fork()) == 0:
@@ -91,7 +91,7 @@ SHARING = """
 import multiprocessing, os, sys, time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 resource_tracker.register = lambda *_: None
 lifeline.name_shared_memory()
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 
 if sys.argv[1] == "say":
     print(os.environ.get("VLLM_PLUGINS"), os.environ.get("SECRET", ""), flush=True)

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from slipstream.errors import EngineError
-from slipstream.inference import child_process
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.launchers import Subprocesses
 from slipstream.inference.settings import EngineSettings
+from slipstream.processes import child_process
 from slipstream.records import ApplyReport, Ticket, Version
 
 

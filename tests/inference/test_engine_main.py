@@ -8,10 +8,11 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from slipstream.inference.child_process import END
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, main, register, start_marks
+from slipstream.inference.plugin import ENGINE_VARIABLE, main, register, start_marks
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.settings import EngineSettings
+from slipstream.processes import lifeline
+from slipstream.processes.child_process import END
 
 SETTINGS = EngineSettings("m", "/folder/engine.sock", "float32", 8, 8)
 ASKED = {

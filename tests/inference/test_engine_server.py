@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from slipstream.errors import WeightsError
-from slipstream.inference.plugin import lifeline
 from slipstream.inference.plugin import server as server_module
 from slipstream.inference.plugin.service import State
+from slipstream.processes import lifeline
 from slipstream.records import Delta, Version, VersionSpan
 
 from .fakes import put

@@ -13,8 +13,9 @@ from functools import partial
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.inference import child_process, launchers
+from slipstream.inference import launchers
 from slipstream.inference.launchers import Elsewhere, Orders, is_locked, lock, name_of_part, take_orders
+from slipstream.processes import child_process
 
 MODULE = "tests.inference.quick_part"
 OWNER = """

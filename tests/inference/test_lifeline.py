@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 
 
 @pytest.fixture

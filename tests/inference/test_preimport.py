@@ -10,7 +10,7 @@ import msgspec
 
 from slipstream.inference.plugin import preimport, try_settings
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog import stacks
+from slipstream.processes import stacks
 
 from .fakes import put
 

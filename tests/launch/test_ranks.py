@@ -19,11 +19,10 @@ from slipstream import records
 from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
-from slipstream.inference import child_process
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.processes import child_process, heartbeat, stacks
 from slipstream.records import SamplingParams
-from slipstream.runlog import heartbeat, stacks
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch, ValueTargets

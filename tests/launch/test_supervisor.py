@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.inference import child_process
 from slipstream.launch.parts import supervisor
 from slipstream.launch.recovery import retry_policy
+from slipstream.processes import child_process
 from slipstream.runlog import read_events, read_exit
 from tests import fork_server
 from tests.launch import supervisor_process
@@ -24,7 +24,7 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from slipstream.launch.parts.supervised import SupervisorWatch
 from slipstream.runlog import RunLog
-from slipstream.runlog.heartbeat import Beating
+from slipstream.processes.heartbeat import Beating
 
 folder, calls, resume = Path({folder!r}), Path({calls!r}), "--resume=auto" in sys.argv
 watch = SupervisorWatch(int(sys.argv[sys.argv.index("--supervised-by") + 1]))
@@ -41,7 +41,7 @@ with RunLog.create(folder, resume=resume and folder.exists()) as log, Beating(lo
 
 QUICKLY = "supervisor._ORPHANS_S, end = 0.5, supervisor.end_descendants; supervisor.end_descendants = lambda _: end(60)"
 """Orphans have little time to end by themselves, and all they need to die."""
-REGISTER = 'from slipstream.runlog import stacks; stacks.register(stacks.folder_of(folder) / "run")'
+REGISTER = 'from slipstream.processes import stacks; stacks.register(stacks.folder_of(folder) / "run")'
 
 
 class Supervised:
@@ -55,7 +55,7 @@ class Supervised:
         start = f"""
             import subprocess, sys
             from pathlib import Path
-            from slipstream.inference import child_process
+            from slipstream.processes import child_process
             from slipstream.launch.parts import supervisor
             from slipstream.launch.recovery import retry_policy
             from slipstream.processes import looks
@@ -304,7 +304,7 @@ def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
 def test_a_trainer_without_a_sign_of_life(supervised):
     body = """
         if number == 0:
-            import slipstream.runlog.heartbeat as heartbeat
+            import slipstream.processes.heartbeat as heartbeat
             while not (folder / "heartbeat.json").exists():
                 time.sleep(0.01)
             heartbeat.write_whole = lambda *values, **options: None

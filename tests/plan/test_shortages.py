@@ -8,11 +8,11 @@ import torch
 
 from slipstream.config import with_values
 from slipstream.errors import ConfigError, EngineError, RankError
-from slipstream.plan.memory import shortages
 from slipstream.launch.recovery.out_of_memory import who_ran_out
 from slipstream.plan.derive import make_plan
 from slipstream.plan.facts import Shortage
 from slipstream.plan.machine import count_oom_kills
+from slipstream.plan.memory import shortages
 from slipstream.plan.memory.shortages import find_shortages, memory_at_start
 from slipstream.runlog import RunLog
 

@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 from slipstream.python.child import _sample
 from slipstream.python.protocol import Call, Outcome
 from slipstream.python.run import Job, Run

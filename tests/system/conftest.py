@@ -21,11 +21,11 @@ from slipstream import records
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
-from slipstream.inference import child_process
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
+from slipstream.processes import child_process
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score

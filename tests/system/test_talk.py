@@ -20,7 +20,7 @@ import urllib.request
 import psutil
 import pytest
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 
 from .conftest import Command
 

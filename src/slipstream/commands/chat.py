@@ -24,8 +24,8 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.deployable import Deployable, adapter_config_of, deployed_engine_plan
 from slipstream.launch.engines import create_engine
 from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.processes.temporary import temporary
 from slipstream.records import Completion, GenerateRequest, Message, SamplingParams
-from slipstream.runlog.temporary import temporary
 
 _GRACE_S = 10.0
 

@@ -23,7 +23,7 @@ from slipstream.inference.openai_server import OpenAIServer
 from slipstream.launch.deployable import Deployable, adapter_config_of, deployed_engine_plan
 from slipstream.launch.signals import StopRequest
 from slipstream.plan.machine import measure_gpus
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.temporary import temporary
 from slipstream.weights.usage import GENERATION_CONFIG
 
 _POLL_S = 0.5

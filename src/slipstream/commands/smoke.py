@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 from slipstream.runlog import read_exit, read_metrics
 
 Channels = Literal["a_only", "b_only", "ab"]

@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child_process
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.launchers import SUBPROCESSES, Child, ChildElsewhere, Launcher
 from slipstream.inference.plugin import start_marks
@@ -26,8 +25,8 @@ from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
-from slipstream.runlog import stacks
-from slipstream.runlog.temporary import remove_shared, remove_temporary
+from slipstream.processes import child_process, stacks
+from slipstream.processes.temporary import remove_shared, remove_temporary
 from slipstream.weights.model_files import links_to_one_model
 
 _POLL_S = 0.1

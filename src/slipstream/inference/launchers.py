@@ -26,9 +26,10 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, DeadlineError
-from slipstream.inference import child_process
+from slipstream.processes import child_process
+from slipstream.processes.files import UNDECODABLE, open_own
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, open_own, usable
+from slipstream.runlog.files import usable
 
 ORDERS = "parts"
 """Folder of the orders in a run folder."""

@@ -24,8 +24,8 @@ from typing import Any
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child_process
-from slipstream.runlog.temporary import FOLDER_VARIABLE
+from slipstream.processes import child_process
+from slipstream.processes.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _HOST_VARIABLE = "SLIPSTREAM_HOST"
@@ -147,7 +147,7 @@ async def _refuse(
 
 def main() -> None:
     """Run vLLM's server until standard input closes."""
-    from slipstream.inference.plugin import lifeline
+    from slipstream.processes import lifeline
 
     lifeline.name_shared_memory()
     lifeline.follow_stdin()

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.errors import ConfigError
-from slipstream.inference import child_process
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.runlog.files import open_own
-from slipstream.runlog.temporary import is_private, remove_temporary
+from slipstream.processes import child_process
+from slipstream.processes.files import open_own
+from slipstream.processes.temporary import is_private, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}

@@ -27,9 +27,10 @@ from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import RunTeacher, launch_teacher
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.processes import stacks
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
-from slipstream.runlog import EventLog, RunLog, stacks
+from slipstream.runlog import EventLog, RunLog
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 

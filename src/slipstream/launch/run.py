@@ -17,7 +17,6 @@ from slipstream.config.traits import has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.errors import one_line
-from slipstream.inference import child_process
 from slipstream.launch.batch_order import START_GRACE_S, BatchOrder
 from slipstream.launch.build import (
     Trained,
@@ -35,6 +34,7 @@ from slipstream.launch.matching.schedule import generates_for
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
+from slipstream.launch.parts.watchdog import watched
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.stock import take_stock
 from slipstream.launch.ranks.processes import rank_threads
@@ -55,11 +55,11 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.last_run import record_memory
 from slipstream.plan.memory.shortages import memory_at_start
-from slipstream.processes.watchdog import watched
+from slipstream.processes import child_process, stacks
+from slipstream.processes.heartbeat import Beating
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
-from slipstream.runlog import RunLog, read_events, read_settings, stacks
-from slipstream.runlog.heartbeat import Beating
+from slipstream.runlog import RunLog, read_events, read_settings
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.sinks.prometheus import MetricsServer
 from slipstream.weights.bridges.single_copy import SharedWeights

@@ -18,7 +18,7 @@ import msgspec
 
 from slipstream import errors
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.inference import child_process
+from slipstream.processes import child_process
 from slipstream.python.protocol import Call, Outcome
 from slipstream.runlog import (
     checkpoints_of,

@@ -20,18 +20,10 @@ from typing import Any, Literal, Protocol, Self, cast
 import msgspec
 
 from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
+from slipstream.processes.files import cannot_write, reserve, write_whole
+from slipstream.processes.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
 from slipstream.records import Ticket
-from slipstream.runlog.files import (
-    LOCK_FILE,
-    FolderLock,
-    LineFile,
-    cannot_write,
-    read_lines,
-    refuse_in_use,
-    reserve,
-    write_whole,
-)
-from slipstream.runlog.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
+from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, read_lines, refuse_in_use
 from slipstream.runlog.reader import ExitReport, ExitStatus, is_sparse, plain, read_exit, why_no_event, why_no_row
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket

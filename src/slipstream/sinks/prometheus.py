@@ -20,8 +20,8 @@ from typing import Any, Protocol, Self
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import ConfigError
+from slipstream.processes.heartbeat import read_heartbeat, read_processes
 from slipstream.runlog import read_metrics
-from slipstream.runlog.heartbeat import read_heartbeat, read_processes
 
 HOST = "127.0.0.1"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

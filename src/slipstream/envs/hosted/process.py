@@ -1,6 +1,6 @@
 """Starts an environment process and talks to it; the other end is `inside/host.py`.
 
-A guard (`scoring/guard.py`) is the process's parent and ends it with all its descendants. The process gets none of the
+A guard (`processes/guard.py`) is the process's parent and ends it with all its descendants. The process gets none of the
 run's keys. What it prints goes into a log, if there is one, and its end into error messages. Every wait has a deadline.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.envs.hosted import inside
-from slipstream.envs.scoring import guard
 from slipstream.envs.scoring.process import worker_environment
 from slipstream.patience import lasting
-from slipstream.runlog.files import open_own
+from slipstream.processes import guard
+from slipstream.processes.files import open_own
 
 LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""

@@ -23,7 +23,7 @@ import msgspec
 
 from slipstream.config.python_objects import PythonObject
 from slipstream.envs.base import Episode, Score, ToolResult
-from slipstream.envs.scoring import guard
+from slipstream.processes import guard
 from slipstream.records import Task, ToolCall
 
 _STDERR_TAIL_BYTES = 4096

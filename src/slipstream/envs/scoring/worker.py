@@ -34,10 +34,10 @@ from slipstream.config.python_objects import give
 from slipstream.envs.base import Environment, RewardError, Score, ToolResult
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.calls import explained, failed_tool, judge, judge_group, run_tool
-from slipstream.envs.scoring.guard import APART, END_S, adopt, end_descendants
 from slipstream.envs.scoring.process import Answer, Request, Setup, decode, frame
 from slipstream.errors import SlipstreamError
-from slipstream.runlog import stacks
+from slipstream.processes import stacks
+from slipstream.processes.guard import APART, END_S, adopt, end_descendants
 
 _CHUNK = 1 << 16
 _LENGTH = 4

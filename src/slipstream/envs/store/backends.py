@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.errors import ConfigError
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.temporary import temporary
 
 SUFFIX = ".tar"
 _FILE = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")

@@ -22,7 +22,7 @@ from slipstream.envs.store.backends import Archive, FolderRegistry, Registry
 from slipstream.envs.store.content import digest_of, digest_of_folder, files_in, unpack, write_archive
 from slipstream.envs.store.s3 import S3Registry
 from slipstream.errors import ConfigError, DataError
-from slipstream.runlog.temporary import cache_root, private_folder, temporary
+from slipstream.processes.temporary import cache_root, private_folder, temporary
 
 MAIN = "environment.py"
 """The file that a run loads."""

@@ -22,7 +22,7 @@ from slipstream.config.addresses import Bucket, is_loopback
 from slipstream.envs.store.backends import SUFFIX, Archive, digest_in
 from slipstream.envs.store.content import MAX_ARCHIVE_BYTES
 from slipstream.errors import ConfigError, DataError, first_line
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.temporary import temporary
 
 T = TypeVar("T")
 

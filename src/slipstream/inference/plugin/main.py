@@ -15,8 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.inference.child_process import END, leave
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, start_marks
+from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.plugin.hosts import create_host
 from slipstream.inference.plugin.patches import patch_table
@@ -24,7 +23,8 @@ from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog import heartbeat, stacks
+from slipstream.processes import heartbeat, lifeline, stacks
+from slipstream.processes.child_process import END, leave
 
 
 async def serve(settings: EngineSettings) -> bool:

@@ -26,7 +26,6 @@ from slipstream.errors import (
     OrchestratorError,
     SlipstreamError,
 )
-from slipstream.inference import child_process
 from slipstream.inference.launchers import ORDERS, SUBPROCESSES, Child, ChildElsewhere, Elsewhere, Launcher
 from slipstream.launch.children import RunContext
 from slipstream.launch.parts import PROGRAM
@@ -35,11 +34,11 @@ from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Message, RemoteCaller, Request
+from slipstream.processes import child_process, stacks
+from slipstream.processes.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.progress import Progress
 from slipstream.records import Batch
-from slipstream.runlog import stacks
 from slipstream.runlog.ledger import num_ledgers
-from slipstream.runlog.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
 _POLL_S = 0.1

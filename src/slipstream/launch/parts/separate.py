@@ -23,7 +23,8 @@ from slipstream.inference.launchers import ORDERS, Orders, take_orders
 from slipstream.inference.preimport import MODULE
 from slipstream.launch.parts import PROGRAM
 from slipstream.launch.startup.compile_caches import persistent_caches
-from slipstream.runlog import holds_run, read_exit, read_settings, stacks
+from slipstream.processes import stacks
+from slipstream.runlog import holds_run, read_exit, read_settings
 
 MODULES = {"orchestrator": PROGRAM, "engine": MODULE}
 _POLL_S = 0.2

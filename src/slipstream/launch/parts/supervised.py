@@ -15,8 +15,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from slipstream.envs.scoring.guard import PR_SET_PDEATHSIG, prctl
 from slipstream.launch.parts.supervisor import PASSES_ON
+from slipstream.processes.guard import PR_SET_PDEATHSIG, prctl
 from slipstream.processes.looks import POLL_S
 
 SILENT_POLLS = 15

@@ -21,15 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
-from slipstream.inference import child_process
+from slipstream.launch.parts.watchdog import write_end
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.plan.machine import gpus_in_use
-from slipstream.processes import looks
-from slipstream.processes.watchdog import write_end
-from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics, stacks
-from slipstream.runlog.heartbeat import read_heartbeat, state_of
+from slipstream.processes import child_process, looks, stacks
+from slipstream.processes.guard import adopt, children_of, end_descendants, reap
+from slipstream.processes.heartbeat import read_heartbeat, state_of
+from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics
 
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""

@@ -21,11 +21,10 @@ import msgspec
 
 from slipstream.config import PlannedConfig
 from slipstream.errors import ZeroGradientError, first_line
-from slipstream.inference.child_process import leave
-from slipstream.inference.plugin import lifeline
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
-from slipstream.runlog import heartbeat, stacks
+from slipstream.processes import heartbeat, lifeline, stacks
+from slipstream.processes.child_process import leave
 
 
 def main(path: str, descriptor: str) -> int:

@@ -25,10 +25,10 @@ import msgspec
 from slipstream import errors
 from slipstream.config import PlannedConfig
 from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
-from slipstream.inference import child_process
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
+from slipstream.processes import child_process
+from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import SamplingParams
-from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:

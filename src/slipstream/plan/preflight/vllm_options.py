@@ -21,9 +21,9 @@ import msgspec
 from slipstream.config.parse.messages import show
 from slipstream.config.parse.suggestions import closest
 from slipstream.errors import ConfigError
-from slipstream.inference import child_process
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog.temporary import temporary
+from slipstream.processes import child_process
+from slipstream.processes.temporary import temporary
 
 TRIAL = "slipstream.inference.plugin.try_settings"
 TRIAL_TIMEOUT_S = 600.0

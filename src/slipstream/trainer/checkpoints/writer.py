@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import SlipstreamError
-from slipstream.runlog.files import cannot_write
+from slipstream.processes.files import cannot_write
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.snapshot import Snapshots
 from slipstream.trainer.critic import Critic

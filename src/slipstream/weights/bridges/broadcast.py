@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightsError, first_line
+from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import ParameterSpec, Ticket, Version
-from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest

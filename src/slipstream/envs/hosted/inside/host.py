@@ -6,7 +6,7 @@ environment is, then requests: rows of its data sets, `serve` and `close` (what 
 episodes, of which many run at once on one event loop. Each turn of an episode is a `chat` frame, answered by `reply` or
 `refused`. The other end is `hosted/process.py`.
 
-On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`scoring/guard.py`) ends its descendants.
+On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`processes/guard.py`) ends its descendants.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from types import FrameType
 
-from slipstream.runlog.temporary import FOLDER_VARIABLE, PREFIX, named_after, note_shared, remove_shared
+from slipstream.processes.temporary import FOLDER_VARIABLE, PREFIX, named_after, note_shared, remove_shared
 
 _POLL_S = 0.5
 _PIPE_BYTES = 1 << 16

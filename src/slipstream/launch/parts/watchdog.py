@@ -21,9 +21,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, TrainerLost
-from slipstream.processes import looks
-from slipstream.runlog import RunLog, holds_run, read_metrics, stacks
-from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
+from slipstream.processes import looks, stacks
+from slipstream.processes.heartbeat import Heartbeat, read_heartbeat, state_of
+from slipstream.runlog import RunLog, holds_run, read_metrics
 
 _PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a terminal or a scheduler sends to all processes of a run."""

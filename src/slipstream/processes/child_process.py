@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
-from slipstream.runlog import stacks
-from slipstream.runlog.files import open_own
-from slipstream.runlog.heartbeat import state_of
-from slipstream.runlog.temporary import make_temporary
+from slipstream.processes import stacks
+from slipstream.processes.files import open_own
+from slipstream.processes.heartbeat import state_of
+from slipstream.processes.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every vLLM that Slipstream starts: no usage statistics."""
@@ -64,7 +64,7 @@ def launch(
     inherits: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a child without waiting for it; its output is appended to the log, and it inherits the descriptors
-    `inherits`. It may answer for its stacks beside its log (`runlog.stacks`)."""
+    `inherits`. It may answer for its stacks beside its log (`processes.stacks`)."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
         return popen(
