@@ -49,7 +49,13 @@ LAYERS = {
     "python": 9,
     "__main__": 9,
 }
-SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors"), ("processes", "errors"), ("processes", "regular_files")}
+SAME_LAYER = {
+    ("cli", "view"),
+    ("cli", "report"),
+    ("records", "errors"),
+    ("processes", "errors"),
+    ("processes", "regular_files"),
+}
 """Pairs of one layer in which the first may import the second."""
 LIGHT_MODULES = (
     "slipstream.python",

@@ -17,7 +17,7 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.preimport import engine_environment
 from slipstream.launch.startup.compile_caches import persistent_caches
-from slipstream.processes import child_process
+from slipstream.processes import launchers
 from slipstream.records import GenerateRequest, SamplingParams, Task
 
 from . import fork_server, forked_workers
@@ -56,7 +56,7 @@ async def look(model: Path, folder: Path) -> dict:
 def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
     found = {}
     for kind in (subprocess.Popen, fork_server.ForkedPopen):
-        monkeypatch.setattr(child_process, "popen", kind)
+        monkeypatch.setattr(launchers, "popen", kind)
         monkeypatch.setenv(LOOK_VARIABLE, str(tmp_path / "looks.json"))
         found[kind] = asyncio.run(look(tiny_model, tmp_path)), json.loads((tmp_path / "looks.json").read_text())
     (started, real), (forked, ours) = found.values()
@@ -119,7 +119,7 @@ async def look_at_worker(folder):
 
 def test_a_forked_worker_is_the_same_as_one_that_was_started(tmp_path, monkeypatch):
     (was_forked, *ours), our_look = (found := asyncio.run(look_at_worker(tmp_path)))[:3], found[3]
-    monkeypatch.setattr(child_process, "popen", subprocess.Popen)
+    monkeypatch.setattr(launchers, "popen", subprocess.Popen)
     (was_started, *theirs), their_look = (found := asyncio.run(look_at_worker(tmp_path)))[:3], found[3]
     assert (was_forked, was_started) == (True, False)
     assert ours == theirs
@@ -184,7 +184,7 @@ def test_what_tests_start_is_forked(monkeypatch):
 
 @pytest.mark.real_start
 def test_a_marked_test_starts_its_children_as_users_do():
-    assert child_process.popen is subprocess.Popen
+    assert launchers.popen is subprocess.Popen
 
 
 @pytest.mark.full
@@ -196,6 +196,6 @@ def test_children_end_with_their_server(tmp_path):
     with servers.install():
         process = fork("plan", "run.toml", cwd=tmp_path)
         (tmp_path / "seen").touch()
-    child_process.popen = fork_server.ForkedPopen
+    launchers.popen = fork_server.ForkedPopen
     fork_server._sockets, fork_server._owned = before
     assert process.wait(30) == -signal.SIGKILL

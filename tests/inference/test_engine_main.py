@@ -12,7 +12,7 @@ from slipstream.inference.plugin import ENGINE_VARIABLE, main, register, start_m
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.settings import EngineSettings
 from slipstream.processes import lifeline
-from slipstream.processes.child_process import END
+from slipstream.processes.launchers import END
 
 SETTINGS = EngineSettings("m", "/folder/engine.sock", "float32", 8, 8)
 ASKED = {
@@ -143,7 +143,7 @@ def run(process, monkeypatch, tmp_path, settings, *, is_named=True, lives=True):
     uvloop.run = run_loop
     monkeypatch.setitem(sys.modules, "uvloop", uvloop)
     monkeypatch.setattr(main.os, "environ", environment)
-    monkeypatch.setattr(lifeline, "follow_stdin", lambda: "order")
+    monkeypatch.setattr(lifeline, "Parent", lambda: SimpleNamespace(receive="order"))
     monkeypatch.setattr(main, "settings_later", lambda order: {"order" * (not is_named): str(path)}[order])
     monkeypatch.setattr(sys, "argv", ["main", *([str(path)] if is_named else [])])
     main.main()

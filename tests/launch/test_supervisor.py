@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.launch.parts import supervisor
 from slipstream.launch.recovery import retry_policy
-from slipstream.processes import child_process
+from slipstream.processes import launchers
 from slipstream.runlog import read_events, read_exit
 from tests import fork_server
 from tests.launch import supervisor_process
@@ -27,7 +27,7 @@ from slipstream.runlog import RunLog
 from slipstream.processes.heartbeat import Beating
 
 folder, calls, resume = Path({folder!r}), Path({calls!r}), "--resume=auto" in sys.argv
-watch = SupervisorWatch(int(sys.argv[sys.argv.index("--supervised-by") + 1]))
+watch = SupervisorWatch()
 number = len(calls.read_text().splitlines()) if calls.exists() else 0
 with calls.open("a") as file:
     file.write(json.dumps([os.getpid(), sys.argv[1:]]) + "\\n")
@@ -55,13 +55,13 @@ class Supervised:
         start = f"""
             import subprocess, sys
             from pathlib import Path
-            from slipstream.processes import child_process
+            from slipstream.processes import launchers
             from slipstream.launch.parts import supervisor
             from slipstream.launch.recovery import retry_policy
             from slipstream.processes import looks
             def popen(command, **options):
-                return subprocess.Popen([sys.executable, {str(program)!r}, *command[3:]], **options)
-            child_process.popen, retry_policy.FIRST_WAIT_S, looks.POLL_S = popen, 0.01, 0.1
+                return subprocess.Popen([sys.executable, {str(program)!r}, *command[4:]], **options)
+            launchers.popen, retry_policy.FIRST_WAIT_S, looks.POLL_S = popen, 0.01, 0.1
             {options}
             say = lambda text: print(text, file=sys.stderr, flush=True)
             made = supervisor.Supervisor(["trainer", "run.toml"], Path({str(self.folder)!r}),
@@ -70,7 +70,7 @@ class Supervised:
             say(f"{{type(made.error).__name__}}: {{made.error}}") if made.error else None
             sys.exit(code)
         """
-        self.process = child_process.popen(
+        self.process = launchers.popen(
             [sys.executable, "-m", supervisor_process.__name__, textwrap.dedent(start)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -20,7 +20,7 @@ import urllib.request
 import psutil
 import pytest
 
-from slipstream.processes import child_process
+from slipstream.processes import launchers
 
 from .conftest import Command
 
@@ -45,7 +45,7 @@ def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
     """The answers alone are on standard output; the conversation is remembered, and begun anew where asked for."""
     asked = "a\nb\n\n/new\na\n"
     arguments = ["chat", str(adapter_run), "--temperature", "0", "--max-tokens", "3", "--json"]
-    chatting = child_process.popen(
+    chatting = launchers.popen(
         [sys.executable, "-m", "slipstream.cli", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=dict(os.environ, OMP_NUM_THREADS="1"),

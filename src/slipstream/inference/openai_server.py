@@ -13,8 +13,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +23,7 @@ from typing import Any
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.processes import child_process
+from slipstream.processes.launchers import LOCAL, Child
 from slipstream.processes.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -45,7 +44,7 @@ class OpenAIServer:
         self._api_key = api_key
         self._host = host
         self._log_path = log_path
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
@@ -55,9 +54,7 @@ class OpenAIServer:
         environment[FOLDER_VARIABLE] = str(self._log_path.parent)
         if self._api_key:
             environment[KEY_VARIABLE] = self._api_key
-        self._process = child_process.launch(
-            [sys.executable, "-m", __name__, *self.arguments, *guard], environment, self._log_path
-        )
+        self._process = LOCAL.launch(__name__, [*self.arguments, *guard], environment, output=self._log_path)
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -91,7 +88,7 @@ class OpenAIServer:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it and its process group: SIGTERM first, SIGKILL after `timeout_s`."""
         if self._process is not None:
-            child_process.end(self._process, timeout_s, signal.SIGTERM)
+            self._process.end(timeout_s, signal.SIGTERM)
 
 
 class KeyGuard:
@@ -146,11 +143,11 @@ async def _refuse(
 
 
 def main() -> None:
-    """Run vLLM's server until standard input closes."""
+    """Run vLLM's server until its parent ends."""
     from slipstream.processes import lifeline
 
     lifeline.name_shared_memory()
-    lifeline.follow_stdin()
+    lifeline.Parent()
     runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
 
 

@@ -55,7 +55,7 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.last_run import record_memory
 from slipstream.plan.memory.shortages import memory_at_start
-from slipstream.processes import child_process, stacks
+from slipstream.processes import stacks
 from slipstream.processes.heartbeat import Beating
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
@@ -109,7 +109,7 @@ def train(
         MetricsServer(prepared.config.run.metrics_port) as server,
         StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
-        watched(folder, child_process.popen, log.warning) if owns_process and supervisor is None else nullcontext(),
+        watched(folder, log.warning) if owns_process and supervisor is None else nullcontext(),
         Beating(log),
         stacks.kept_in(folder),
         trainer_logs_as_events(log),

@@ -37,7 +37,7 @@ def main(path: str) -> int:
     """Serve until the end; returns the exit code."""
     stacks.register()
     heartbeat.doing("planning the run again")
-    lifeline.follow_stdin()
+    lifeline.Parent()
     lifeline.leave_signals_to_trainer()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
     config = RunConfig.model_validate_json(settings.config)
