@@ -143,7 +143,7 @@ def test_a_trainer_that_is_killed_is_started_again_and_the_last_attempt_counts(s
     run.process.send_signal(signal.SIGCONT)
     code, err = run.wait()
     assert code == 0, err
-    assert [arguments[2:-2] for _, arguments in run.attempts] == [[], ["--resume=auto"], ["--resume=auto"]]
+    assert [arguments[2:-1] for _, arguments in run.attempts] == [[], ["--resume=auto"], ["--resume=auto"]]
     first, second = run.kinds("restart")
     assert (first["number"], first["lineage"], first["step"], first["signal"]) == (1, 0, 2, "SIGKILL")
     assert (second["number"], second["lineage"], second["step"], second["signal"]) == (2, 1, 3, "SIGSEGV")

@@ -85,15 +85,15 @@ class Guarded:
             self._on_output(b"")
         self.has_ended_output.set()
 
-    async def output_ended(self, within_s: float = _OUTPUT_WAIT_S) -> None:
+    async def output_ended(self) -> None:
         """Wait for the last of its output, for a while."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(_OUTPUT_WAIT_S):
                 await self.has_ended_output.wait()
 
-    async def has_ended(self, within_s: float = _OUTPUT_WAIT_S) -> bool:
-        """Whether it ends in time."""
-        due = self._loop.time() + within_s
+    async def has_ended(self, within_s: float | None = None) -> bool:
+        """Whether it ends in time, by default as long as its output may take."""
+        due = self._loop.time() + (_OUTPUT_WAIT_S if within_s is None else within_s)
         while self.poll() is None and self._loop.time() < due:
             await asyncio.sleep(_POLL_S)
         return self.poll() is not None
