@@ -212,6 +212,36 @@ def test_heavy_libraries_are_not_imported_early(module):
     assert result.stdout.split() == []
 
 
+STARTS = re.compile(
+    r"\bPopen\(|create_subprocess_|os\.(fork|forkpty|posix_spawnp?|spawn\w+)\(|multiprocessing\.(Process|Pool|get_context)"
+    r"|\bpopen\("
+)
+PACKS = re.compile(r"\.to_bytes\(|struct\.pack")
+STARTERS = {
+    "envs/rewards/sandbox.py": "programs of rewards, in a sandbox",
+    "envs/rewards/sandbox_child.py": "the same, inside",
+    "envs/rewards/math_answers.py": "sympy, inside a reward worker",
+    "envs/scoring/worker.py": "a reward worker forks itself for each call under fresh_worker",
+}
+"""Modules outside `processes/` that start a process, and which one."""
+PACKERS = {
+    "envs/hosted/inside/host.py": "the framing once more, for interpreters without Slipstream",
+    "envs/rewards/judges.py": "counters in shared memory",
+    "inference/plugin/tools/calls.py": "a hash's input",
+    "trainer/checkpoints/manifest.py": "a hash's input",
+    "weights/model_files.py": "the header of safetensors",
+}
+"""Modules outside `processes/channel.py` that turn numbers into bytes, and what for."""
+
+
+@pytest.mark.parametrize(
+    ("what", "home", "listed"), [(STARTS, "processes/", STARTERS), (PACKS, "processes/channel.py", PACKERS)]
+)
+def test_one_package_starts_processes_and_one_module_frames_messages(what, home, listed):
+    found = {label(path) for path in FILES if what.search(path.read_text(encoding="utf-8"))}
+    assert {name for name in found if not name.startswith(home)} == listed.keys()
+
+
 def too_long(path: Path) -> list[str]:
     """What of a file is longer than agreed."""
     text = path.read_text(encoding="utf-8")

@@ -331,12 +331,6 @@ class TestKnobsWithoutEffect:
                 ["--weights.bridge", "single_copy", "--inference.tensor_parallel_size", "2"],
                 "training.ranks = 1 and inference.tensor_parallel_size = 2: make them equal",
             ),
-            (MINIMAL, ["--run.elsewhere", '["orchestrator"]'], 'is the orchestrator: use "files" or "redis"'),
-            (
-                MINIMAL,
-                ["--run.elsewhere", '["engine"]', "--algorithm.kind", "sft", "--evaluation", "false"],
-                "generates nothing",
-            ),
             (MINIMAL, ["--training.ranks", "2", "--training.optimizer", "muon"], 'use "adamw" or "adamw_bf16"'),
             (MINIMAL, ["--training.ranks", "2", "--training.optimizer", "adamw_8bit"], "in blocks of 256"),
             (MINIMAL, ["--training.ranks", "2", "--weights.bridge", "single_copy"], "make them equal, or use another"),
