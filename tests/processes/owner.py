@@ -9,20 +9,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from slipstream.envs.hosted.process import Host
-from slipstream.envs.scoring.process import Setup, Worker
-from slipstream.inference.engine_process import EngineProcess
-from slipstream.inference.settings import EngineSettings
-from slipstream.launch.parts.process import OrchestratorProcess
-from slipstream.launch.ranks import processes as ranks
 from slipstream.processes import guard, launchers
 from slipstream.processes.channel import Channel
 from slipstream.processes.launchers import LOCAL
-from slipstream.python.protocol import Call
-from slipstream.python.run import Job
-from tests.envs.environments import config
 
-DEADLINE_S = 2.0
+DEADLINE_S = 5.0
 """How long each owner waits for its child's next sign; in runs it is a setting, or minutes."""
 
 
@@ -42,6 +33,9 @@ def descendants(pid):
 
 
 async def engine(folder):
+    from slipstream.inference.engine_process import EngineProcess
+    from slipstream.inference.settings import EngineSettings
+
     settings = EngineSettings("", "", "float32", 8, 8)
     made = EngineProcess(settings, folder / "log", start_timeout_s=60, silence_s=DEADLINE_S, launcher=Small())
     made.launch()
@@ -54,6 +48,8 @@ async def engine(folder):
 
 
 async def orchestrator(folder):
+    from slipstream.launch.parts.process import OrchestratorProcess
+
     made = object.__new__(OrchestratorProcess)
     made._process, made._log, made._name = Small().launch("", output=folder / "log"), folder / "log", "the orchestrator"
     made._run = SimpleNamespace(folder=folder)
@@ -76,6 +72,8 @@ def stopped(pid):
 
 
 async def rank(folder):
+    from slipstream.launch.ranks import processes as ranks
+
     child = Small().launch("", output=folder / "log")
     made = object.__new__(ranks.RankProcesses)
     made._size, made._timeout_s = 2, DEADLINE_S
@@ -89,6 +87,9 @@ async def rank(folder):
 
 
 async def reward_worker(folder):
+    from slipstream.envs.scoring.process import Setup, Worker
+    from tests.envs.environments import config
+
     section = config(timeout_s=600.0)
     worker = await Worker.start(Setup(section.model_dump_json(), 600.0, 1, 1 << 33, 64, True))
     loop = asyncio.get_running_loop()
@@ -101,6 +102,9 @@ async def reward_worker(folder):
 
 
 async def hosted_environment(folder):
+    from slipstream.envs.hosted.process import Host
+    from tests.envs.environments import config
+
     exclude = {"num_train_tasks", "reward_workers"}
     own = config().model_copy(update={"apart": False}).model_dump_json(exclude=exclude)
     host = await Host.start(sys.executable, {"own": own, "passed": "", "interrupt_s": None})
@@ -114,6 +118,9 @@ async def hosted_environment(folder):
 
 
 async def python_call(folder):
+    from slipstream.python.protocol import Call
+    from slipstream.python.run import Job
+
     launchers.LOCAL = Small()
     job = Job(Call("train", {}), shown=False)
     yield job.process.pid

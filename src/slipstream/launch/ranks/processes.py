@@ -27,6 +27,7 @@ from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, Zer
 from slipstream.processes import child_process
 from slipstream.processes.channel import Channel, ChannelClosed, Garbage
 from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.processes.rendezvous import address_in
 from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import SamplingParams
 from slipstream.weights.bridges.single_copy import SharedWeights
@@ -56,7 +57,7 @@ class RankSettings(msgspec.Struct, frozen=True):
     rank: int
     size: int
     store: str
-    """File for the rendezvous of the process group, in a private folder (mode 0700) of this run."""
+    """Address of the process group, see `processes.rendezvous`."""
     shared: tuple[SharedWeights, ...] = ()
     """Exported weights of the engine's workers, one per rank, where the policy is trained in their memory."""
     trains: bool = True
@@ -91,7 +92,7 @@ class RankProcesses:
         self.shared = shared
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
         self._folder = make_temporary("ranks")
-        self._store = str(self._folder / "store")
+        self._store = address_in(self._folder)
         self._ranks: list[_Rank] = []
         self._group: RankGroup | None = None
         self._ended = threading.Event()
