@@ -157,6 +157,14 @@ def test_its_end_closes_the_channel(launch):
         channel.receive(WAIT_S)
 
 
+def test_garbage_of_its_parent_ends_it_and_its_output_says_so(launch, tmp_path):
+    child = launch("live", output=tmp_path / "log")
+    first_message(child)
+    child.socket.sendall(b"\xff" * 8)
+    assert child.wait(WAIT_S) == -signal.SIGKILL
+    assert "a message of 4294967295 bytes" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_parent(number):
     script = f"""
