@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.inference.launchers import Orders
 from slipstream.launch.provenance.record import read_attempts
 from slipstream.processes.files import open_own
 from slipstream.processes.heartbeat import read_heartbeat
@@ -88,8 +87,6 @@ READERS = {
     "provenance.json": read_attempts,
     "tickets/0.1.json": read_tickets,
     "evaluations/a.json": lambda run: read_evaluation(run / "evaluations/a.json"),
-    "parts/engine-0.order": lambda run: Orders(run / "parts", "engine-0").read_order(),
-    "parts/engine-0.state": lambda run: Orders(run / "parts", "engine-0").read_state(),
 }
 GARBAGE = {
     "no JSON": b"\xff{\n",
