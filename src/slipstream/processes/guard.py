@@ -65,7 +65,7 @@ def main(max_processes: int, namespace: bool, command: list[str]) -> None:
     with contextlib.suppress(OSError):  # only root may
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # only the worker may hold the pipe of answers
+    os.dup2(null, 1)  # only the worker may hold the pipe of its output
     status = _wait(worker, run, woken, max_processes)
     end_descendants(END_S)
     for path in (stacks, stacks.replace(f"-guard-{os.getpid()}.", f"-{worker}.")):

@@ -39,14 +39,14 @@ class Resources:
     """What a child gets on its node; by default what its parent has."""
 
     threads: int | None = None
-    """Of OpenMP."""
+    """OpenMP threads."""
     gpus: Sequence[str] = ()
     python: str = sys.executable
-    """The interpreter."""
+    """Its interpreter."""
     max_processes: int = 0
     """It runs below a guard, with at most so many descendants; 0: without."""
     user_namespace: bool = True
-    """Of its own, below a guard and where the kernel allows it."""
+    """It gets its own user namespace, if it runs below a guard and the kernel allows it."""
     own_session: bool = True
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
