@@ -20,7 +20,7 @@ from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.processes import launchers
 from slipstream.records import GenerateRequest, SamplingParams, Task
 
-from . import fork_server, forked_workers
+from . import fork_server
 from .engine.conftest import PROMPTS, settings_for
 from .engine.conftest import tiny_model as tiny_model
 from .engine.workers import LOOK_VARIABLE, LookingWorker
@@ -43,7 +43,7 @@ async def look(model: Path, folder: Path) -> dict:
     process = EngineProcess(settings, folder / "engine.log", start_timeout_s=300)
     try:
         await process.start()
-        kind = type(process.process)
+        kind = type(process.process._process)
         requests = [GenerateRequest(str(n), prompt, SamplingParams(16), seed=n) for n, prompt in enumerate(PROMPTS)]
         answers = await asyncio.gather(*map(process.client.generate, requests))
         return {"health": await process.client.health(), "answers": answers, "kind": kind}
@@ -114,7 +114,7 @@ async def look_at_worker(folder):
                 said.append((await pool.score(task, completion)).reward)
             except RewardError as error:
                 said.append((type(error), str(error), error.details))
-    return isinstance(process, forked_workers.Forked), said, process.returncode, json.loads(path.read_text())
+    return isinstance(process._child._process, fork_server.ForkedPopen), said, process.poll(), json.loads(path.read_text())
 
 
 def test_a_forked_worker_is_the_same_as_one_that_was_started(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_what_tests_start_is_forked(monkeypatch):
     """Otherwise nothing fails, and the tests take half as long again."""
     monkeypatch.setenv("OMP_NUM_THREADS", fork_server.NUM_THREADS)
     with persistent_caches(pytest.fail):
-        environment = engine_environment(os.environ, 1)
+        environment = engine_environment(os.environ)
         assert fork_server.forks([sys.executable, "-m", "slipstream.inference.plugin.main"], environment) == "engine"
         assert fork_server.forks(COMMAND, {**os.environ, "TOKENIZERS_PARALLELISM": "false"}) == "trainer"
 

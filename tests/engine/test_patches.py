@@ -116,7 +116,7 @@ def test_plugins_of_the_user_are_loaded_too(own, expected):
 
 def test_attention_on_a_cpu_divides_no_context_unless_the_user_says_so():
     assert engine_environment({})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
-    assert engine_environment({"VLLM_CPU_ATTN_SPLIT_KV": "1"}, None)["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
+    assert engine_environment({"VLLM_CPU_ATTN_SPLIT_KV": "1"})["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
 
 
 @pytest.mark.full
