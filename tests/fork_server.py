@@ -2,8 +2,8 @@
 needs them begins as a fork of it, seconds later instead of ten or twenty.
 
 `ForkedPopen` is `subprocess.Popen` but for that: `ForkServers.install` puts it where Slipstream starts its children
-(`slipstream.inference.child_process.popen`, and for the workers of rewards and tools `forked_workers`), in this process
-and in those that are forked. What a child sees is what an executed one sees: its environment, arguments, descriptors,
+(`slipstream.processes.launchers.popen`; `forked_workers` is the guard of a worker of rewards), in this process and in
+those that are forked. What a child sees is what an executed one sees: its environment, arguments, descriptors,
 folder, session and main module. Real starts are those of other modules, of environments that differ in what libraries
 read while they are imported, of tests that are marked `real_start`, and all where SLIPSTREAM_REAL_STARTS is set.
 
@@ -36,7 +36,7 @@ from typing import Any
 
 import setproctitle
 
-from slipstream.inference import child_process
+from slipstream.processes import child_process, launchers
 
 VARIABLE = "SLIPSTREAM_REAL_STARTS"
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ KINDS = {
     "slipstream.python.child": "trainer",
     "slipstream.launch.ranks.child": "trainer",
     "slipstream.launch.parts.child": "trainer",
-    "slipstream.processes.watchdog": "trainer",
+    "slipstream.launch.parts.watchdog": "trainer",
     "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
     "tests.system.slow_end": "trainer",
@@ -129,12 +129,13 @@ def forks(command: list[str], environment: dict[str, str] | None) -> str | None:
         environment = dict(os.environ)
     if command[:3] == [sys.executable, "-I", "-S"] and command[-3:] == WORKER:
         return "worker" if _forks_worker(environment) else None
-    if len(command) < 3 or command[:2] != [sys.executable, "-m"] or command[2] not in KINDS:
+    program = command[1:] if command[1:2] != ["-P"] else command[2:]
+    if command[0] != sys.executable or program[:1] != ["-m"] or program[1] not in KINDS:
         return None
     if environment.get("OMP_NUM_THREADS") != NUM_THREADS:
         return None
     theirs, ours = ({k: v for k, v in each.items() if v and _is_read_early(k)} for each in (environment, _usual))
-    return KINDS[command[2]] if theirs == ours else None
+    return KINDS[program[1]] if theirs == ours else None
 
 
 def _forks_worker(environment: dict[str, str]) -> bool:
@@ -233,19 +234,6 @@ class ForkedPopen(subprocess.Popen[Any]):
         return self.returncode
 
 
-def _fork_workers() -> None:
-    """Have the workers of rewards and tools forked, too, if anything here starts some."""
-    process = sys.modules.get("slipstream.envs.scoring.process")
-    if process is None:
-        return
-    from .forked_workers import starter
-
-    def may_fork(command: list[str], environment: dict[str, str]) -> bool:
-        return child_process.popen is ForkedPopen and forks(command, environment) is not None
-
-    process.create_process = starter(ForkedPopen, may_fork)
-
-
 class ForkServers:
     """The servers of this process, each started when it is first needed; they end with it."""
 
@@ -259,12 +247,11 @@ class ForkServers:
         """From now on children are forked."""
         global _sockets, _owned
         importlib.import_module("slipstream.envs.scoring.process")
-        _sockets, _owned, child_process.popen = self.folder, self, ForkedPopen
-        _fork_workers()
+        _sockets, _owned, launchers.popen = self.folder, self, ForkedPopen
         try:
             yield
         finally:
-            _sockets, _owned, child_process.popen = None, None, subprocess.Popen
+            _sockets, _owned, launchers.popen = None, None, subprocess.Popen
             self.stop()
 
     def start(self, kind: str) -> None:
@@ -403,10 +390,9 @@ class _Server:
             os.chdir(request["folder"])
             os.close(tells)
             global _sockets
-            _sockets, child_process.popen = self._folder, ForkedPopen
+            _sockets, launchers.popen = self._folder, ForkedPopen
             if request["command"][-3:] == WORKER:
                 _be_guard(request["command"])
-            _fork_workers()
             code = _run(request["command"])
         except BaseException:  # noqa: BLE001 (as the interpreter does)
             traceback.print_exc()

@@ -3,80 +3,14 @@ started ones are, but have imported what a worker imports; see `fork_server`."""
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import fcntl
-import io
 import os
 import signal
-import subprocess
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import uvloop
-
-from slipstream.envs.scoring import guard
-
-
-class Forked:
-    """What a pool's worker uses of `asyncio.subprocess.Process`."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._pipes: list[Any] = []
-
-    @classmethod
-    async def start(cls, process: subprocess.Popen[bytes]) -> Forked:
-        forked, loop = cls(process), asyncio.get_running_loop()
-        write, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, _own(process.stdin, loop))
-        forked._pipes.append(write)
-        forked.stdin = asyncio.StreamWriter(write, protocol, None, loop)
-        forked.stdout, forked.stderr = [await forked._reader(pipe) for pipe in (process.stdout, process.stderr)]
-        return forked
-
-    async def _reader(self, pipe: Any) -> asyncio.StreamReader:
-        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        read, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), _own(pipe, loop))
-        self._pipes.append(read)
-        return reader
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.poll()
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is not None:
-            raise ProcessLookupError
-        os.kill(self.pid, number)
-
-    @property
-    def _transport(self) -> Forked:
-        return self
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-
-
-def _own(pipe: Any, loop: asyncio.AbstractEventLoop) -> io.FileIO:
-    """What the loop's transport closes, and nobody else; uvloop closes the descriptor beside the file."""
-    with pipe:
-        return io.FileIO(os.dup(pipe.fileno()), pipe.mode, closefd=not isinstance(loop, uvloop.Loop))
-
-
-def starter(fork: Callable[..., subprocess.Popen[bytes]], may_fork: Callable[[list[str], dict[str, str]], bool]) -> Any:
-    """In the place of `slipstream.envs.scoring.process.create_process`."""
-
-    async def create_process(*command: str, env: dict[str, str], **options: Any) -> Any:
-        if not may_fork(list(command), env):
-            return await asyncio.create_subprocess_exec(*command, env=env, **options)
-        return await Forked.start(await asyncio.to_thread(fork, command, env=env, bufsize=0, **options))
-
-    return create_process
+from slipstream.processes import guard
 
 
 def be_guard(command: list[str], run: Callable[[list[str]], int], leave: Callable[[int], NoReturn]) -> None:

@@ -24,6 +24,7 @@ LAYERS = {
     "patience": 0,
     "names": 0,
     "progress": 0,
+    "processes": 0,
     "regular_files": 0,
     "engine_protocols": 1,
     "config": 1,
@@ -33,7 +34,6 @@ LAYERS = {
     "data": 2,
     "detection": 2,
     "transport": 2,
-    "processes": 2,
     "sinks": 2,
     "weights": 2,
     "openai_client": 2,
@@ -50,7 +50,13 @@ LAYERS = {
     "python": 9,
     "__main__": 9,
 }
-SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors")}
+SAME_LAYER = {
+    ("cli", "view"),
+    ("cli", "report"),
+    ("records", "errors"),
+    ("processes", "errors"),
+    ("processes", "regular_files"),
+}
 """Pairs of one layer in which the first may import the second."""
 LIGHT_MODULES = (
     "slipstream.python",
@@ -60,7 +66,8 @@ LIGHT_MODULES = (
     "slipstream.detection.row_targets",
     "slipstream.plan.derive",
     "slipstream.launch.startup",
-    "slipstream.processes.watchdog",
+    "slipstream.launch.parts.watchdog",
+    "slipstream.processes.child_process",
     "slipstream.cli",
     "slipstream.report",
 )
@@ -202,6 +209,36 @@ def test_heavy_libraries_are_not_imported_early(module):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+STARTS = re.compile(
+    r"\bPopen\(|create_subprocess_|os\.(fork|forkpty|posix_spawnp?|spawn\w+)\(|multiprocessing\.(Process|Pool|get_context)"
+    r"|\bpopen\("
+)
+PACKS = re.compile(r"\.to_bytes\(|struct\.pack")
+STARTERS = {
+    "envs/rewards/sandbox.py": "programs of rewards, in a sandbox",
+    "envs/rewards/sandbox_child.py": "the same, inside",
+    "envs/rewards/math_answers.py": "sympy, inside a reward worker",
+    "envs/scoring/worker.py": "a reward worker forks itself for each call under fresh_worker",
+}
+"""Modules outside `processes/` that start a process, and which one."""
+PACKERS = {
+    "envs/hosted/inside/host.py": "the framing once more, for interpreters without Slipstream",
+    "envs/rewards/judges.py": "counters in shared memory",
+    "inference/plugin/tools/calls.py": "a hash's input",
+    "trainer/checkpoints/manifest.py": "a hash's input",
+    "weights/model_files.py": "the header of safetensors",
+}
+"""Modules outside `processes/channel.py` that turn numbers into bytes, and what for."""
+
+
+@pytest.mark.parametrize(
+    ("what", "home", "listed"), [(STARTS, "processes/", STARTERS), (PACKS, "processes/channel.py", PACKERS)]
+)
+def test_one_package_starts_processes_and_one_module_frames_messages(what, home, listed):
+    found = {label(path) for path in FILES if what.search(path.read_text(encoding="utf-8"))}
+    assert {name for name in found if not name.startswith(home)} == listed.keys()
 
 
 def too_long(path: Path) -> list[str]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slipstream import records
 from slipstream.errors import DataError
+from slipstream.processes.files import cannot_write
 from slipstream.runlog import batches
 from slipstream.runlog.batches import BatchKeeper, kept_steps, read_batch
-from slipstream.runlog.files import cannot_write
 
 WAIT_S = 30.0
 

@@ -14,13 +14,13 @@ import pytest
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.envs.base import RewardError
 from slipstream.envs.scoring.pool import ScorerPool
-from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.preimport import engine_environment
 from slipstream.launch.startup.compile_caches import persistent_caches
+from slipstream.processes import launchers
 from slipstream.records import GenerateRequest, SamplingParams, Task
 
-from . import fork_server, forked_workers
+from . import fork_server
 from .engine.conftest import PROMPTS, settings_for
 from .engine.conftest import tiny_model as tiny_model
 from .engine.workers import LOOK_VARIABLE, LookingWorker
@@ -43,7 +43,7 @@ async def look(model: Path, folder: Path) -> dict:
     process = EngineProcess(settings, folder / "engine.log", start_timeout_s=300)
     try:
         await process.start()
-        kind = type(process.process)
+        kind = type(process.process._process)
         requests = [GenerateRequest(str(n), prompt, SamplingParams(16), seed=n) for n, prompt in enumerate(PROMPTS)]
         answers = await asyncio.gather(*map(process.client.generate, requests))
         return {"health": await process.client.health(), "answers": answers, "kind": kind}
@@ -56,7 +56,7 @@ async def look(model: Path, folder: Path) -> dict:
 def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
     found = {}
     for kind in (subprocess.Popen, fork_server.ForkedPopen):
-        monkeypatch.setattr(child_process, "popen", kind)
+        monkeypatch.setattr(launchers, "popen", kind)
         monkeypatch.setenv(LOOK_VARIABLE, str(tmp_path / "looks.json"))
         found[kind] = asyncio.run(look(tiny_model, tmp_path)), json.loads((tmp_path / "looks.json").read_text())
     (started, real), (forked, ours) = found.values()
@@ -114,12 +114,17 @@ async def look_at_worker(folder):
                 said.append((await pool.score(task, completion)).reward)
             except RewardError as error:
                 said.append((type(error), str(error), error.details))
-    return isinstance(process, forked_workers.Forked), said, process.returncode, json.loads(path.read_text())
+    return (
+        isinstance(process._child._process, fork_server.ForkedPopen),
+        said,
+        process.poll(),
+        json.loads(path.read_text()),
+    )
 
 
 def test_a_forked_worker_is_the_same_as_one_that_was_started(tmp_path, monkeypatch):
     (was_forked, *ours), our_look = (found := asyncio.run(look_at_worker(tmp_path)))[:3], found[3]
-    monkeypatch.setattr(child_process, "popen", subprocess.Popen)
+    monkeypatch.setattr(launchers, "popen", subprocess.Popen)
     (was_started, *theirs), their_look = (found := asyncio.run(look_at_worker(tmp_path)))[:3], found[3]
     assert (was_forked, was_started) == (True, False)
     assert ours == theirs
@@ -177,14 +182,14 @@ def test_what_tests_start_is_forked(monkeypatch):
     """Otherwise nothing fails, and the tests take half as long again."""
     monkeypatch.setenv("OMP_NUM_THREADS", fork_server.NUM_THREADS)
     with persistent_caches(pytest.fail):
-        environment = engine_environment(os.environ, 1)
+        environment = engine_environment(os.environ)
         assert fork_server.forks([sys.executable, "-m", "slipstream.inference.plugin.main"], environment) == "engine"
         assert fork_server.forks(COMMAND, {**os.environ, "TOKENIZERS_PARALLELISM": "false"}) == "trainer"
 
 
 @pytest.mark.real_start
 def test_a_marked_test_starts_its_children_as_users_do():
-    assert child_process.popen is subprocess.Popen
+    assert launchers.popen is subprocess.Popen
 
 
 @pytest.mark.full
@@ -196,6 +201,6 @@ def test_children_end_with_their_server(tmp_path):
     with servers.install():
         process = fork("plan", "run.toml", cwd=tmp_path)
         (tmp_path / "seen").touch()
-    child_process.popen = fork_server.ForkedPopen
+    launchers.popen = fork_server.ForkedPopen
     fork_server._sockets, fork_server._owned = before
     assert process.wait(30) == -signal.SIGKILL

@@ -15,8 +15,9 @@ import msgspec
 import pytest
 
 from slipstream import runlog
-from slipstream.runlog import RunLog, heartbeat, stacks, writer
-from slipstream.runlog.heartbeat import FILE, SILENT_S, Beating, Heartbeat, read_heartbeat, read_processes
+from slipstream.processes import heartbeat, stacks
+from slipstream.processes.heartbeat import FILE, SILENT_S, Beating, Heartbeat, read_heartbeat, read_processes
+from slipstream.runlog import RunLog, writer
 
 
 def until(condition, timeout_s=60.0):
@@ -90,7 +91,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from slipstream.runlog import RunLog
-from slipstream.runlog.heartbeat import Beating
+from slipstream.processes.heartbeat import Beating
 with RunLog.create(Path(sys.argv[1])) as log, Beating(log, 0.05), log.phase("batch"):
     log.metrics(7, {})
     print("begun", flush=True)
@@ -99,7 +100,7 @@ with RunLog.create(Path(sys.argv[1])) as log, Beating(log, 0.05), log.phase("bat
 
 
 def test_a_process_that_is_stopped_is_named_in_the_list_of_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.runlog.heartbeat.SILENT_S", 0.5)
+    monkeypatch.setattr("slipstream.processes.heartbeat.SILENT_S", 0.5)
     folder = tmp_path / "runs" / "one"
     folder.parent.mkdir()
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], stdout=subprocess.PIPE)
@@ -142,7 +143,7 @@ def test_what_is_torn_or_of_another_kind_is_no_heartbeat(tmp_path):
 
 CHILD = """
 import os, sys, time
-from slipstream.runlog import heartbeat, stacks
+from slipstream.processes import heartbeat, stacks
 
 heartbeat.doing("nothing that is told before it beats")
 heartbeat.INTERVAL_S = 600.0
@@ -206,7 +207,7 @@ def test_further_processes_beat_and_say_what_they_are_at(child, tmp_path, monkey
     assert Path(run / "logs" / "heartbeats").stat().st_mode & 0o77 == 0
 
     # What is silent is named, and what was at which place stands beside its stacks.
-    monkeypatch.setattr("slipstream.runlog.heartbeat.SILENT_S", 0.5)
+    monkeypatch.setattr("slipstream.processes.heartbeat.SILENT_S", 0.5)
     child.process.send_signal(signal.SIGSTOP)
     (silence,) = until(lambda: [text for beat in read_processes(run) if (text := beat.silence(time.time()))])
     assert f"of engine, process {child.process.pid} on " in silence

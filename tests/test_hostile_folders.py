@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.inference.launchers import Orders
 from slipstream.launch.provenance.record import read_attempts
+from slipstream.processes.files import open_own
+from slipstream.processes.heartbeat import read_heartbeat
 from slipstream.runlog import RunLog
 from slipstream.runlog.evaluations import read_evaluation
-from slipstream.runlog.files import open_own, refuse_in_use
-from slipstream.runlog.heartbeat import read_heartbeat
+from slipstream.runlog.files import refuse_in_use
 from slipstream.runlog.ledger import Ledger, balance, end_whole
 from slipstream.runlog.reader import find_runs, read_events, read_exit, read_metrics, read_settings, summarize
 from slipstream.runlog.record import read_run
@@ -87,8 +87,6 @@ READERS = {
     "provenance.json": read_attempts,
     "tickets/0.1.json": read_tickets,
     "evaluations/a.json": lambda run: read_evaluation(run / "evaluations/a.json"),
-    "parts/engine-0.order": lambda run: Orders(run / "parts", "engine-0").read_order(),
-    "parts/engine-0.state": lambda run: Orders(run / "parts", "engine-0").read_state(),
 }
 GARBAGE = {
     "no JSON": b"\xff{\n",

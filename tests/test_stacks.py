@@ -15,17 +15,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.envs.scoring import guard
 from slipstream.errors import DeadlineError, EngineError, RankDeadlineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog import stacks
-from slipstream.runlog.heartbeat import Heartbeat, ProcessHeartbeat
+from slipstream.processes import guard, stacks
+from slipstream.processes.heartbeat import Heartbeat, ProcessHeartbeat
+from slipstream.processes.launchers import LocalChild
 
 PROGRAM = """
 import signal, sys, threading, time
 from pathlib import Path
-from slipstream.runlog import stacks
+from slipstream.processes import stacks
 
 def the_main_thread_is_here():
     print("ready", flush=True)
@@ -262,7 +262,7 @@ def test_the_guard_reads_the_same_variable():
 def test_what_a_silent_engine_said_is_kept_however_many_calls_gave_it_up(start, tmp_path, monkeypatch):
     settings = EngineSettings("m", "", "float32", max_model_len=8, max_num_seqs=1)
     engine = EngineProcess(settings, tmp_path / "engine.log", start_timeout_s=1)
-    engine.process = start("engine")
+    engine.process = LocalChild(start("engine"), socket.socket(), has_session=True)
     engine.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, engine.process.pid, os.WSTOPPED)
     ask, num_asked = stacks.ask, []

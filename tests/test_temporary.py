@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runlog.temporary import make_temporary, note_shared, remove_left, remove_temporary, temporary
+from slipstream.processes.temporary import make_temporary, note_shared, remove_left, remove_temporary, temporary
 from tests.other_user import as_other_user, needs_root
 from tests.other_user import shared_folder as shared_folder  # a fixture
 
 OWNER = """
 import sys
-from slipstream.runlog.temporary import make_temporary
+from slipstream.processes.temporary import make_temporary
 print(make_temporary("engine"), flush=True)
 sys.stdin.read()
 """

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks import shapes
 from slipstream.cli.output import print_json, print_table
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
-from slipstream.inference.child_process import leave
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.child_process import leave
+from slipstream.processes.temporary import temporary
 
 from .figures import BRIDGES, TOGETHER, BridgeName, SyncOptions
 from .process_memory import gpus_in_use

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from slipstream.errors import WeightsError, first_line
-from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.weights.bridges.broadcast import Group, Rendezvous
 
 _POLL_S = 0.5

@@ -44,8 +44,8 @@ from slipstream.plan.measure import measure_adapter, read_model
 from slipstream.plan.memory.gpu_shares import num_gpus_needed, place
 from slipstream.plan.memory.sizes import GIB
 from slipstream.plan.summary import check_divided
+from slipstream.processes.temporary import temporary
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
-from slipstream.runlog.temporary import temporary
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.base import Fence, NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights

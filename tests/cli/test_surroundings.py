@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.inference import child_process
-from slipstream.runlog.temporary import remove_temporary
+from slipstream.processes import child_process
+from slipstream.processes.temporary import remove_temporary
 from tests.config.conftest import MINIMAL
 
 ROOT = Path(__file__).parents[2]

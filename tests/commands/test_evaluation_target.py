@@ -11,7 +11,7 @@ from slipstream.commands.evaluation_target import find_target
 from slipstream.commands.results import place_of
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
-from slipstream.runlog.files import write_whole
+from slipstream.processes.files import write_whole
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SFT = """

@@ -230,8 +230,6 @@ data --evaluation -> evaluation needs an environment
 grpo --training.warmup_steps 20 -> at most 19
 grpo --weights.bridge lora -> lora.rank
 grpo --weights.bridge single_copy --inference.tensor_parallel_size 2
-grpo --run.elsewhere '["orchestrator"]' -> "files" or "redis"
-sft  --no-evaluation --run.elsewhere '["engine"]'
 grpo --training.ranks 2 --training.optimizer muon
 grpo --training.ranks 2 --training.optimizer adamw_8bit
 grpo --training.ranks 2 --weights.bridge single_copy -> make them equal

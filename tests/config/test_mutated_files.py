@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
-from slipstream.inference import child_process
+from slipstream.processes import launchers
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("SLIPSTREAM_MUTATION_SEED", "0")
@@ -23,7 +23,7 @@ def mutated(folder, cases, starts):
     options = ["--cases", str(cases), "--starts", str(starts), "--seed", SEED, "--folder", str(folder)]
     # Forked from a process that has imported vLLM, where there are such.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = child_process.popen([sys.executable, "-m", "tests.config.mutate", *options], cwd=ROOT, env=environment)
+    process = launchers.popen([sys.executable, "-m", "tests.config.mutate", *options], cwd=ROOT, env=environment)
     assert process.wait() == 0
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 

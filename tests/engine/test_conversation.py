@@ -22,8 +22,8 @@ from slipstream.inference.plugin.token_clock import Stillness, TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.probe import Probe
+from slipstream.processes import heartbeat
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version, encode
-from slipstream.runlog import heartbeat
 
 
 class Host(SimpleNamespace):

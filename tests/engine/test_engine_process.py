@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,11 +17,11 @@ import psutil
 import pytest
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.orchestrator.concurrency import retry_on_restart
+from slipstream.processes import heartbeat, stacks
+from slipstream.processes.launchers import LocalChild
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
-from slipstream.runlog import heartbeat, stacks
 from slipstream.weights.model_files import stored_parameters
 
 from .. import fork_server
@@ -157,7 +158,7 @@ def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
     class Held(SimpleNamespace):
         """As in uninterruptible sleep: no signal ends it."""
 
-        pid, stdin = 2**22 + 1, None
+        pid = 2**22 + 1
 
         def poll(self):
             return None
@@ -168,7 +169,7 @@ def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
         def wait(self, timeout_s):
             raise subprocess.TimeoutExpired("engine", timeout_s)
 
-    child_process.end(Held(), 0.1)
+    LocalChild(Held(), socket.socket(), has_session=True).end(0.1)
 
 
 @pytest.mark.real_start
@@ -319,12 +320,12 @@ def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path, 
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[3])\n"
         "import msgspec\n"
-        "from slipstream.inference import child_process\n"
+        "from slipstream.processes import launchers\n"
         "from slipstream.inference.engine_process import EngineProcess\n"
         "from slipstream.inference.settings import EngineSettings\n"
         "from tests import fork_server\n"
         "if sys.argv[4]:\n"
-        "    fork_server._sockets, child_process.popen = Path(sys.argv[4]), fork_server.ForkedPopen\n"
+        "    fork_server._sockets, launchers.popen = Path(sys.argv[4]), fork_server.ForkedPopen\n"
         "settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSettings)\n"
         "process = EngineProcess(settings, Path(sys.argv[2]), start_timeout_s=300)\n"
         "asyncio.run(process.start())\n"

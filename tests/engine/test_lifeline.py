@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,16 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.inference import child_process
-from slipstream.runlog import temporary as temporary_folders
-from slipstream.runlog.temporary import make_temporary, note_shared, remove_temporary
+from slipstream.processes import temporary as temporary_folders
+from slipstream.processes.launchers import END
+from slipstream.processes.temporary import make_temporary, note_shared, remove_temporary
 
 CHILD = """
 import sys, time
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 lifeline.remove_at_end(sys.argv[1])
 lifeline.remove_at_end(sys.argv[1] + "-never-there")
-lifeline.follow_stdin()
+lifeline.Parent()
 print("up", flush=True)
 time.sleep(600)
 """
@@ -31,18 +32,18 @@ def test_a_child_whose_supervisor_is_gone(tmp_path):
     file.touch()
     command = [sys.executable, "-c", CHILD, str(file)]
     # A session of its own: it kills its whole group.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
+    own, theirs = socket.socketpair()
+    with theirs, own, subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True) as child:
+        theirs.close()
         assert child.stdout.readline() == b"up\n"
-        child.stdin.close()
+        own.close()
         assert child.wait(60) == -signal.SIGKILL
     assert not file.exists()
 
 
 SIGNALLED = """
 import os, signal, time
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 lifeline.leave_signals_to_trainer()
 up, told = os.pipe()
 if (fork := os.fork()) == 0:
@@ -61,15 +62,14 @@ time.sleep(600)
 @pytest.mark.skipif("COVERAGE_PROCESS_START" in os.environ, reason="coverage.py has SIGTERM for itself")
 def test_a_child_lives_on_when_all_processes_are_signalled_and_ends_in_order():
     with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, start_new_session=True) as child:
-        assert child.stdout is not None
         assert int(child.stdout.readline()) == -signal.SIGTERM, "what it forks ends as usual"
-        child_process.end(child, 60.0)
-        assert child.returncode == -child_process.END
+        child.send_signal(END)
+        assert child.wait(60) == -END
 
 
 PARENT = """
 import subprocess, sys
-child = "import time; from slipstream.inference.plugin import lifeline; lifeline.follow_parent(); "
+child = "import time; from slipstream.processes import lifeline; lifeline.follow_parent(); "
 child += "print('up', flush=True); time.sleep(600)"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 assert process.stdout.readline() == b"up\\n"
@@ -91,7 +91,7 @@ SHARING = """
 import multiprocessing, os, sys, time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
 resource_tracker.register = lambda *_: None
 lifeline.name_shared_memory()
 
@@ -108,7 +108,7 @@ def make(noted):
 
 multiprocessing.get_context("fork").Process(target=make, args=(sys.argv[1] + "-child",)).start()
 if len(sys.argv) > 2:
-    lifeline.follow_stdin()
+    lifeline.Parent()
 make(sys.argv[1])
 """
 
@@ -120,9 +120,11 @@ def test_what_killed_processes_have_in_shared_memory_goes_with_their_folder(tmp_
     foreign = [shared / f"psm_{name}", shared / f"{name}-foreign", shared / f"{name}-again"]
     command = [sys.executable, "-c", SHARING, name, *(["follow"] if how == "its owner is killed" else [])]
     environment = {"PYTHONPATH": ":".join(sys.path), "TMPDIR": str(folder)}
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True, env=environment
-    )
+    own, theirs = socket.socketpair()
+    with theirs:
+        child = subprocess.Popen(
+            command, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True, text=True, env=environment
+        )
     try:
         for path in foreign:
             path.touch()
@@ -135,7 +137,7 @@ def test_what_killed_processes_have_in_shared_memory_goes_with_their_folder(tmp_
         foreign.append(held)
         assert all(path.exists() for path in made)
         if how == "its owner is killed":
-            child.stdin.close()
+            own.close()
         else:
             os.killpg(child.pid, signal.SIGKILL)
         assert child.wait(60) == -signal.SIGKILL
@@ -151,8 +153,8 @@ def test_what_killed_processes_have_in_shared_memory_goes_with_their_folder(tmp_
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait(60)
-        for stream in (child.stdin, child.stdout):
-            stream.close()
+        own.close()
+        child.stdout.close()
         remove_temporary(folder)
         for path in foreign:
             path.unlink(missing_ok=True)

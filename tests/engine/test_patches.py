@@ -110,13 +110,13 @@ def test_a_patch_that_does_not_fit_is_noted_and_refused_where_it_is_needed(monke
 
 @pytest.mark.parametrize(("own", "expected"), [("mine", "mine,slipstream"), ("slipstream,mine", "slipstream,mine")])
 def test_plugins_of_the_user_are_loaded_too(own, expected):
-    assert engine_environment({"VLLM_PLUGINS": own}, None)["VLLM_PLUGINS"] == expected
-    assert "VLLM_PLUGINS" not in engine_environment({}, None), "vLLM loads all that are installed"
+    assert engine_environment({"VLLM_PLUGINS": own})["VLLM_PLUGINS"] == expected
+    assert "VLLM_PLUGINS" not in engine_environment({}), "vLLM loads all that are installed"
 
 
 def test_attention_on_a_cpu_divides_no_context_unless_the_user_says_so():
-    assert engine_environment({}, None)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
-    assert engine_environment({"VLLM_CPU_ATTN_SPLIT_KV": "1"}, None)["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
+    assert engine_environment({})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert engine_environment({"VLLM_CPU_ATTN_SPLIT_KV": "1"})["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
 
 
 @pytest.mark.full

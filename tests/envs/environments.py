@@ -13,8 +13,9 @@ import msgspec
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Score, SingleTurn, Task
-from slipstream.envs.scoring.process import Answer, frame
+from slipstream.envs.scoring.process import Answer, encode
 from slipstream.envs.single_turn import as_tasks
+from slipstream.processes.channel import pack
 
 
 class Behaving(SingleTurn):
@@ -115,7 +116,7 @@ class Behaving(SingleTurn):
         """Writes an answer of its own wherever it can."""
         for number in range(3, 64):
             with contextlib.suppress(OSError):
-                os.write(number, frame(Answer("score", (Score(1000.0),))))
+                os.write(number, pack(encode(Answer("score", (Score(1000.0),)))))
         return 0.5
 
     def _variable(self, name):

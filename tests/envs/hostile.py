@@ -19,7 +19,8 @@ import threading
 import time
 
 from slipstream.envs import Score
-from slipstream.envs.scoring.process import Answer, frame
+from slipstream.envs.scoring.process import Answer, encode
+from slipstream.processes.channel import pack
 
 MARK = "SLIPSTREAM_TEST_MARK"
 PATCHED = 0.0
@@ -175,7 +176,7 @@ def forks(how):
     if how == "answers":
         for fd in fds():
             with contextlib.suppress(OSError):
-                os.write(fd, frame(Answer("score", (Score(1000.0),))))
+                os.write(fd, pack(encode(Answer("score", (Score(1000.0),)))))
     return 0.25
 
 
@@ -242,7 +243,7 @@ def dies(how):
 def forges(_):
     for fd in fds():
         with contextlib.suppress(OSError):
-            os.write(fd, frame(Answer("score", (Score(1000.0),))))
+            os.write(fd, pack(encode(Answer("score", (Score(1000.0),)))))
     return 0.5
 
 

@@ -191,7 +191,7 @@ async def test_an_episode_is_the_same_there(config, tmp_path):
 )
 @one_loop
 async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text, monkeypatch):
-    monkeypatch.setattr("slipstream.envs.hosted.process._OUTPUT_WAIT_S", 60.0)
+    monkeypatch.setattr("slipstream.processes.guarded._OUTPUT_WAIT_S", 60.0)
     assert (await with_2_s.rollout("plain")).outcome == "done"
     failed, lag = await lag_of(with_2_s.rollout(how))
     assert (failed.outcome, failed.stop) == ("environment_error", stop), failed.error

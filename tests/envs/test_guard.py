@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.envs.scoring import guard, worker
+from slipstream.envs.scoring import worker
+from slipstream.processes import guard
 
 PYTHON = "/usr/bin/python3"  # a normal user may not be able to run the one of the tests
 BOMB = """

@@ -95,7 +95,7 @@ async def test_the_traceback_comes_along(scorer):
 @pytest.fixture
 def patient(monkeypatch):
     """Guards and workers have time to say how a worker ended or where it hung; it passes only where they do not."""
-    monkeypatch.setattr("slipstream.envs.scoring.process._OUTPUT_WAIT_S", 60.0)
+    monkeypatch.setattr("slipstream.processes.guarded._OUTPUT_WAIT_S", 60.0)
 
 
 async def test_a_hanging_reward_is_killed_and_the_others_are_graded(patient):
@@ -322,7 +322,7 @@ async def test_many_quick_rewards_travel_together(monkeypatch):
     """One by one, each would wait for the answer to the one before."""
     sizes = []
     send = Worker.send
-    monkeypatch.setattr(Worker, "send", lambda self, data: sizes.append(len(data)) or send(self, data))
+    monkeypatch.setattr(Worker, "send", lambda self, *data: sizes.append(len(data)) or send(self, *data))
     monkeypatch.setattr(workers, "_BATCH_S", 60.0)  # none is slow, however busy the machine is
     async with ScorerPool(config()) as pool:
         sizes.clear()
@@ -361,13 +361,13 @@ def test_a_reward_has_no_second_way_to_the_answers():
 
 @pytest.mark.parametrize("error", [ConnectionResetError("pipe"), ValueError("unforeseen")])
 async def test_whatever_breaks_the_grading_nobody_waits_for_ever(monkeypatch, error):
-    monkeypatch.setattr("slipstream.envs.scoring.process._OUTPUT_WAIT_S", 0.2)  # which passes in full
+    monkeypatch.setattr("slipstream.processes.guarded._OUTPUT_WAIT_S", 0.2)  # which passes in full
     async with ScorerPool(config()) as pool:
 
-        async def broken(self):
+        async def broken(self, count):
             raise error
 
-        monkeypatch.setattr(Worker, "_read", broken)
+        monkeypatch.setattr(asyncio.StreamReader, "read", broken)
         calls = asyncio.gather(*(pool.score(task("4"), "4") for _ in range(3)), return_exceptions=True)
         found = await asyncio.wait_for(calls, 60.0)
     assert all(isinstance(each, EnvironmentFault) for each in found)

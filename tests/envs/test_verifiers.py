@@ -268,7 +268,7 @@ async def test_what_the_policy_raises_is_raised(guess):
 @of_legacy
 @one_loop
 async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(guess, monkeypatch):
-    monkeypatch.setattr("slipstream.envs.hosted.process._OUTPUT_WAIT_S", 60.0)
+    monkeypatch.setattr("slipstream.processes.guarded._OUTPUT_WAIT_S", 60.0)
     monkeypatch.setattr(keeper, "_CANCEL_S", 60.0)
     made, _ = await rollout(guess, "raise")
     assert made.outcome == "environment_error"

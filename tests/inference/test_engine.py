@@ -3,15 +3,13 @@
 import asyncio
 import os
 import signal
-import sys
 
 import pytest
 
 from slipstream.errors import EngineError
-from slipstream.inference import child_process
 from slipstream.inference.engine import SupervisedEngine
-from slipstream.inference.launchers import Subprocesses
 from slipstream.inference.settings import EngineSettings
+from slipstream.processes.launchers import LOCAL
 from slipstream.records import ApplyReport, Ticket, Version
 
 
@@ -35,15 +33,16 @@ async def test_a_death_in_the_middle_of_a_broadcast_names_the_remedy(tmp_path, m
     assert "it said nothing and was killed" in str(raised.value)
 
 
-class Sleepers(Subprocesses):
+class Sleepers:
     """Starts processes that never get ready, and sends each its signal."""
 
     def __init__(self, *numbers):
         self.numbers, self.started = list(numbers), []
 
-    def launch(self, module, arguments, environment, log):
-        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-        self.started.append(child_process.launch(command, environment, log))
+    def launch(self, module, arguments, environment, resources, *, output):
+        self.started.append(
+            LOCAL.launch("tests.processes.small_child", ["live"], environment, resources, output=output)
+        )
         os.kill(self.started[-1].pid, self.numbers.pop(0))
         return self.started[-1]
 

@@ -5,10 +5,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
-import os
 import random
 import signal
-import sys
 import time
 
 import pytest
@@ -19,17 +17,14 @@ from slipstream import records
 from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
-from slipstream.inference import child_process
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.processes import heartbeat, stacks
 from slipstream.records import SamplingParams
-from slipstream.runlog import heartbeat, stacks
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.fingerprint import describe
-from tests import fork_server
-from tests.launch import deaf_rank
 from tests.trainer.test_vision_towers import save_with_tower
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.9)
@@ -432,12 +427,3 @@ def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, 
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # as the orchestrator's thread starts reward workers
         assert pool.submit(uvloop.run, start()).result(60) == (0, b"")
-
-
-def test_a_rank_that_can_no_longer_hear_of_rank_0s_end_ends(tmp_path, monkeypatch):
-    """Whatever it was that ended the thread that listens."""
-    monkeypatch.setitem(fork_server.KINDS, deaf_rank.__name__, "trainer")
-    command = [sys.executable, "-m", deaf_rank.__name__, str(tmp_path / "settings")]
-    environment = {**os.environ, "OMP_NUM_THREADS": fork_server.NUM_THREADS}
-    ended = child_process.popen(command, start_new_session=True, env=environment)
-    assert ended.wait(120) == -signal.SIGKILL

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.inference import child_process
 from slipstream.launch.parts import supervisor
 from slipstream.launch.recovery import retry_policy
+from slipstream.processes import launchers
 from slipstream.runlog import read_events, read_exit
 from tests import fork_server
 from tests.launch import supervisor_process
@@ -24,10 +24,10 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from slipstream.launch.parts.supervised import SupervisorWatch
 from slipstream.runlog import RunLog
-from slipstream.runlog.heartbeat import Beating
+from slipstream.processes.heartbeat import Beating
 
 folder, calls, resume = Path({folder!r}), Path({calls!r}), "--resume=auto" in sys.argv
-watch = SupervisorWatch(int(sys.argv[sys.argv.index("--supervised-by") + 1]))
+watch = SupervisorWatch()
 number = len(calls.read_text().splitlines()) if calls.exists() else 0
 with calls.open("a") as file:
     file.write(json.dumps([os.getpid(), sys.argv[1:]]) + "\\n")
@@ -41,7 +41,7 @@ with RunLog.create(folder, resume=resume and folder.exists()) as log, Beating(lo
 
 QUICKLY = "supervisor._ORPHANS_S, end = 0.5, supervisor.end_descendants; supervisor.end_descendants = lambda _: end(60)"
 """Orphans have little time to end by themselves, and all they need to die."""
-REGISTER = 'from slipstream.runlog import stacks; stacks.register(stacks.folder_of(folder) / "run")'
+REGISTER = 'from slipstream.processes import stacks; stacks.register(stacks.folder_of(folder) / "run")'
 
 
 class Supervised:
@@ -55,13 +55,13 @@ class Supervised:
         start = f"""
             import subprocess, sys
             from pathlib import Path
-            from slipstream.inference import child_process
+            from slipstream.processes import launchers
             from slipstream.launch.parts import supervisor
             from slipstream.launch.recovery import retry_policy
             from slipstream.processes import looks
             def popen(command, **options):
-                return subprocess.Popen([sys.executable, {str(program)!r}, *command[3:]], **options)
-            child_process.popen, retry_policy.FIRST_WAIT_S, looks.POLL_S = popen, 0.01, 0.1
+                return subprocess.Popen([sys.executable, {str(program)!r}, *command[4:]], **options)
+            launchers.popen, retry_policy.FIRST_WAIT_S, looks.POLL_S = popen, 0.01, 0.1
             {options}
             say = lambda text: print(text, file=sys.stderr, flush=True)
             made = supervisor.Supervisor(["trainer", "run.toml"], Path({str(self.folder)!r}),
@@ -70,7 +70,7 @@ class Supervised:
             say(f"{{type(made.error).__name__}}: {{made.error}}") if made.error else None
             sys.exit(code)
         """
-        self.process = child_process.popen(
+        self.process = launchers.popen(
             [sys.executable, "-m", supervisor_process.__name__, textwrap.dedent(start)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,7 +143,7 @@ def test_a_trainer_that_is_killed_is_started_again_and_the_last_attempt_counts(s
     run.process.send_signal(signal.SIGCONT)
     code, err = run.wait()
     assert code == 0, err
-    assert [arguments[2:-2] for _, arguments in run.attempts] == [[], ["--resume=auto"], ["--resume=auto"]]
+    assert [arguments[2:-1] for _, arguments in run.attempts] == [[], ["--resume=auto"], ["--resume=auto"]]
     first, second = run.kinds("restart")
     assert (first["number"], first["lineage"], first["step"], first["signal"]) == (1, 0, 2, "SIGKILL")
     assert (second["number"], second["lineage"], second["step"], second["signal"]) == (2, 1, 3, "SIGSEGV")
@@ -304,7 +304,7 @@ def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
 def test_a_trainer_without_a_sign_of_life(supervised):
     body = """
         if number == 0:
-            import slipstream.runlog.heartbeat as heartbeat
+            import slipstream.processes.heartbeat as heartbeat
             while not (folder / "heartbeat.json").exists():
                 time.sleep(0.01)
             heartbeat.write_whole = lambda *values, **options: None

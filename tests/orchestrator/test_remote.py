@@ -12,9 +12,9 @@ from slipstream.errors import DataError, DeadlineError, Interrupted, Orchestrato
 from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Outbox, RemoteCaller, serve
 from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.processes import heartbeat
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
 from slipstream.records import Sequence as TokenSequence
-from slipstream.runlog import heartbeat
 from slipstream.transport import (
     FileStreams,
     MemoryTransport,

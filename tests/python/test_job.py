@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from slipstream.inference import child_process
+from slipstream.processes import launchers
 from slipstream.python.child import _sample
 from slipstream.python.protocol import Call, Outcome
 from slipstream.python.run import Job, Run
@@ -17,12 +17,11 @@ CHILD = """
 import os, signal, sys, time
 import msgspec
 from slipstream.python.protocol import Call, Outcome
-source, sink = map(int, sys.argv[1:])
-os.lseek(source, 0, os.SEEK_SET)
-call = msgspec.msgpack.decode(open(source, "rb").read(), type=Call)
+from slipstream.processes.channel import Channel
+channel = Channel.of_parent()
+call = msgspec.msgpack.decode(channel.receive(), type=Call)
 def end(**outcome):
-    with open(sink, "wb") as file:
-        file.write(msgspec.msgpack.encode(Outcome(**outcome)))
+    channel.send(msgspec.msgpack.encode(Outcome(**outcome)))
     os._exit(outcome.get("exit_code", 0))
 """
 CALL = Call("train", {"model": {"path": "m"}})
@@ -34,9 +33,9 @@ def job(monkeypatch):
 
     def make(lines, call=CALL):
         def popen(command, **options):
-            return subprocess.Popen([sys.executable, "-c", CHILD + lines, *command[-2:]], **options)
+            return subprocess.Popen([sys.executable, "-c", CHILD + lines], **options)
 
-        monkeypatch.setattr(child_process, "popen", popen)
+        monkeypatch.setattr(launchers, "popen", popen)
         return Job(call, shown=False)
 
     return make
@@ -138,7 +137,7 @@ def test_whatever_a_callback_raises_ends_the_run_first(job, tmp_path, error):
     lines = ROWS.format(rows=str(tmp_path / "metrics.jsonl"), texts=[b'{"step": 0}', b'{"step": 1}'], waits=True)
     run = Run(tmp_path, lambda: job(lines), on_step)
     run.follow()
-    assert run._job.process.returncode == 130
+    assert run._job.process.poll() == 130
     with pytest.raises(type(error)) as raised:
         run.wait()
     assert raised.value is error
@@ -157,7 +156,7 @@ def test_an_interrupt_during_a_callback_is_a_wished_end_and_loses_no_row(job, tm
     run = Run(tmp_path, lambda: job(lines), on_step)
     run.follow()
     assert run.wait() is run
-    assert (run._job.process.returncode, seen) == (130, [0, 1])
+    assert (run._job.process.poll(), seen) == (130, [0, 1])
 
 
 def test_what_a_handler_of_a_signal_raises_ends_the_run_first(job, monkeypatch):
@@ -169,7 +168,7 @@ def test_what_a_handler_of_a_signal_raises_ends_the_run_first(job, monkeypatch):
 
     with pytest.raises(SystemExit):
         made.follow(each)
-    assert made.process.returncode == 130
+    assert made.process.poll() == 130
 
 
 def test_the_newest_weights_are_those_of_the_highest_step(tmp_path):

@@ -12,8 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.errors import ConfigError
-from slipstream.runlog import RunLog, heartbeat, read_events
-from slipstream.runlog.heartbeat import Beating
+from slipstream.processes import heartbeat
+from slipstream.processes.heartbeat import Beating
+from slipstream.runlog import RunLog, read_events
 from slipstream.sinks.prometheus import MetricsServer, gauge_names
 
 ROW = {"rollout/num": 8.0, "tokens/trained": 20.0, "dropped/stale": 3.0, "retry/late": 1.0, "reward/mean": 0.25}

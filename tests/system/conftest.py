@@ -22,10 +22,10 @@ from slipstream import records
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
-from slipstream.inference import child_process
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
+from slipstream.processes import launchers
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
@@ -211,7 +211,7 @@ class Command:
 
     def __init__(self, *arguments, cwd=None, module=("slipstream.cli",)):
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        self.process = child_process.popen(
+        self.process = launchers.popen(
             [sys.executable, "-m", *map(str, (*module, *arguments))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

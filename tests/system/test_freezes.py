@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from slipstream.runlog import heartbeat, read_events, read_exit, stacks
+from slipstream.processes import heartbeat, stacks
+from slipstream.runlog import read_events, read_exit
 
 from .conftest import Held
 from .test_real_runs import check_run, num_steps

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from slipstream.launch.recovery.grace import GraceEnd
+from slipstream.processes.heartbeat import FILE as HEARTBEAT
 from slipstream.runlog import is_running, read_events, read_exit, read_metrics
-from slipstream.runlog.heartbeat import FILE as HEARTBEAT
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.view import make_view
 

@@ -25,7 +25,8 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.run import _end_of, train
 from slipstream.orchestrator import retries
 from slipstream.plan import derive
-from slipstream.runlog import RunLog, read_exit, read_samples, stacks
+from slipstream.processes import stacks
+from slipstream.runlog import RunLog, read_exit, read_samples
 from slipstream.runlog.ledger import balance
 from slipstream.shared_kernels import products
 from slipstream.trainer import batch_trainer, loop
@@ -498,7 +499,7 @@ def test_an_engine_that_hangs_is_not_waited_for(scripted, monkeypatch):
     assert event["missing"] == {}
     assert f"wrote the stacks of all threads into {event['folder']}" in report.message
     (written,) = Path(event["folder"]).glob("run-*.txt")
-    assert "runlog/heartbeat.py" in written.read_text()
+    assert "processes/heartbeat.py" in written.read_text()
     assert "Current thread" in written.read_text()
 
 

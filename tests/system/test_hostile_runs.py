@@ -8,7 +8,8 @@ from slipstream.runlog import read_samples
 
 HOSTILE = """
 import contextlib, os, sys, tempfile
-from slipstream.envs.scoring.process import Answer, frame
+from slipstream.envs.scoring.process import Answer, encode
+from slipstream.processes.channel import pack
 from slipstream.envs import Score
 
 def tasks(split, num_tasks, seed):
@@ -35,7 +36,7 @@ def odd_keys(right):
 def forged(right):
     for fd in range(3, 64):
         with contextlib.suppress(OSError):
-            os.write(fd, frame(Answer("score", (Score(1000.0),))))
+            os.write(fd, pack(encode(Answer("score", (Score(1000.0),)))))
     return right
 
 def many_keys(right):

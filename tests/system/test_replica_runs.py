@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from slipstream.processes.heartbeat import read_processes
 from slipstream.runlog import read_events, read_metrics, read_samples
-from slipstream.runlog.heartbeat import read_processes
 
 from .conftest import Held
 from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps

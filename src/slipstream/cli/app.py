@@ -11,10 +11,10 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, env_commands, evaluation, output, parts, proof, smoke
+from slipstream.cli import chat, commands, env_commands, evaluation, output, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
-from slipstream.inference.child_process import become, leave
+from slipstream.processes.child_process import become, leave
 
 USAGE_EXIT_CODE = 2
 
@@ -43,8 +43,6 @@ app.command(smoke.smoke, group=_BEFORE)
 app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
-app.command(parts.orchestrator, group=_TRAIN)
-app.command(parts.engine, group=_TRAIN)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)
 app.command(commands.report, group=_INSPECT)

@@ -79,13 +79,13 @@ def trainer(
     resume: Resume = False,
     plain: Plain = False,
     json: Json = False,
-    supervised_by: Annotated[int, Parameter(show=False)] = -1,
+    supervised: Annotated[bool, Parameter(show=False)] = False,
 ) -> int:
     """Do what `train` does without a supervisor: for a run that systemd, Kubernetes or a script starts again.
 
     Use --resume=auto, so that the same command begins the run and continues it.
     """
-    return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json, supervised_by=supervised_by)
+    return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json, supervised=supervised)
 
 
 def sft(
@@ -115,7 +115,7 @@ def _train(
     plain: bool,
     as_json: bool,
     supervises: bool = False,
-    supervised_by: int = -1,
+    supervised: bool = False,
 ) -> int:
     from slipstream.config import load_config
 
@@ -125,10 +125,10 @@ def _train(
     if supervises and loaded.config.run.streams != "memory":
         return _supervise(run_file, overrides, loaded.config.run, resume, flags)
     watch = None
-    if supervised_by >= 0:
+    if supervised:
         from slipstream.launch.parts.supervised import SupervisorWatch
 
-        watch = SupervisorWatch(supervised_by)
+        watch = SupervisorWatch()
     from slipstream.launch.start import run_training
 
     def make_progress() -> Progress:
@@ -147,7 +147,7 @@ def _train(
             owns_process=Process.is_own,
         )
     except StartsAgain as again:
-        if supervised_by >= 0:
+        if supervised:
             from slipstream.launch.parts.supervisor import AGAIN
 
             return AGAIN

@@ -23,7 +23,7 @@ from slipstream.inference.chat_server import ChatServer
 from slipstream.inference.openai_server import ServerChild
 from slipstream.launch.deployable import Deployable
 from slipstream.openai_client import OpenAIClient, Unanswered
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.temporary import temporary
 
 _REQUEST_TIMEOUT_S = 600.0
 _REFUSED = frozenset({400, 413, 422})

@@ -29,9 +29,9 @@ from slipstream.orchestrator.failure_rate import check_failures
 from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.plan.measure import adapter_config
+from slipstream.processes.temporary import temporary
 from slipstream.progress import Progress
 from slipstream.records import Rollout, Task, Version
-from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:
     from slipstream.weights.adapter_folder import AdapterConfig

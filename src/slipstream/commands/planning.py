@@ -16,7 +16,7 @@ from slipstream.launch.prepare import Prepared, check_engine, prepare
 from slipstream.plan.derive import DoesNotFit, Plan
 from slipstream.plan.memory.cards import Gpus
 from slipstream.plan.preflight.model_folder import has_tokenizer, has_weights
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.temporary import temporary
 
 BARE_CONTEXT = 1 << 20
 """Longest text, in bytes, of the tokenizer that stands in for the model's own."""

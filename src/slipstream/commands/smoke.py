@@ -8,14 +8,14 @@ channels have losses of one order. The verdict is a pure function of the runs' m
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.inference import child_process
+from slipstream.processes.launchers import LOCAL
 from slipstream.runlog import read_exit, read_metrics
 
 Channels = Literal["a_only", "b_only", "ab"]
@@ -121,18 +121,17 @@ def run_channels(
     limits: Limits,
 ) -> Health:
     """Run so many steps in a process of their own, whose output is kept beside `folder`, and judge them."""
-    command = [sys.executable, "-m", "slipstream.cli", "sft", str(run_file), *overrides, "--no-evaluation", "--plain"]
+    command = ["sft", str(run_file), *overrides, "--no-evaluation", "--plain"]
     command += ["--training.steps", str(steps), "--training.warmup_steps", "0", "--run.folder", str(folder)]
     command += ["--matching.b_ratio", str(B_RATIOS[channels])]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".log").open("w") as output:
-        child = child_process.popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code: int | None = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(child)
+    folder.with_suffix(".log").unlink(missing_ok=True)
+    child = LOCAL.launch("slipstream.cli", command, output=folder.with_suffix(".log"))
+    try:
+        code: int | None = child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        child.end(_GRACE_S + 30.0, signal.SIGTERM)
     error = ""
     if code is None:
         error = f"it took longer than {timeout_s:g} s"
@@ -143,15 +142,3 @@ def run_channels(
         error = "it left no exit record"
     rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
     return health_of(channels, rows, limits, error)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a run that goes on, with all that it started."""
-    if child.poll() is not None:
-        return
-    child.terminate()
-    try:
-        child.wait(_GRACE_S + 30.0)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait(_GRACE_S)

@@ -436,10 +436,6 @@ class RunSection(Section):
     """Processes that generate rollouts, each with `inference.replicas` engines, reward workers and a ledger of its own,
     and with an equal part of the prompts of each batch. More than one need `streams`, where the event loop of one is
     too slow for its environments or its engines. The first one also makes the evaluations."""
-    elsewhere: list[Literal["orchestrator", "engine"]] = []
-    """Parts of the run that are not started by it, but by `slipstream orchestrator RUN` and `slipstream engine RUN`, in
-    other terminals, units or containers of this host that share the run folder and the temporary folder. These commands
-    go on from one attempt of the run to the next."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where

@@ -17,6 +17,7 @@ import msgspec
 
 from slipstream.errors import DeadlineError, EngineError, IntegrityError
 from slipstream.patience import Patience
+from slipstream.processes.channel import read_message
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -227,8 +228,7 @@ class EngineClient:
                 text = (await response.read()).decode(errors="replace")
                 raise EngineError(f"the engine refused to generate with status {response.status}: {text}")
             while waiting:
-                size = int.from_bytes(await response.content.readexactly(4), "big")
-                completion = self._decoder.decode(await response.content.readexactly(size))
+                completion = self._decoder.decode(await read_message(response.content))
                 future = waiting.pop(completion.id)
                 if not future.done():
                     future.set_result(completion)

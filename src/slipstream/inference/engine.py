@@ -20,9 +20,9 @@ from slipstream.engine_protocols import Generates, TakesWeights
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
-from slipstream.inference.launchers import SUBPROCESSES, Launcher
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.settings import EngineSettings
+from slipstream.processes.launchers import LOCAL, Launcher
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -122,7 +122,7 @@ class SupervisedEngine:
         on_event: OnEvent,
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
-        launcher: Launcher = SUBPROCESSES,
+        launcher: Launcher = LOCAL,
     ) -> None:
         """An engine that is silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
         process that has imported vLLM and may become the engine. `launcher` starts it otherwise."""

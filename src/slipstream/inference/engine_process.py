@@ -18,16 +18,15 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child_process
 from slipstream.inference.client import SILENCE_S, EngineClient
-from slipstream.inference.launchers import SUBPROCESSES, Child, ChildElsewhere, Launcher
 from slipstream.inference.plugin import start_marks
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
-from slipstream.runlog import stacks
-from slipstream.runlog.temporary import remove_shared, remove_temporary
+from slipstream.processes import child_process, stacks
+from slipstream.processes.launchers import LOCAL, Child, Launcher, Resources
+from slipstream.processes.temporary import remove_shared, remove_temporary
 from slipstream.weights.model_files import links_to_one_model
 
 _POLL_S = 0.1
@@ -45,7 +44,7 @@ class EngineProcess:
         start_timeout_s: float,
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
-        launcher: Launcher = SUBPROCESSES,
+        launcher: Launcher = LOCAL,
     ) -> None:
         self.settings = settings
         self.log_path = log_path
@@ -86,8 +85,6 @@ class EngineProcess:
         if self.process is None:
             return "engine process never started"
         code = self.process.poll()
-        if isinstance(self.process, ChildElsewhere) and code is None and not self.process.is_taken:
-            return "nobody has started `slipstream engine` for this run yet"
         if not self._was_silent:
             return f"engine process {child_process.ending(code, self.log_path)}"
         state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"
@@ -95,8 +92,7 @@ class EngineProcess:
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
-        if self._launcher is SUBPROCESSES:
-            check_plugin()
+        check_plugin()
         model = links_to_one_model(Path(self.settings.model), self._folder / "model")
         socket = str(self._folder / "engine.sock")
         settings = msgspec.structs.replace(self.settings, model=str(model), socket=socket)
@@ -108,26 +104,29 @@ class EngineProcess:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._imports_since(ahead.began)
-            process = ahead.take(path, self._environment(ahead.own), self.log_path)
+            process = ahead.take(path, self._resources.environment(self._environment(ahead.own)), self.log_path)
         if process is None:
             self._imports_since(time.monotonic())
-            process = self._launcher.launch(MODULE, [str(path)], self._environment(os.environ), self.log_path)
+            environment = self._environment(os.environ)
+            process = self._launcher.launch(MODULE, [str(path)], environment, self._resources, output=self.log_path)
         self.process = process
         self._was_silent = False
+
+    @property
+    def _resources(self) -> Resources:
+        return Resources(threads=self.settings.threads, gpus=self.settings.gpus)
 
     def _imports_since(self, began: float) -> None:
         self._marks.write_text(f"{began:.3f} import\n")
 
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        environment = engine_environment(own, self.settings.threads)
+        environment = engine_environment(own)
         environment |= {
             patch_table.VARIABLE: self.settings.patches,
             start_marks.VARIABLE: str(self._marks),
             # What vLLM leaves there when it is killed goes with the folder.
             "TMPDIR": str(self._folder),
         }
-        if self.settings.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
         if self.settings.threads is not None and self.settings.tensor_parallel_size > 1:
             # By default vLLM binds each worker to a NUMA node of its own.
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -175,7 +174,7 @@ class EngineProcess:
                 folder = stacks.prefix_of(self.log_path).parent
                 self._stacks = stacks.sentence(folder, await asyncio.to_thread(stacks.ask, folder, process.pid))
                 self._was_silent = True
-                await asyncio.to_thread(self._launcher.end, process, 0.0)
+                await asyncio.to_thread(process.end, 0.0)
 
     async def start(self) -> None:
         """Launch and wait."""
@@ -183,14 +182,14 @@ class EngineProcess:
         await self.wait_ready()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process and its group: `child_process.END` first, SIGKILL after `timeout_s`."""
+        """End the process and its group: `launchers.END` first, SIGKILL after `timeout_s`."""
         await self.client.close()
         await asyncio.to_thread(self.kill, timeout_s)
 
     def kill(self, timeout_s: float = 0.0) -> None:
         """As `stop`, from any thread and without an event loop."""
         if self.process is not None:
-            self._launcher.end(self.process, timeout_s)
+            self.process.end(timeout_s)
             remove_shared(self._folder)
 
     def remove_files(self) -> None:

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child_process
-from slipstream.runlog.temporary import FOLDER_VARIABLE
+from slipstream.processes import child_process
+from slipstream.processes.launchers import LOCAL
+from slipstream.processes.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _HOST_VARIABLE = "SLIPSTREAM_HOST"
@@ -51,8 +52,8 @@ class ServerChild:
         self._url = f"http://127.0.0.1:{port}"
         self._log_path = log_path
         environment = {**_environment("127.0.0.1", api_key), FOLDER_VARIABLE: str(log_path.parent)}
-        command = [sys.executable, "-P", "-m", __name__, *_listening(arguments, "127.0.0.1", port, api_key)]
-        self._process = child_process.launch(command, environment, log_path)
+        arguments = _listening(arguments, "127.0.0.1", port, api_key)
+        self._process = LOCAL.launch(__name__, arguments, environment, output=log_path)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until it answers. Raises `EngineError` when it ends."""
@@ -70,7 +71,7 @@ class ServerChild:
 
     def stop(self) -> None:
         """End it and its process group."""
-        child_process.end(self._process, _END_S, signal.SIGTERM)
+        self._process.end(_END_S, signal.SIGTERM)
 
 
 def _listening(arguments: Sequence[str], host: str, port: int, api_key: str) -> list[str]:
@@ -136,11 +137,11 @@ async def _refuse(
 
 
 def main() -> None:
-    """Run vLLM's server as a child, until standard input closes."""
-    from slipstream.inference.plugin import lifeline
+    """Run vLLM's server until its parent ends."""
+    from slipstream.processes import lifeline
 
     lifeline.name_shared_memory()
-    lifeline.follow_stdin()
+    lifeline.Parent()
     runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
 
 

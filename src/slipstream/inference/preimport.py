@@ -11,28 +11,27 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.errors import ConfigError
-from slipstream.inference import child_process
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.runlog.files import open_own
-from slipstream.runlog.temporary import is_private, remove_temporary
+from slipstream.processes import child_process
+from slipstream.processes.channel import Channel, ChannelClosed
+from slipstream.processes.files import open_own
+from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.processes.temporary import is_private, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
 """Environment variables that nothing reads at import."""
 
 
-def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str, str]:
-    """The environment of an engine's processes as far as it does not depend on settings: `own`, and ours on top.
-    `threads`: CPU threads."""
+def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine's processes as far as it does not depend on settings: `own`, and ours on top."""
     environment = dict(own)
     environment |= {
         **child_process.OFFLINE,
@@ -43,8 +42,6 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
     }
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
     # a step happens to have, and the same run would not give the same bits.
@@ -81,22 +78,23 @@ class EngineAhead:
         self.began = time.monotonic()
         self.own = dict(os.environ)
         """This process's environment at that time; libraries imported later may change it."""
-        self._environment = engine_environment(self.own, threads)
+        resources = Resources(threads=threads)
+        self._environment = resources.environment(engine_environment(self.own))
         self._folder = child_process.private_folder("ahead")
         self._output = self._folder / "output"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._process = child_process.launch([sys.executable, "-m", MODULE], self._environment, self._output)
+        self._process: Child | None = None
+        self._process = LOCAL.launch(MODULE, (), self._environment, resources, output=self._output)
 
     def __enter__(self) -> EngineAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            child_process.end(self._process, 0.0)
+            self._process.end(0.0)
             self._process = None
         remove_temporary(self._folder)
 
-    def take(self, settings: Path, environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes] | None:
+    def take(self, settings: Path, environment: Mapping[str, str], log_path: Path) -> Child | None:
         """Order the process to become the engine of `settings`, with its output in the log, and return it. None, with
         the reason in the log, when it has ended or `environment` differs in what libraries read at import; None when
         it was taken before."""
@@ -109,14 +107,12 @@ class EngineAhead:
         with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
             log.write(self._output.read_bytes())
             if differ or process.poll() is not None:
-                child_process.end(process, 0.0)
-                why = f"it had other values of {', '.join(differ)}" if differ else f"code {process.returncode}"
+                process.end(0.0)
+                why = f"it had other values of {', '.join(differ)}" if differ else f"code {process.poll()}"
                 log.write(f"a process that imported vLLM ahead does not become the engine: {why}\n".encode())
                 return None
-        assert process.stdin is not None
         later = {name: environment[name] for name in _READ_LATER & environment.keys()}
         order = {"settings": str(settings), "environment": later, "log": str(log_path)}
-        with contextlib.suppress(BrokenPipeError):  # it has just ended; `wait_ready` reports it
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
+        with contextlib.suppress(ChannelClosed):  # it has just ended; `wait_ready` reports it
+            Channel(process.socket).send(json.dumps(order).encode())
         return process

@@ -16,8 +16,8 @@ from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError
 from slipstream.plan.measure import adapter_config
+from slipstream.processes.temporary import temporary
 from slipstream.records import SamplingParams
-from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:
     from torch import nn

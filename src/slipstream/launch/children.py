@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import TracebackType
@@ -18,7 +18,6 @@ from slipstream.config import PlannedConfig
 from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.scoring.pool import ScorerPool
-from slipstream.inference.launchers import ORDERS
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
@@ -28,9 +27,10 @@ from slipstream.launch.teacher import launch_teacher
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.processes import stacks
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
-from slipstream.runlog import EventLog, RunLog, stacks
+from slipstream.runlog import EventLog, RunLog
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -128,8 +128,6 @@ class Children:
             run, config = self._run, self._run.config
             folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
             plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=run.orchestrator)
-            if "engine" in config.run.elsewhere:
-                plan = replace(plan, orders=run.folder / ORDERS)
             self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
             self.at_exit(self.engine.kill)
             run.stages.watch(self.engine)

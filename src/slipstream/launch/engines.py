@@ -16,7 +16,6 @@ from slipstream.config.bounds import GIB
 from slipstream.config.traits import engine_workers, num_engines, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
-from slipstream.inference.launchers import SUBPROCESSES, Elsewhere
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
@@ -43,8 +42,6 @@ class EnginePlan:
     """Whether there is no other engine than the first of them."""
     num_sequences: int = 0
     """How many are generated at once at most, by all engines together."""
-    orders: Path | None = None
-    """Where `slipstream engine` finds what to start; None for children of this process."""
 
 
 EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
@@ -116,7 +113,6 @@ def create_engine(
     """Create the engine without starting it; its output goes to `engine.log` in `log_folder`, that of several replicas
     to `engine-<number>.log`. One of several orchestrators has replicas also where it has one engine. `ahead`: a process
     that has imported vLLM already, which may become the first engine's."""
-    launcher = SUBPROCESSES if plan.orders is None else Elsewhere(plan.orders)
 
     def create(
         settings: EngineSettings, log: str, on_event: OnEvent, ahead: EngineAhead | None = None
@@ -129,7 +125,6 @@ def create_engine(
             on_event=on_event,
             silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
             ahead=ahead,
-            launcher=launcher,
         )
 
     settings = plan.settings

@@ -17,7 +17,6 @@ from slipstream.config.traits import has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.errors import one_line
-from slipstream.inference import child_process
 from slipstream.launch.build import (
     Trained,
     build,
@@ -32,6 +31,7 @@ from slipstream.launch.engines import EngineMaker, create_engine
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
+from slipstream.launch.parts.watchdog import watched
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.stock import take_stock
 from slipstream.launch.ranks.processes import rank_threads
@@ -57,11 +57,11 @@ from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.last_run import record_memory
 from slipstream.plan.memory.shortages import memory_at_start
 from slipstream.plan.memory.sizes import engine_bytes_per_gpu
-from slipstream.processes.watchdog import watched
+from slipstream.processes import stacks
+from slipstream.processes.heartbeat import Beating
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
-from slipstream.runlog import RunLog, read_events, read_settings, stacks
-from slipstream.runlog.heartbeat import Beating
+from slipstream.runlog import RunLog, read_events, read_settings
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.sinks.prometheus import MetricsServer
 from slipstream.weights.bridges.single_copy import SharedWeights
@@ -116,7 +116,7 @@ def train(
         MetricsServer(prepared.config.run.metrics_port) as server,
         StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
-        watched(folder, child_process.popen, log.warning) if owns_process and supervisor is None else nullcontext(),
+        watched(folder, log.warning) if owns_process and supervisor is None else nullcontext(),
         Beating(log),
         stacks.kept_in(folder),
         trainer_logs_as_events(log),

@@ -1,1 +1,1 @@
-"""Processes seen from outside: whether one stands still, and the process beside a trainer that ends it then."""
+"""Processes of a run: how they start, speak, notice each other's death or stall, and what they leave."""

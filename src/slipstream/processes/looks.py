@@ -3,7 +3,7 @@ the observer is stopped, too, or the machine is suspended, so nobody is blamed f
 
 from __future__ import annotations
 
-from slipstream.runlog.heartbeat import Heartbeat
+from slipstream.processes.heartbeat import Heartbeat
 
 POLL_S = 1.0
 """Seconds between two looks."""

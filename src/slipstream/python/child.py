@@ -1,12 +1,10 @@
-"""The process that a Python call runs in: `python -m slipstream.python.child CALL RESULT`, both file descriptors.
+"""The process that a Python call runs in: `python -m slipstream.python.child `.
 
-It reads one `Call` and writes one `Outcome`, as msgpack. It ends with its caller, whose end closes its standard input.
+It reads one `Call` and writes one `Outcome`, as msgpack. It ends with its caller.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,8 @@ import msgspec
 from slipstream.config import load_settings
 from slipstream.config.python_objects import give
 from slipstream.errors import Interrupted, SlipstreamError, StartsAgain
-from slipstream.inference.child_process import leave
-from slipstream.inference.plugin import lifeline
+from slipstream.processes import lifeline
+from slipstream.processes.child_process import leave
 from slipstream.python.protocol import Call, Outcome
 from slipstream.records import Rollout
 from slipstream.runlog import sample_of
@@ -31,17 +29,14 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Read the call, carry it out, write the outcome, and end."""
-    lifeline.follow_stdin()
-    source, sink = (int(number) for number in sys.argv[1:3])
-    call = msgspec.msgpack.decode(_read(source), type=Call)
-    outcome = _carry_out(call, lambda error: _tell(sink, _failed(error)))
-    _tell(sink, outcome)
+    parent = lifeline.Parent()
+
+    def tell(outcome: Outcome) -> None:
+        parent.send(msgspec.msgpack.encode(outcome))
+
+    outcome = _carry_out(msgspec.msgpack.decode(parent.receive(), type=Call), lambda error: tell(_failed(error)))
+    tell(outcome)
     leave(outcome.exit_code)
-
-
-def _tell(sink: int, outcome: Outcome) -> None:
-    with open(sink, "wb") as file:
-        file.write(msgspec.msgpack.encode(outcome))
 
 
 def _failed(error: SlipstreamError) -> Outcome:
@@ -89,12 +84,6 @@ def _progress(call: Call) -> Progress:
     from slipstream.view import make_view
 
     return make_view(call.view)
-
-
-def _read(descriptor: int) -> bytes:
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    with open(descriptor, "rb") as file:
-        return file.read()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,8 @@ import msgspec
 
 from slipstream import errors
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.inference import child_process
+from slipstream.processes import child_process, launchers
+from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.python.protocol import Call, Outcome
 from slipstream.runlog import (
     checkpoints_of,
@@ -31,7 +31,6 @@ from slipstream.runlog import (
 )
 
 _POLL_S = 0.1
-_CHUNK = 1 << 16
 _OUTPUT_S = 10.0
 """How long the last output of an ended process may take."""
 OnStep = Callable[[int, Mapping[str, Any]], object]
@@ -49,43 +48,33 @@ class Job:
         self._start()
 
     def _start(self) -> None:
-        source = os.memfd_create("slipstream-call")
-        self._result, sink = os.pipe()
-        os.set_blocking(self._result, False)
+        is_seen = self._shown and _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
+        self.process = launchers.LOCAL.launch(
+            "slipstream.python.child",
+            environment={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **child_process.SAFE_PATH},
+            output=None if is_seen else launchers.PIPE,
+        )
+        self._channel = Channel(self.process.socket)
         self._received = b""
-        try:
-            with open(source, "wb", closefd=False) as file:
-                file.write(msgspec.msgpack.encode(self._call))
-            self.process = child_process.popen(
-                [sys.executable, "-m", "slipstream.python.child", str(source), str(sink)],
-                stdin=subprocess.PIPE,
-                stdout=None if self._shown and _is_terminal(sys.stdout) else subprocess.PIPE,
-                stderr=None if self._shown and _is_terminal(sys.stderr) else subprocess.STDOUT,
-                pass_fds=(source, sink),
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **child_process.SAFE_PATH},
-                start_new_session=True,  # an interrupt is passed on by `follow`, once
-            )
-        finally:
-            os.close(source)
-            os.close(sink)
+        with contextlib.suppress(ChannelClosed):  # it has just ended
+            self._channel.send(msgspec.msgpack.encode(self._call))
         self._tail: list[str] = []
         self._reader = threading.Thread(target=self._read_output, name="slipstream-output", daemon=True)
-        self._reader.start()
+        if not is_seen:
+            self._reader.start()
 
     def _read_output(self) -> None:
-        if self.process.stdout is None:
-            return
-        for line in self.process.stdout:
-            text = line.decode(errors="replace").rstrip("\n")
-            self._tail = [*self._tail[-20:], text]
-            if self._shown:
-                print(text, flush=True)
+        with open(self.process.output, "rb", closefd=False) as output:
+            for line in output:
+                text = line.decode(errors="replace").rstrip("\n")
+                self._tail = [*self._tail[-20:], text]
+                if self._shown:
+                    print(text, flush=True)
 
     def stop(self) -> None:
         """Ask it to end at the next safe place; a second time, to end at once."""
         self._stop_asked = True
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(signal.SIGINT)
 
     def follow(self, each: Callable[[], None] = lambda: None) -> Outcome:
         """Wait for its end and call `each` meanwhile; what came of it. An interrupt of this process is passed on: the
@@ -115,21 +104,21 @@ class Job:
             self._receive()
             each()
             time.sleep(_POLL_S)
-        self._reader.join(_OUTPUT_S)
+        if self._reader.is_alive():
+            self._reader.join(_OUTPUT_S)
         self._receive()
         each()
 
     def _receive(self) -> None:
-        """Read what the child has written of its outcome: a pipe that is full would hold it up."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._result, _CHUNK):
-                self._received += chunk
+        """Take what the child has sent of its outcome, which would otherwise wait for this side."""
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            self._received = self._received or self._channel.receive(0.0)
 
     def _outcome(self) -> Outcome:
-        os.close(self._result)
+        self._channel.close()
         if self._received:
             return msgspec.msgpack.decode(self._received, type=Outcome)
-        code = self.process.returncode
+        code = self.process.wait()
         if self._stop_asked and code == errors.Interrupted.exit_code:
             return Outcome(error="Interrupted", message="ended at once", exit_code=code)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -20,8 +20,8 @@ import msgspec
 
 from slipstream import records
 from slipstream.errors import DataError, SlipstreamError
+from slipstream.processes.files import UNDECODABLE, disk_errors, write_whole
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, disk_errors, write_whole
 from slipstream.runlog.writer import versions
 
 FOLDER = "batches"

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.processes.files import UNDECODABLE, disk_errors, open_own
 from slipstream.records import Message, Outcome
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, disk_errors, open_own, usable
+from slipstream.runlog.files import usable
 
 FOLDER = "evaluations"
 SCHEMA = 1

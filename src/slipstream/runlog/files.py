@@ -1,4 +1,4 @@
-"""File primitives of the run folder: the lock, append-only line files, and atomically replaced files.
+"""File primitives of the run folder: the lock and append-only line files.
 
 Everything is created for its owner only, and handles are not inherited by child processes. Nothing is written through a
 link or into another user's file, and only regular files are read: a folder may come from somebody else.
@@ -22,7 +22,8 @@ from typing import Any, cast
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
-from slipstream.regular_files import lines_of, open_regular, read_regular, require_regular
+from slipstream.processes.files import UNDECODABLE, cannot_write, disk_errors, open_own
+from slipstream.regular_files import lines_of, open_regular, read_regular
 
 LOCK_FILE = "run.lock"
 # A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
@@ -31,32 +32,6 @@ _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02
 _BLOCK_BYTES = 1 << 16
 _UNUSABLE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
 """Error numbers of a file that this program did not write."""
-UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec for a damaged file."""
-
-
-def open_own(path: Path, flags: int) -> int:
-    """Open a file for writing, which is made if it does not exist. Raises OSError unless it is a regular file of this
-    user and no link."""
-    try:
-        made = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        handle = os.open(path, (flags & ~os.O_TRUNC) | made, 0o600)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(errno.ELOOP, "it is a link, and would be written elsewhere", str(path)) from error
-    try:
-        state = os.fstat(handle)
-        require_regular(state, path)
-        # A network file system may show another owner for all that this user makes.
-        if state.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
-            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
-        if flags & os.O_TRUNC:
-            os.ftruncate(handle, 0)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
 
 
 def require_own(folder: Path) -> None:
@@ -157,61 +132,6 @@ def _holder(folder: Path) -> ConfigError | None:
 def _in_use(folder: Path, handle: int) -> ConfigError:
     holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
     return ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
-
-
-def reserve(path: Path, num_bytes: int) -> None:
-    """Reserves disk space for a `write_whole` of that many bytes, for when the disk is full."""
-    with disk_errors(path), _partial(path) as handle:
-        os.posix_fallocate(handle, 0, num_bytes)
-
-
-def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replaces a file atomically, in the space from `reserve` if any; `durable`: on disk when this returns. Raises
-    `SlipstreamError` if the disk is full."""
-    with disk_errors(path):
-        with _partial(path) as handle:
-            rest, place = memoryview(data), 0
-            while rest:
-                written = os.pwrite(handle, rest, place)
-                rest, place = rest[written:], place + written
-            os.ftruncate(handle, len(data))
-            if durable:
-                os.fsync(handle)
-        os.replace(_name_of_partial(path), path)
-        if not durable:
-            return
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _name_of_partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
-@contextlib.contextmanager
-def _partial(path: Path) -> Generator[int]:
-    handle = open_own(_name_of_partial(path), os.O_WRONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Generator[None]:
-    """Context manager for writing `path`: turns an OSError into a `SlipstreamError`."""
-    try:
-        yield
-    except OSError as error:
-        raise cannot_write(path, error.strerror or str(error)) from error
-
-
-def cannot_write(path: Path, reason: str) -> SlipstreamError:
-    """The error for a full disk, or a folder that was removed or is not writable."""
-    return SlipstreamError(f"{path} cannot be written ({reason}): make room on its disk, or choose another folder")
 
 
 def _end_of_lines(handle: int) -> int:

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, SlipstreamError
+from slipstream.processes.files import UNDECODABLE, cannot_write, disk_errors, open_own
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, encode_rollouts
-from slipstream.runlog.files import UNDECODABLE, cannot_write, disk_errors, open_own
 from slipstream.runlog.reader import read_metrics
 
 FILE = "ledger.sqlite"

@@ -15,9 +15,10 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.names import model_name
+from slipstream.processes.files import UNDECODABLE
+from slipstream.processes.heartbeat import read_heartbeat, read_processes
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, is_locked, read_lines, read_toml, usable
-from slipstream.runlog.heartbeat import read_heartbeat, read_processes
+from slipstream.runlog.files import is_locked, read_lines, read_toml, usable
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"

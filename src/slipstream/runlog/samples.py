@@ -10,9 +10,10 @@ from typing import Any, cast
 import msgspec
 
 from slipstream.errors import DataError
+from slipstream.processes.files import UNDECODABLE, disk_errors, write_whole
 from slipstream.records import Message, Rollout, Sequence, Ticket
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, disk_errors, usable, write_whole
+from slipstream.runlog.files import usable
 
 TICKETS = "tickets"
 _MAX_ERROR = 20_000

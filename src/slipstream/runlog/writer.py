@@ -20,19 +20,17 @@ from typing import Any, Literal, Protocol, Self, cast
 import msgspec
 
 from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
+from slipstream.processes.files import cannot_write, reserve, write_whole
+from slipstream.processes.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
 from slipstream.records import Ticket
 from slipstream.runlog.files import (
     LOCK_FILE,
     FolderLock,
     LineFile,
-    cannot_write,
     read_lines,
     refuse_in_use,
-    reserve,
     without_surrogates,
-    write_whole,
 )
-from slipstream.runlog.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
 from slipstream.runlog.reader import (
     ExitReport,
     ExitStatus,

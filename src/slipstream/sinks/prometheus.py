@@ -23,8 +23,8 @@ from prometheus_client.registry import Collector
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import ConfigError
+from slipstream.processes.heartbeat import read_heartbeat, read_processes
 from slipstream.runlog import RunLog, read_metrics
-from slipstream.runlog.heartbeat import read_heartbeat, read_processes
 
 HOST = "127.0.0.1"
 _CLIENT_S = 10.0

@@ -28,8 +28,9 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.processes.files import disk_errors, open_own, write_whole
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import disk_errors, open_own, require_own, try_lock, write_whole
+from slipstream.runlog.files import require_own, try_lock
 from slipstream.transport.base import Receipt, RecordError, TransportClosed, TransportLost
 from slipstream.transport.polled import Envelope, PolledTransport, Unreachable
 

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import first_line
+from slipstream.processes.files import cannot_write
 from slipstream.records import ParameterSpec
-from slipstream.runlog.files import cannot_write
 from slipstream.weights.shards import ShardedWeights
 
 WEIGHTS_FILE = "model.safetensors"

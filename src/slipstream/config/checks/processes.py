@@ -13,7 +13,6 @@ def process_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """See `checks.contradictions`."""
     yield from _streams(config)
     yield from _single_copy(config)
-    yield from _elsewhere(config)
     yield from _orchestrators(config)
     yield from _ranks(config)
 
@@ -65,19 +64,6 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
             "inference.sleep",
             "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
             '"single_copy": turn it off, or use another bridge',
-        )
-
-
-def _elsewhere(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Checks for parts that commands of their own start."""
-    parts = config.run.elsewhere
-    if parts and not uses_engine(config):
-        yield "run.elsewhere", f"run.elsewhere = {parts} names parts that generate, and this run generates nothing"
-    elif "orchestrator" in parts and config.run.streams == "memory":
-        yield (
-            "run.elsewhere",
-            'run.elsewhere has "orchestrator", and with run.streams = "memory" the trainer\'s process is the '
-            'orchestrator: use "files" or "redis"',
         )
 
 

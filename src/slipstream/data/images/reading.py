@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.errors import ConfigError, DataError, one_line
+from slipstream.processes.temporary import cache_root, private_folder
 from slipstream.records import Media
 from slipstream.regular_files import read_regular
-from slipstream.runlog.temporary import cache_root, private_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,7 +1,7 @@
 """Starts an environment process and talks to it; the other end is `inside/host.py`.
 
-A guard (`scoring/guard.py`) is the process's parent and ends it with all its descendants. The process gets none of the
-run's keys. What it prints goes into a log, if there is one, and its end into error messages. Every wait has a deadline.
+The process is below a guard (`processes/guarded.py`) and gets none of the run's keys. What it prints goes into a log,
+if there is one, and its end into error messages. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from slipstream.envs.hosted import inside
-from slipstream.envs.scoring import guard
 from slipstream.envs.scoring.process import worker_environment
 from slipstream.patience import lasting
-from slipstream.runlog.files import open_own
+from slipstream.processes import guard
+from slipstream.processes.channel import ChannelClosed, Garbage
+from slipstream.processes.files import open_own
+from slipstream.processes.guarded import Guarded, ending
+from slipstream.processes.launchers import Resources
 
 LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""
@@ -32,11 +34,7 @@ _HOST = Path(str(inside.__file__)).with_name("host.py")
 _NOT_FOR_OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_PRELOAD")
 """What describes this interpreter and would mislead another."""
 _MAX_FRAME_BYTES = 64 * 2**20
-_LENGTH = 4
-_TAIL_BYTES = 8192
 _OUTPUT_WAIT_S = 2.0
-_MORE_OUTPUT_S = 0.1
-_POLL_S = 0.005
 
 LAST = ("done", "raised", "cancelled")
 """An episode's last frame."""
@@ -70,14 +68,8 @@ def host_environment(python: str, names: Iterable[str], own: Mapping[str, str]) 
 class Host:
     """One environment process, in one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path | None) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def __init__(self, process: Guarded) -> None:
         self._process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
-        self._log = log
-        self._tail = b""
-        self._output_seen = asyncio.Event()
         self._frames: dict[str, asyncio.Queue[Frame | None]] = {"": asyncio.Queue()}
         self._end = ""
         self.is_held_up: Callable[[], bool] = lambda: False
@@ -88,7 +80,6 @@ class Host:
         """Episodes that it has ended."""
         self.on_blocks: Callable[[Frame], None] = lambda frame: None
         """Told where a synchronous call blocks it, and when that has ended."""
-        self._drain = lasting(self._keep_output())
         self._reading = lasting(self._read())
 
     @classmethod
@@ -103,17 +94,12 @@ class Host:
     ) -> Host:
         """Starts a process and waits until it has loaded the environment. Raises `HostDied`, `HostFailed`, or
         `TimeoutError`."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(guard.__file__)), str(MAX_PROCESSES)),
-            guard.NAMESPACE if user_namespace else guard.NO_NAMESPACE,
-            *(python, "-P", "-u", str(_HOST)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=host_environment(python, variables, os.environ),
-            start_new_session=True,  # Ctrl-C must reach the run only
+        resources = Resources(python=python, max_processes=MAX_PROCESSES, user_namespace=user_namespace)
+        environment = host_environment(python, variables, os.environ)
+        process = await Guarded.start(
+            _HOST, environment, resources, max_bytes=_MAX_FRAME_BYTES, on_output=_Log(log).write
         )
-        host = cls(process, log)
+        host = cls(process)
         try:
             host.facts = await host.ask(setup, LOAD_TIMEOUT_S)
         except BaseException:
@@ -174,9 +160,7 @@ class Host:
             self.finished(episode)
 
     def _send(self, frame: Frame) -> None:
-        data = json.dumps(frame).encode()
-        with contextlib.suppress(ConnectionError, RuntimeError):  # noticed where the answer is read
-            self._stdin.write(len(data).to_bytes(_LENGTH, "big") + data)
+        self._process.channel.send(json.dumps(frame).encode())
 
     async def _next(self, episode: str) -> Frame:
         frame = await self._frames[episode].get() if not self._end or self._frames[episode].qsize() else None
@@ -187,99 +171,72 @@ class Host:
     async def _read(self) -> None:
         try:
             while True:
-                length = int.from_bytes(await self._stdout.readexactly(_LENGTH), "big")
-                if length > _MAX_FRAME_BYTES:
-                    raise ValueError(length)
-                frame = cast("Frame", json.loads(await self._stdout.readexactly(length)))
+                frame = cast("Frame", json.loads(await self._process.channel.receive()))
                 if frame.get("op") == "blocks":
                     self.on_blocks(frame)
                     continue
                 queue = self._frames.get(frame.get("id", ""))
                 if queue is not None:  # an episode that was given up may still say something
                     queue.put_nowait(frame)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            await self._has_ended(_OUTPUT_WAIT_S)
-            code = self._process.returncode
-            how = "closed its pipe" if code is None else _ended(code)
-        except (ValueError, AttributeError):  # something else wrote to the pipe
+        except (Garbage, ValueError, AttributeError):  # something else wrote to the channel
             how = "wrote what cannot be read"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_OUTPUT_WAIT_S):
-                await asyncio.shield(self._drain)
+        except ChannelClosed:
+            await self._process.has_ended()
+            code = self._process.poll()
+            how = "closed its pipe" if code is None else _ended(code)
+        await self._process.output_ended()
         self._end = self._end or f"the environment process {how}"
         for queue in self._frames.values():
             queue.put_nowait(None)
 
     def last_lines(self) -> str:
         """What it wrote last, indented; empty if it wrote nothing."""
-        lines = self._tail.decode(errors="replace").strip().splitlines()[-12:]
+        lines = self._process.tail.decode(errors="replace").strip().splitlines()[-12:]
         return "".join(f"\n    {line}" for line in lines)
-
-    async def _keep_output(self) -> None:
-        assert self._process.stderr is not None
-        written = 0
-        with contextlib.ExitStack() as stack, contextlib.suppress(ConnectionError):
-            file = None
-            if self._log is not None:
-                with contextlib.suppress(OSError):
-                    self._log.parent.mkdir(parents=True, exist_ok=True)
-                    file = stack.enter_context(open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "ab", buffering=0))
-            while chunk := await self._process.stderr.read(65536):
-                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-                self._output_seen.set()
-                if file is not None and written < MAX_LOG_BYTES:
-                    written += len(chunk)
-                    with contextlib.suppress(OSError):
-                        file.write(chunk if written < MAX_LOG_BYTES else chunk + b"\n(further output is left out)\n")
-        self._output_seen.set()
 
     async def stop(self) -> None:
         """Closes its input, which tells it to end; kills it if it does not."""
-        self._end = self._end or "the environment process was stopped"
-        self._stdin.close()
-        await self._has_ended(guard.GRACE_S)
-        await self._finish()
+        await self._finish("was stopped", self._process.stop)
 
     async def kill(self, why: str = "was killed") -> None:
         """Kills the process and all its descendants. A process that hangs writes its stacks first."""
-        self._end = self._end or f"the environment process {why}"
-        if self._process.returncode is None and not self._drain.done():
-            self._output_seen.clear()
-            self._signal(signal.SIGUSR1)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_OUTPUT_WAIT_S):
-                    # On a busy machine its output comes late and in pieces.
-                    await self._output_seen.wait()
-                    await asyncio.sleep(_MORE_OUTPUT_S)
-        await self._finish()
+        await self._finish(why, self._process.kill)
 
-    async def _finish(self) -> None:
-        self._signal(signal.SIGCONT)
-        self._signal(guard.END)
-        self._stdin.close()
-        if not await self._has_ended(guard.END_S + _OUTPUT_WAIT_S):
-            self._signal(signal.SIGKILL)
-            await self._has_ended(_OUTPUT_WAIT_S)
+    async def _finish(self, why: str, end: Callable[[], Awaitable[None]]) -> None:
+        self._end = self._end or f"the environment process {why}"
+        await end()
         for queue in self._frames.values():
             queue.put_nowait(None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_OUTPUT_WAIT_S):
-                await asyncio.gather(self._drain, self._reading, return_exceptions=True)
-        cast("Any", self._process)._transport.close()  # even if another process holds the other ends
+                await asyncio.gather(self._reading, return_exceptions=True)
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
-    async def _has_ended(self, within_s: float) -> bool:
-        loop = asyncio.get_running_loop()
-        due = loop.time() + within_s
-        while self._process.returncode is None and loop.time() < due:
-            await asyncio.sleep(_POLL_S)
-        return self._process.returncode is not None
+class _Log:
+    """Keeps the process's output in a file, if there is one, up to `MAX_LOG_BYTES`."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._handle = -1
+        self._written = 0
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._handle = open_own(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, chunk: bytes) -> None:
+        """Append; at the bound, and at the end (an empty chunk), the file is closed."""
+        if self._handle < 0:
+            return
+        self._written += len(chunk)
+        is_full = self._written >= MAX_LOG_BYTES
+        with contextlib.suppress(OSError):
+            os.write(self._handle, chunk + b"\n(further output is left out)\n" if is_full else chunk)
+        if is_full or not chunk:
+            os.close(self._handle)
+            self._handle = -1
 
 
 def _ended(code: int) -> str:
     if code == guard.TOO_MANY:
         return f"was killed, as it had more than {MAX_PROCESSES} processes"
-    return f"ended with signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"ended with {ending(code, '')}"

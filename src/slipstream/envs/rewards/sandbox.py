@@ -29,8 +29,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.envs.rewards import sandbox_child
-from slipstream.envs.scoring import guard
-from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.processes import guard
+from slipstream.processes.temporary import make_temporary, remove_temporary
 
 MIB = 2**20
 _MOUNT_POINT = "/proc"

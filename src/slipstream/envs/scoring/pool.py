@@ -66,7 +66,7 @@ class ScorerPool:
     Entering starts a worker that grades, and one that runs tools if the environment has any, and waits for them:
     `EnvironmentFault` if the environment cannot be constructed there. Further workers, up to `num_workers` of each,
     start when calls wait. Defaults come from the config (`auto`: one worker). `warn` receives a sentence. `stacks`:
-    where workers answer for their stacks, see `runlog.stacks.register`.
+    where workers answer for their stacks, see `processes.stacks.register`.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ when its input closes. Coroutines run concurrently, up to `Setup.concurrency`, o
 blocks. A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
 carried out in a fork of this process, which keeps its initial state.
 
-Rewards and tools may print and read: the protocol's pipes are moved away from the standard streams first, and closed in
+Rewards and tools may print and read: the channel is moved away from standard input first, and closed in
 every process that they fork; a fork that returns from its call exits. On SIGUSR1 it writes its traceback, also from
 inside C code.
 """
@@ -23,7 +23,6 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
-from io import FileIO
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -33,14 +32,13 @@ from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
 from slipstream.envs.base import Environment, RewardError, Score, ToolResult
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.guard import APART, END_S, adopt, end_descendants
-from slipstream.envs.scoring.process import Answer, Request, Setup, decode, frame
+from slipstream.envs.scoring.process import Answer, Request, Setup, decode, encode
 from slipstream.envs.scoring.worker_calls import explained, failed_tool, judge, judge_group, run_tool
 from slipstream.errors import SlipstreamError
-from slipstream.runlog import stacks
+from slipstream.processes import stacks
+from slipstream.processes.channel import LENGTH, Channel, ChannelClosed, length_of, pack
+from slipstream.processes.guard import APART, END_S, adopt, end_descendants
 
-_CHUNK = 1 << 16
-_LENGTH = 4
 _MAX_BYTES = 64 << 20
 _CLEANUP_S = 0.5
 """How long cancelled coroutines may clean up when the input has ended."""
@@ -54,8 +52,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _live_on)
     os.register_at_fork(after_in_child=_as_usual)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    requests, answers = _take_standard_streams()
-    data = requests.next()
+    requests = _take_standard_streams()
+    answers = _Answers(requests)
+    data = _next(requests)
     if data is None:
         return 0
     setup = decode(data, Setup)
@@ -79,38 +78,11 @@ def main() -> int:
     return 0
 
 
-class _Requests:
-    """Reads requests from the pool."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._received = bytearray()
-
-    def next(self) -> bytes | None:
-        """Waits for a frame; None at the end of the input."""
-        while not self.is_there():
-            data = os.read(self.fd, _CHUNK)
-            if not data:
-                return None
-            self._received += data
-        end = _LENGTH + self._length()
-        data = bytes(self._received[_LENGTH:end])
-        del self._received[:end]
-        return data
-
-    def is_there(self) -> bool:
-        """Whether `next` has a frame without reading."""
-        return len(self._received) >= _LENGTH and len(self._received) >= _LENGTH + self._length()
-
-    def _length(self) -> int:
-        return int.from_bytes(self._received[:_LENGTH], "big")
-
-
 class _Answers:
     """Writes answers to the pool, from the process that it was constructed in only."""
 
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._own = os.getpid()
 
     def write(self, answer: Answer) -> None:
@@ -118,16 +90,14 @@ class _Answers:
         answers."""
         if os.getpid() != self._own:
             os._exit(0)
-        view = memoryview(frame(answer))
-        while view:
-            view = view[self._file.write(view) :]
+        self._channel.send(encode(answer))
 
 
 class _Work:
     """Carries out requests in this process."""
 
     def __init__(
-        self, environment: Environment, requests: _Requests, answers: _Answers, timeout_s: float, concurrency: int
+        self, environment: Environment, requests: Channel, answers: _Answers, timeout_s: float, concurrency: int
     ) -> None:
         self._environment = environment
         self._requests = requests
@@ -149,7 +119,7 @@ class _Work:
             if self._held and self._has_room:
                 self._take(self._held.popleft())
                 continue
-            data = self._requests.next()
+            data = _next(self._requests)
             if data is None:
                 return self._end()
             request = decode(data, Request)
@@ -224,11 +194,11 @@ class _Work:
         self._loop.run_forever()
         self._readable = False
         while self._under_way and not self._readable and self._broken is None:
-            if self._requests.is_there() or (self._held and self._has_room):
+            if self._requests.has_message or (self._held and self._has_room):
                 return
-            self._loop.add_reader(self._requests.fd, self._stop_to_read)
+            self._loop.add_reader(self._requests, self._stop_to_read)
             self._loop.run_forever()
-            self._loop.remove_reader(self._requests.fd)
+            self._loop.remove_reader(self._requests)
         if self._broken is not None:
             raise self._broken
 
@@ -255,7 +225,7 @@ def _where(coming: Any) -> str:
     return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
 
-def _work_apart(environment: Environment, requests: _Requests, answers: _Answers) -> None:
+def _work_apart(environment: Environment, requests: Channel, answers: _Answers) -> None:
     """Carries out each request in a fork of this process until the input ends; kills the fork's descendants."""
     adopt()
     child = 0
@@ -263,9 +233,9 @@ def _work_apart(environment: Environment, requests: _Requests, answers: _Answers
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: child and os.kill(child, signal.SIGUSR1))
     shared = mmap.mmap(-1, _MAX_BYTES)  # anonymous: a call can neither reach it by a descriptor nor block on it
-    while (data := requests.next()) is not None:
+    while (data := _next(requests)) is not None:
         request = decode(data, Request)
-        shared[:_LENGTH] = bytes(_LENGTH)
+        shared[:LENGTH] = bytes(LENGTH)
         child = os.fork()
         if child == 0:
             _work_in_fork(environment, request, shared)
@@ -285,7 +255,7 @@ def _work_in_fork(environment: Environment, request: Request, shared: mmap.mmap)
         if not isinstance(found, Answer):
             found = asyncio.run(_awaited(environment, request, found))
         if os.getpid() == own:
-            data = frame(found)
+            data = pack(encode(found))
             shared[: len(data)] = data
             for stream in (sys.__stdout__, sys.__stderr__):
                 if stream is not None:
@@ -295,14 +265,14 @@ def _work_in_fork(environment: Environment, request: Request, shared: mmap.mmap)
 
 
 def _left_by_fork(shared: mmap.mmap, status: int) -> Answer:
-    length = int.from_bytes(shared[:_LENGTH], "big")
+    length = length_of(shared[:LENGTH])
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return Answer("died", message=f"signal {signal.Signals(-code).name}")
     if code or not length:
         return Answer("died", message=f"exit code {code}")
     try:
-        answer = decode(shared[_LENGTH : _LENGTH + length], Answer)
+        answer = decode(shared[LENGTH : LENGTH + length], Answer)
     except msgspec.DecodeError:
         return Answer("died", message="an answer that cannot be read")
     if answer.kind not in ("score", "tool", "failed"):
@@ -346,15 +316,20 @@ def _failed(environment: Environment, request: Request, error: BaseException) ->
     return Answer("failed", message=str(failure) + remedy, details=failure.details)
 
 
-def _take_standard_streams() -> tuple[_Requests, _Answers]:
-    """Moves input and output to private files; printed text then goes to stderr, and reading returns nothing."""
-    requests, answers = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+def _take_standard_streams() -> Channel:
+    """The channel. Printed text goes to stderr, and reading returns nothing."""
+    channel = Channel.of_parent()
     os.dup2(2, 1)
-    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(answers)))
-    return _Requests(requests), _Answers(FileIO(answers, "w"))
+    os.register_at_fork(after_in_child=channel.close)
+    return channel
+
+
+def _next(channel: Channel) -> bytes | None:
+    """Waits for a request; None at the end of the input."""
+    try:
+        return channel.receive()
+    except ChannelClosed:
+        return None
 
 
 if __name__ == "__main__":

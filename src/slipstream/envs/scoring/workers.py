@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from slipstream.envs.base import Episode
-from slipstream.envs.scoring.process import Answer, Request, Setup, Worker, WorkerDied, frame
+from slipstream.envs.scoring.process import Answer, Request, Setup, Worker, WorkerDied, encode
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Task, ToolCall
 
@@ -35,7 +35,7 @@ class _Job:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.data = frame(request)
+        self.data = encode(request)
         self.future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.alone = False
         """It must be its worker's only job."""
@@ -181,7 +181,7 @@ class Workers:
                 self._cancel(slot, job)
 
     def _cancel(self, slot: _Slot, job: _Job) -> None:
-        slot.worker.send(frame(Request(job.id, "cancel", Task("", ()))))
+        slot.worker.send(encode(Request(job.id, "cancel", Task("", ()))))
 
     async def _start(self) -> tuple[Worker, Answer]:
         try:
@@ -300,7 +300,7 @@ class Workers:
             if not slot:
                 slot.sent_at = now
             slot.queue |= {job.id: job for job in batch}
-            slot.worker.send(b"".join(job.data for job in batch))
+            slot.worker.send(*[job.data for job in batch])
 
     def _num_free(self, slot: _Slot) -> int:
         """How many more jobs the worker may get."""

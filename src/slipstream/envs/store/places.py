@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from slipstream.config.addresses import check_address, is_address, is_loopback
 from slipstream.envs.store.content import MAX_ARCHIVE_BYTES
 from slipstream.errors import ConfigError, DataError, SlipstreamError, first_line
-from slipstream.runlog.temporary import temporary
+from slipstream.processes.temporary import temporary
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from slipstream.config.python_objects import is_python_object
 from slipstream.envs.store.content import digest_of, digest_of_folder, files_in, unpack, write_archive
 from slipstream.envs.store.places import Archive, Registry
 from slipstream.errors import ConfigError, DataError
-from slipstream.runlog.temporary import cache_root, private_folder, temporary
+from slipstream.processes.temporary import cache_root, private_folder, temporary
 
 MAIN = "environment.py"
 """The file that a run loads."""

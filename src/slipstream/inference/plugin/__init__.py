@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from slipstream.runlog.temporary import FOLDER_VARIABLE
+from slipstream.processes.temporary import FOLDER_VARIABLE
 
 ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 """Set in the environment of every engine process that Slipstream starts."""
@@ -19,13 +19,13 @@ def register() -> None:
     answer for its stacks; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         if os.environ.get(FOLDER_VARIABLE):  # vLLM's own server, whose shared memory goes with a folder
-            from slipstream.inference.plugin import lifeline
+            from slipstream.processes import lifeline
 
             lifeline.name_shared_memory()
         return
-    from slipstream.inference.plugin import lifeline, start_marks
+    from slipstream.inference.plugin import start_marks
     from slipstream.inference.plugin.patches import patch_table
-    from slipstream.runlog import stacks
+    from slipstream.processes import lifeline, stacks
 
     stacks.register()
     lifeline.name_shared_memory()

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.inference.child_process import END, leave
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, start_marks
+from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.plugin.hosts import create_host
 from slipstream.inference.plugin.patches import patch_table
@@ -24,7 +23,9 @@ from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog import heartbeat, stacks
+from slipstream.processes import heartbeat, lifeline, stacks
+from slipstream.processes.child_process import leave
+from slipstream.processes.launchers import END
 
 
 async def serve(settings: EngineSettings) -> bool:
@@ -61,13 +62,13 @@ async def serve(settings: EngineSettings) -> bool:
 
 
 def main() -> None:
-    """Run an engine; its settings are a JSON file, named on the command line or in one line of standard input."""
+    """Run an engine; its settings are a JSON file, named on the command line or in a message."""
     gc.disable()  # until `serve` has loaded all: collections take a fifth of the start and free nothing
     os.environ[ENGINE_VARIABLE] = "1"
     lifeline.leave_signals_to_trainer()
     if len(sys.argv) > 1:
         stacks.register()
-    order = lifeline.follow_stdin()
+    order = lifeline.Parent().receive
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     lifeline.name_shared_memory()

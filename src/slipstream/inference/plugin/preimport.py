@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.runlog import stacks
+from slipstream.processes import stacks
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 """Whether an NVIDIA driver is present, found without importing torch."""

@@ -16,6 +16,7 @@ from aiohttp import web
 from slipstream.errors import WeightsError
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService
+from slipstream.processes.channel import pack
 from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, Version, encode
 
 _MAX_BODY_BYTES = 1 << 30
@@ -89,7 +90,7 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
             del running[request.id]
 
     async def generate(request: web.Request) -> web.StreamResponse:
-        """Takes a list of requests and streams each completion as it finishes: 4 bytes of length (big-endian), then
+        """Takes a list of requests and streams each completion as it finishes, in frames (`processes.channel`) of
         MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
         if twice := [r.id for r in requests if r.id in running] or _repeated(r.id for r in requests):
@@ -100,8 +101,7 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
         tasks = [asyncio.create_task(answered(r)) for r in requests]
         try:
             for finished in asyncio.as_completed(tasks):
-                frame = encode(await finished)
-                await response.write(len(frame).to_bytes(4, "big") + frame)
+                await response.write(pack(encode(await finished)))
         except Exception:
             # The status line is sent already, so only a broken connection can tell the client of the failure.
             if request.transport is not None:

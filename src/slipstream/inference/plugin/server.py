@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 
 import slipstream
-from slipstream.inference.plugin import lifeline
 from slipstream.inference.plugin.arguments import checked_head, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.completions import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.hosts import Host
@@ -36,6 +35,7 @@ from slipstream.inference.plugin.weights import tensor_map
 from slipstream.inference.plugin.weights.adapters import Adapters
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
+from slipstream.processes import lifeline
 from slipstream.records import (
     ApplyReport,
     Completion,

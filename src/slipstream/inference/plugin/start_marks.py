@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slipstream.runlog import heartbeat
+from slipstream.processes import heartbeat
 
 VARIABLE = "SLIPSTREAM_MARKS"
 """In the environment of an engine's processes: the file."""

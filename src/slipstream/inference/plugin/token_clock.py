@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.runlog import heartbeat
+from slipstream.processes import heartbeat
 
 _POLL_S = 5e-4
 _LOOK_S = 1.0

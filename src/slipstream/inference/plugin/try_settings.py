@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.inference.child_process import leave
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.settings import EngineSettings
+from slipstream.processes.child_process import leave
 
 
 def main() -> None:

@@ -14,8 +14,6 @@ import msgspec
 
 from slipstream.config import Loaded, PlannedConfig, RunConfig
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.inference.child_process import leave
-from slipstream.inference.plugin import lifeline
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import EngineMaker, create_engine
 from slipstream.launch.generation import build_executor
@@ -28,7 +26,8 @@ from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
 from slipstream.orchestrator import garbage_collection
 from slipstream.orchestrator.control.remote import Beats, NoticeLog, NoticeProgress, Outbox, serve
-from slipstream.runlog import heartbeat, stacks
+from slipstream.processes import heartbeat, lifeline, stacks
+from slipstream.processes.child_process import leave
 
 _NEVER_S = 365 * 24 * 3600.0
 """A run lasts no longer."""
@@ -38,7 +37,7 @@ def main(path: str) -> int:
     """Serve until the end; returns the exit code."""
     stacks.register()
     heartbeat.doing("planning the run again")
-    lifeline.follow_stdin()
+    lifeline.Parent()
     lifeline.leave_signals_to_trainer()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
     config = RunConfig.model_validate_json(settings.config)

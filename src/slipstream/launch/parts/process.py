@@ -1,6 +1,6 @@
 """The orchestrator's process, as the trainer's process starts, watches and ends it.
 
-Guarantees: it ends with the process that started it, whose end closes its standard input, and its engines end with it.
+Guarantees: it ends with the process that started it, whose end closes its channel, and its engines end with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,12 +21,9 @@ from slipstream.errors import (
     DataError,
     DeadlineError,
     EnvironmentFault,
-    Interrupted,
     OrchestratorError,
     SlipstreamError,
 )
-from slipstream.inference import child_process
-from slipstream.inference.launchers import ORDERS, SUBPROCESSES, Child, ChildElsewhere, Elsewhere, Launcher
 from slipstream.launch.children import RunContext
 from slipstream.launch.parts import PROGRAM
 from slipstream.launch.prepare import Prepared
@@ -35,14 +31,14 @@ from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Message, RemoteCaller, Request
+from slipstream.processes import child_process, stacks
+from slipstream.processes.launchers import LOCAL, Child
+from slipstream.processes.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.progress import Progress
 from slipstream.records import Batch
-from slipstream.runlog import stacks
 from slipstream.runlog.ledger import num_ledgers
-from slipstream.runlog.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
-_POLL_S = 0.1
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CLOSE_S, _END_S = 30.0, 15.0
 """How long it may take to write what is left, and to end with its engines."""
@@ -124,9 +120,6 @@ class OrchestratorProcess:
                 Queues(run.config, run.folder, earlier, other).remove()
         self._queues = Queues(run.config, run.folder, run.log.lineage, number)
         self._folder = make_temporary("orchestrator")
-        self._launcher: Launcher = SUBPROCESSES
-        if "orchestrator" in run.config.run.elsewhere:
-            self._launcher = Elsewhere(run.folder / ORDERS)
         try:
             self._process = self._launch()
         except BaseException:
@@ -163,15 +156,7 @@ class OrchestratorProcess:
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
-        child = self._launcher.launch(PROGRAM, [str(path)], environment, self._log)
-        if isinstance(child, ChildElsewhere):
-            self._run.progress.phase(f"wait for `slipstream orchestrator {self._run.folder}`")
-            while not child.is_taken and child.poll() is None:
-                if self._run.should_stop():
-                    child.end(0.0)
-                    raise Interrupted("stopped before `slipstream orchestrator` was started: continue with --resume")
-                time.sleep(_POLL_S)
-        return child
+        return LOCAL.launch(PROGRAM, [str(path)], environment, output=self._log)
 
     def _ended(self) -> SlipstreamError | None:
         code = self._process.poll()
@@ -223,14 +208,14 @@ class OrchestratorProcess:
                 self._run.warn(f"the ledger may lack how the last groups ended: {error}")
         finally:
             self.caller.close()
-            self._launcher.end(self._process, 0.0)
+            self._process.end(0.0)
             self._queues.remove()
             remove_temporary(self._folder)
             remove_left()  # of one that was killed
 
     def kill(self) -> None:
         """End it at once, from any thread; its engines end with it."""
-        self._launcher.kill(self._process)
+        self._process.kill()
 
 
 def _show(progress: Progress, notice: remote.Progressed) -> None:

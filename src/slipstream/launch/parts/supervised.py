@@ -1,4 +1,4 @@
-"""The trainer's end of its bond with a supervisor (`supervisor.py`), which writes a byte into a pipe every second,
+"""The trainer's end of its bond with a supervisor (`supervisor.py`), which sends a byte every second,
 and another one before it passes a SIGTERM on.
 
 Guarantees: the trainer is killed, and with it all that it has started, when its supervisor has ended, also while it is
@@ -15,19 +15,20 @@ import sys
 import threading
 from collections.abc import Callable
 
-from slipstream.envs.scoring.guard import PR_SET_PDEATHSIG, prctl
 from slipstream.launch.parts.supervisor import PASSES_ON
+from slipstream.processes.channel import take_stdin
+from slipstream.processes.guard import PR_SET_PDEATHSIG, prctl
 from slipstream.processes.looks import POLL_S
 
 SILENT_POLLS = 15
-"""How many waits of `POLL_S` the pipe may be silent before the supervisor is looked for."""
+"""How many waits of `POLL_S` it may be silent before the supervisor is looked for."""
 
 
 class SupervisorWatch:
-    """Watches the pipe from a thread, from the first moment of this process on."""
+    """Watches standard input from a thread, from the first moment of this process on."""
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
+    def __init__(self) -> None:
+        descriptor = take_stdin()
         os.set_blocking(descriptor, False)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for a trainer that is stopped then
         self._descriptor = descriptor
@@ -46,7 +47,7 @@ class SupervisorWatch:
         return len(self._passed_on)
 
     def _read(self) -> bool:
-        """Take what is in the pipe; False where the supervisor has ended. Raises BlockingIOError if it is empty, as
+        """Take what has arrived; False where the supervisor has ended. Raises BlockingIOError if it is empty, as
         where another thread has taken what `select` has told of."""
         with self._reading:
             data = os.read(self._descriptor, 4096)

@@ -13,23 +13,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
-from slipstream.inference import child_process
+from slipstream.launch.parts.watchdog import write_end
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.plan.machine import gpus_in_use
-from slipstream.processes import looks
-from slipstream.processes.watchdog import write_end
-from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics, stacks
-from slipstream.runlog.heartbeat import read_heartbeat, state_of
+from slipstream.processes import child_process, looks, stacks
+from slipstream.processes.guard import adopt, children_of, end_descendants, reap
+from slipstream.processes.heartbeat import read_heartbeat, state_of
+from slipstream.processes.launchers import LOCAL, Child
+from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics
 
 AGAIN = 75
 """Exit code of a supervised trainer that has said in its log why it is to be started again."""
@@ -53,8 +53,7 @@ class Supervisor:
         self._folder = folder
         self._max_restarts = max_restarts
         self._say = say
-        self._child: subprocess.Popen[bytes] | None = None
-        self._write_end = -1
+        self._child: Child | None = None
         self._stop_requested = False
         self._lineage_before = -1
         self._killed = ""
@@ -80,36 +79,24 @@ class Supervisor:
     def _attempt(self, resume: Sequence[str]) -> int:
         """Run the trainer to its end; its exit code, or minus the signal that ended it."""
         self._killed = ""
-        read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
+        arguments = [*self._arguments, *resume, "--supervised"]
+        child = LOCAL.launch("slipstream.cli", arguments, {**os.environ, **child_process.SAFE_PATH})
         try:
-            command = [sys.executable, "-m", "slipstream.cli", *self._arguments, *resume]
-            self._child = child_process.popen(
-                [*command, "--supervised-by", str(read_end)],
-                pass_fds=[read_end],
-                env={**os.environ, **child_process.SAFE_PATH},
-                start_new_session=True,
-            )
+            self._child = child
             if self._stop_requested:  # while there was nobody to pass it on to
                 self._send(signal.SIGTERM)
-            os.close(read_end)
-            read_end = -1
-            self._watch(self._child)
-            return self._child.returncode
+            return self._watch(child)
         finally:
             self._child = None
-            ends, self._write_end = {read_end, self._write_end} - {-1}, -1
-            for end in ends:
-                os.close(end)
+            child.socket.close()
             _end_orphans()
 
-    def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait for the trainer's end, and kill it when it stands still."""
+    def _watch(self, child: Child) -> int:
+        """Wait for the trainer's end, and kill it when it stands still; its exit code."""
         found = looks.Looks()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(looks.POLL_S)
-                return
+                return child.wait(looks.POLL_S)
             self._tell(ALIVE)
             _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), state_of(child.pid)
@@ -118,23 +105,23 @@ class Supervisor:
                 found = looks.Looks()
 
     def _tell(self, byte: bytes) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the trainer does not read, or has just ended
-            os.write(self._write_end, byte)
+        assert self._child is not None
+        with contextlib.suppress(OSError):  # the trainer does not read, or has just ended
+            self._child.socket.send(byte, socket.MSG_DONTWAIT)
 
     def _send(self, number: int) -> None:
         """Send the trainer a signal; it takes a SIGTERM that it has had from elsewhere for the same one."""
         assert self._child is not None
         if number == signal.SIGTERM:
             self._tell(PASSES_ON)
-        with contextlib.suppress(ProcessLookupError):
-            self._child.send_signal(number)
+        self._child.send_signal(number)
 
-    def _kill(self, child: subprocess.Popen[bytes], why: str) -> None:
+    def _kill(self, child: Child, why: str) -> None:
         """Kill a trainer that stands still, after all processes of the run that can have dumped their stacks."""
         self._say(f"{why}: it is killed")
         folder = stacks.folder_of(self._folder)
         told = stacks.sentence(folder, stacks.ask(folder))
-        child.kill()
+        child.send_signal(signal.SIGKILL)
         self._killed = f"{why} and was killed{f' ({told})' if told else ''}"
 
     def _starts_again(self, number: int) -> bool:

@@ -14,8 +14,8 @@ import msgspec
 
 from slipstream.config.schema import SourceKind
 from slipstream.errors import DataError
+from slipstream.processes.files import UNDECODABLE, write_whole
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, write_whole
 
 FILE = "provenance.json"
 _FORMAT = 1

@@ -1,9 +1,9 @@
 """Starts, commands, watches and ends the trainer's ranks 1 and up, from rank 0.
 
-Each rank is a child process with its own log, `logs/rank-1.log`. Commands and answers go over a private pair of
-sockets, tensors over the ranks' process group. Guarantees: a rank that fails, dies, or does not answer within
+Each rank is a child process with its own log, `logs/rank-1.log`. Commands and answers go over its channel,
+tensors over the ranks' process group. Guarantees: a rank that fails, dies, or does not answer within
 `training.rank_timeout_s` ends the run with an error that names it; no rank outlives the run, however it ends, since
-each kills itself when its channel closes (`launch/ranks/child.py`).
+each ends with its channel (`processes/lifeline.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -25,10 +24,12 @@ import msgspec
 from slipstream import errors
 from slipstream.config import PlannedConfig
 from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
-from slipstream.inference import child_process
-from slipstream.launch.ranks.channel import Channel, ChannelClosed
+from slipstream.processes import child_process
+from slipstream.processes.channel import Channel, ChannelClosed, Garbage
+from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.processes.rendezvous import address_in
+from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import SamplingParams
-from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class RankSettings(msgspec.Struct, frozen=True):
     rank: int
     size: int
     store: str
-    """File for the rendezvous of the process group, in a private folder (mode 0700) of this run."""
+    """Address of the process group, see `processes.rendezvous`."""
     shared: tuple[SharedWeights, ...] = ()
     """Exported weights of the engine's workers, one per rank, where the policy is trained in their memory."""
     trains: bool = True
@@ -71,7 +72,7 @@ def rank_threads(config: PlannedConfig) -> int:
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen[bytes]
+    process: Child
     channel: Channel
     log: Path
 
@@ -91,7 +92,7 @@ class RankProcesses:
         self.shared = shared
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
         self._folder = make_temporary("ranks")
-        self._store = str(self._folder / "store")
+        self._store = address_in(self._folder)
         self._ranks: list[_Rank] = []
         self._group: RankGroup | None = None
         self._ended = threading.Event()
@@ -109,17 +110,9 @@ class RankProcesses:
     def _launch(self, settings: RankSettings, log: Path, threads: int) -> _Rank:
         path = self._folder / f"rank-{settings.rank}.json"
         path.write_bytes(msgspec.json.encode(settings))
-        channel, child_end = Channel.pair()
-        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-        with child_end:
-            process = child_process.launch(
-                [sys.executable, "-m", PROGRAM, str(path), str(child_end.fileno())],
-                environment,
-                log,
-                stdin=subprocess.DEVNULL,
-                inherits=[child_end.fileno()],
-            )
-        return _Rank(settings.rank, process, channel, log)
+        environment, resources = {**os.environ, **ENVIRONMENT}, Resources(threads=threads)
+        process = LOCAL.launch(PROGRAM, [str(path)], environment, resources, output=log)
+        return _Rank(settings.rank, process, Channel(process.socket), log)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -182,7 +175,9 @@ class RankProcesses:
         found: list[Answer] = []
         for rank in self._ranks:
             try:
-                answer = _decode(rank.channel.receive(max(0.0, deadline - time.monotonic())))
+                answer = _receive(rank, max(0.0, deadline - time.monotonic()))
+            except Garbage as error:
+                raise RankError(f"{self._name(rank)} sent what cannot be read ({error}): look at {rank.log}") from error
             except ChannelClosed as error:
                 raise self._failure() or RankError(f"{self._name(rank)} ended while it was to {doing}") from error
             except TimeoutError as error:
@@ -261,8 +256,7 @@ class RankProcesses:
         """Kill all ranks at once, from any thread."""
         self._ended.set()
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.kill()
 
     def close(self) -> None:
         """End all ranks: each ends when its channel closes, and is killed if it does not."""
@@ -282,16 +276,19 @@ class RankProcesses:
         remove_temporary(self._folder)
 
 
-def _decode(message: bytes) -> Answer:
+def _receive(rank: _Rank, timeout_s: float) -> Answer:
     from slipstream.trainer.distributed.worker import Answer
 
-    return msgspec.msgpack.decode(message, type=Answer)
+    try:
+        return msgspec.msgpack.decode(rank.channel.receive(timeout_s), type=Answer)
+    except msgspec.DecodeError as error:
+        raise Garbage(str(error)) from error
 
 
 def _pending(rank: _Rank) -> Answer | None:
     """The error that a failed rank has sent, if it has arrived."""
     try:
-        answer = _decode(rank.channel.receive(0.0))
+        answer = _receive(rank, 0.0)
     except (ChannelClosed, TimeoutError):
         return None
     return answer if answer.error else None

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from slipstream.errors import Interrupted
+from slipstream.processes.heartbeat import FILE as HEARTBEAT
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog
-from slipstream.runlog.heartbeat import FILE as HEARTBEAT
 
 END_S = 2.0
 """Seconds of `run.grace_s` that are kept for saying so and for killing the children, and each may take; at most a

@@ -19,10 +19,10 @@ from slipstream.plan.machine import usable_cpus
 def preimport_vllm(config: RunConfig) -> Generator[EngineAhead | None]:
     """Import vLLM in a child process while model and data are read; the child then becomes the run's engine.
 
-    Yields None for a run that starts no engine itself. The plan is not made yet, so the number of threads is a guess:
+    Yields None for a run without an engine. The plan is not made yet, so the number of threads is a guess:
     where it proves wrong, the child is dropped and the engine starts in a new process.
     """
-    if not uses_engine(config) or "engine" in config.run.elsewhere:
+    if not uses_engine(config):
         yield None
         return
     threads = None

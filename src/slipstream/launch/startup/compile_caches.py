@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
+from slipstream.processes.temporary import cache_root, private_folder, temporary
 from slipstream.runlog import versions
-from slipstream.runlog.temporary import cache_root, private_folder, temporary
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 _GPUS = Path("/proc/driver/nvidia/gpus")

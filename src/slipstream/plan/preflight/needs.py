@@ -19,7 +19,7 @@ def check_needs(config: RunConfig) -> None:
         check_redis(config.redis.url, config.redis.password_variable)
     _check_optimizer(config)
     _check_functions(config)
-    if uses_engine(config) and "engine" not in config.run.elsewhere:
+    if uses_engine(config):
         check_plugin()
 
 

@@ -11,7 +11,6 @@ import ast
 import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -21,9 +20,10 @@ import msgspec
 from slipstream.config.parse.messages import show
 from slipstream.config.parse.suggestions import closest
 from slipstream.errors import ConfigError
-from slipstream.inference import child_process
 from slipstream.inference.settings import EngineSettings
-from slipstream.runlog.temporary import temporary
+from slipstream.processes import child_process
+from slipstream.processes.launchers import LOCAL
+from slipstream.processes.temporary import temporary
 
 TRIAL = "slipstream.inference.plugin.try_settings"
 TRIAL_TIMEOUT_S = 600.0
@@ -54,17 +54,17 @@ def try_options(settings: EngineSettings) -> None:
     with temporary("trial") as folder:
         path, log = folder / "settings.json", folder / "log"
         path.write_bytes(msgspec.json.encode(settings))
-        process = child_process.launch([sys.executable, "-m", TRIAL, str(path)], environment, log)
+        process = LOCAL.launch(TRIAL, [str(path)], environment, output=log)
         try:
-            process.communicate(timeout=TRIAL_TIMEOUT_S)
+            process.wait(TRIAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise ConfigError(
                 f"vLLM did not say within {TRIAL_TIMEOUT_S:g} s whether it takes inference.options: remove them"
             ) from None
         finally:
-            child_process.end(process, 0.0)
-        reason = "" if process.returncode == 0 else child_process.last_error(log).partition(" [type=")[0]
-    if process.returncode != 0:
+            process.end(0.0)
+        reason = "" if process.poll() == 0 else child_process.last_error(log).partition(" [type=")[0]
+    if process.poll() != 0:
         named = [name for name in settings.options if name in reason] or [*settings.options]
         values = ", ".join(f"inference.options.{name} = {show(settings.options[name])}" for name in named[:3])
         raise ConfigError(f"{values}: the installed vLLM refuses it ({reason or 'it died'}): correct or remove it")

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from slipstream.errors import ConfigError, DataError, TrainingError
+from slipstream.processes.files import write_whole
 from slipstream.records import ParameterSpec
-from slipstream.runlog.files import write_whole
 from slipstream.trainer.checkpoints.manifest import (
     MANIFEST,
     FileFacts,

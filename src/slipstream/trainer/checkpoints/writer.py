@@ -17,8 +17,8 @@ from typing import Any
 
 from slipstream.config.planned import PlannedConfig
 from slipstream.errors import SlipstreamError
+from slipstream.processes.files import cannot_write
 from slipstream.runlog import RunLog
-from slipstream.runlog.files import cannot_write
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.snapshot import Snapshots
 from slipstream.trainer.critic import Critic

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from slipstream.processes.rendezvous import meet
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.packing_check import check_isolation
@@ -47,7 +48,7 @@ that cache, and destroying a process group there would wait for threads that the
 class RankGroup:
     """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`."""
 
-    def __init__(self, store: str, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float) -> None:
         distributed: Any = torch.distributed
         on_gpu = torch.cuda.is_available()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -55,15 +56,11 @@ class RankGroup:
         if on_gpu:
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
-        files = distributed.FileStore(store, size)
-        files.set_timeout(timeout)
-        # NCCL itself would wait forever for a rank that never starts.
-        files.set(f"here-{rank}", b"1")
-        files.wait([f"here-{other}" for other in range(size)], timeout)
+        store = meet(address, rank, size, timeout_s)
         with environment(_VARIABLES):
             distributed.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                store=files,
+                store=store,
                 rank=rank,
                 world_size=size,
                 timeout=timeout,

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightsError, first_line
+from slipstream.processes.rendezvous import address_in, meet
+from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import ParameterSpec, Ticket, Version
-from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
@@ -53,7 +54,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """How to join the process group; the ticket's `location`."""
 
     store: str
-    """Path of the `FileStore`, in a folder of mode 0700."""
+    """Its address, see `processes.rendezvous`."""
     num_workers: int
     timeout_s: float
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -82,13 +83,9 @@ class Group:
         """Two reused buckets: one travels while the other is packed or read."""
         distributed: Any = torch.distributed
         timeout, size = timedelta(seconds=rendezvous.timeout_s), rendezvous.num_workers + 1
-        store = distributed.FileStore(rendezvous.store, size)
-        store.set_timeout(timeout)
+        store = meet(rendezvous.store, rank, size, rendezvous.timeout_s)
         if rendezvous.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
-            # NCCL itself waits for missing ranks without a timeout.
-            store.set(f"here-{rank}", b"1")
-            store.wait([f"here-{other}" for other in range(size)], timeout)
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             with environment(_NO_WATCHDOG):
@@ -264,7 +261,7 @@ class BroadcastPublisher:
         self._num_replaced = 0
         self._num_broken = 0
         self._folder = make_temporary("group")
-        self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
+        self._rendezvous = Rendezvous(address_in(self._folder), num_workers, timeout_s, backend)
         self._group: Group | None = None
 
     def publish(
@@ -326,7 +323,7 @@ class BroadcastPublisher:
         if self._group is not None:
             self._group.leave()
             self._group = None
-        store = str(self._folder / f"store-{self._num_replaced}-{self._num_broken}")
+        store = address_in(self._folder, f"-{self._num_replaced}-{self._num_broken}")
         self._rendezvous = msgspec.structs.replace(self._rendezvous, store=store)
 
     def hold(self, step: int | None) -> None:

@@ -1,12 +1,12 @@
 """Environment process, `python -P host.py`: hosts an environment whose packages need an interpreter of their own.
 
-It reads frames (four bytes of length and JSON) from its standard input and writes them to its standard output; both are
-moved away first, so that an environment may print and read. First comes the setup, which is answered with what the
+Its standard input is a connected socket that carries frames of JSON both ways, framed as in `processes/channel.py`. It
+is moved away first, so that an environment may print and read. First comes the setup, which is answered with what the
 environment is, then requests: rows of its data sets, `serve` and `close` (what is held while episodes run), and
 episodes, of which many run at once on one event loop. Each turn of an episode is a `chat` frame, answered by `reply` or
 `refused`. The other end is `hosted/process.py`.
 
-On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`scoring/guard.py`) ends its descendants.
+On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`processes/guard.py`) ends its descendants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import importlib
 import importlib.util
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -106,12 +108,12 @@ class Turns:
 class Channel:
     """Reads the run's frames, and writes this process's own."""
 
-    def __init__(self, requests: int, answers: int) -> None:
-        self._requests = requests
-        self._answers = answers
+    def __init__(self, end: int) -> None:
+        self._end = end
         self._own = os.getpid()
         self._writing = threading.Lock()
         self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
 
     def read(self) -> dict[str, Any] | None:
         """The next frame, before there is an event loop; None at the end of the input."""
@@ -121,7 +123,7 @@ class Channel:
     def _exactly(self, count: int) -> bytes:
         data = b""
         while len(data) < count:
-            part = os.read(self._requests, count - len(data))
+            part = os.read(self._end, count - len(data))
             if not part:
                 return b""
             data += part
@@ -130,9 +132,7 @@ class Channel:
     async def receive(self) -> dict[str, Any] | None:
         """The next frame; None at the end of the input."""
         if self._reader is None:
-            self._reader = asyncio.StreamReader()
-            protocol, file = asyncio.StreamReaderProtocol(self._reader), os.fdopen(self._requests, "rb", buffering=0)
-            await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, file)
+            self._reader, self._writer = await asyncio.open_connection(sock=socket.socket(fileno=os.dup(self._end)))
         try:
             head = await self._reader.readexactly(_LENGTH)
             return json.loads(await self._reader.readexactly(int.from_bytes(head, "big")))
@@ -149,7 +149,9 @@ class Channel:
         view = memoryview(len(data).to_bytes(_LENGTH, "big") + data)
         with self._writing:
             while view:
-                view = view[os.write(self._answers, view) :]
+                select.select([], [self._end], [])  # the loop's transport has made it non-blocking
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(self._end, view) :]
 
 
 async def serve(channel: Channel, hosted: Hosted, interrupt_s: float | None = None) -> None:
@@ -262,14 +264,15 @@ def _one_line(error: BaseException) -> str:
 
 
 def _take_standard_streams() -> Channel:
-    """Moves input and output to private files; printed text then goes to stderr, and reading returns nothing."""
-    requests, answers = os.dup(0), os.dup(1)
+    """Moves the channel from standard input to a private descriptor, closed in forks. Printed text goes to stderr, and
+    reading returns nothing."""
+    end = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
-    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(answers)))
-    return Channel(requests, answers)
+    os.register_at_fork(after_in_child=lambda: os.close(end))
+    return Channel(end)
 
 
 def load(setup: dict[str, Any]) -> Hosted:

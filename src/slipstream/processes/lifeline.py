@@ -1,6 +1,6 @@
-"""Ends a child process with its parent, by polling the parent's pid or when standard input closes, and not by signals
-that are meant for the trainer. What it would leave in shared memory belongs to its temporary folder, whose owner
-removes it where the child itself was killed."""
+"""Ends a child process with its parent, by the end of its channel (`Parent`), and not by signals that are meant for the
+trainer. vLLM starts its own processes, which poll their parent's pid (`follow_parent`). What a child would leave in
+shared memory belongs to its temporary folder, whose owner removes it where the child itself was killed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from types import FrameType
 
-from slipstream.runlog.temporary import FOLDER_VARIABLE, PREFIX, named_after, note_shared, remove_shared
+from slipstream.processes.channel import Channel, Garbage
+from slipstream.processes.temporary import FOLDER_VARIABLE, PREFIX, named_after, note_shared, remove_shared
 
 _POLL_S = 0.5
-_PIPE_BYTES = 1 << 16
 _FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ENDING = "SLIPSTREAM_ENDING"
 """Environment variable of vLLM's processes: a file that exists from when their engine ends."""
@@ -44,31 +44,34 @@ def follow_parent() -> None:
     threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
-def follow_stdin() -> Callable[[], bytes]:
-    """Kill this process's whole group when its standard input closes. Returns a function that waits for a line of it.
+class Parent:
+    """The process that started this one: its messages, and this one's answers. When its end of the channel closes, as
+    the kernel does however it ends, this process's whole group is killed. (PR_SET_PDEATHSIG would follow the *thread*
+    that started this process, which may end early.)"""
 
-    The supervisor holds the other end of that pipe, which the kernel closes however the supervisor ends. It writes one
-    line to a process that it preimports (`preimport`). (PR_SET_PDEATHSIG would follow the *thread* that started this
-    process, which may end early.)
-    """
+    def __init__(self, at_end: Callable[[], object] = lambda: None) -> None:
+        """`at_end` is called before the group is killed."""
+        self._channel = Channel.of_parent()
+        self._at_end = at_end
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.receive = self._messages.get
+        """Waits for the next message."""
+        threading.Thread(target=self._follow, name="follow-parent", daemon=True).start()
 
-    # Not `sys.stdin`: this thread would hold its lock for ever, and a forked child would block on it.
-    stdin = sys.stdin.fileno()
+    def send(self, message: bytes) -> None:
+        """Send it a message. Raises `ChannelClosed`."""
+        self._channel.send(message)
 
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def watch() -> None:
-        text = b""
-        while data := os.read(stdin, _PIPE_BYTES):
-            text += data
-            if text.endswith(b"\n"):
-                lines.put(text)
-                text = b""
-        remove_files()
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="follow-stdin", daemon=True).start()
-    return lines.get
+    def _follow(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._channel.receive())
+        except Garbage as error:
+            print(f"the parent's channel brings {error}: it is closed", file=sys.stderr, flush=True)
+        finally:  # after any error: the parent's end would go unnoticed
+            self._at_end()
+            remove_files()
+            os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def leave_signals_to_trainer() -> None:

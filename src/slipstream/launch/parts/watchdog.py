@@ -21,9 +21,10 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, TrainerLost
-from slipstream.processes import looks
-from slipstream.runlog import RunLog, holds_run, read_events, read_metrics, stacks
-from slipstream.runlog.heartbeat import Heartbeat, read_heartbeat, state_of
+from slipstream.processes import looks, stacks
+from slipstream.processes.heartbeat import Heartbeat, read_heartbeat, state_of
+from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.runlog import RunLog, holds_run, read_events, read_metrics
 from slipstream.runlog.reader import last_attempt
 from slipstream.runlog.writer import report_of, write_report
 
@@ -38,20 +39,17 @@ _PAUSE_S = 0.05
 @contextlib.contextmanager
 def watched(
     folder: Path,
-    popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
     warn: Callable[[str], object] = lambda text: None,
 ) -> Generator[None]:
     """In this context a watchdog looks at this process, whose run is in `folder`. Only for a process that is the run's
     own, as it may be killed. If no watchdog can be started, the run continues without; if it dies, with a
     warning."""
     over = threading.Event()
-    command = [sys.executable, "-m", __name__, str(os.getpid()), str(folder.absolute())]
-    process: subprocess.Popen[bytes] | None = None
+    arguments, process = [str(os.getpid()), str(folder.absolute())], None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)  # until it ignores them
     try:
         with contextlib.suppress(OSError):
-            environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-            process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+            process = LOCAL.launch(__name__, arguments, resources=Resources(own_session=False))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if process is not None:
@@ -60,13 +58,13 @@ def watched(
         yield
     finally:
         over.set()
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
+        if process is not None:
+            process.socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
 
 
-def _missed(process: subprocess.Popen[bytes], over: threading.Event, warn: Callable[[str], object]) -> None:
+def _missed(process: Child, over: threading.Event, warn: Callable[[str], object]) -> None:
     """Warn of a watchdog that ends before its trainer."""
     code = process.wait()
     if not over.is_set():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import DeadlineError, RankDeadlineError, SlipstreamError
-from slipstream.runlog import heartbeat
+from slipstream.processes import heartbeat
 
 FOLDER = "stacks"
 """Below the run's `logs`."""

@@ -12,29 +12,34 @@ import psutil
 import pytest
 
 from slipstream.errors import ConfigError, TrainerLost
-from slipstream.processes import watchdog
+from slipstream.launch.parts import watchdog
+from slipstream.processes import stacks
+from slipstream.processes.heartbeat import Heartbeat
 from slipstream.processes.looks import SILENT_POLLS, STOPPED_POLLS, Looks
-from slipstream.runlog import RunLog, read_exit, stacks
-from slipstream.runlog.heartbeat import Heartbeat
+from slipstream.runlog import RunLog, read_exit
 
 TRAINER = """
 import os, re, signal, subprocess, sys, time
 from pathlib import Path
-from slipstream.processes.watchdog import watched
-from slipstream.runlog import RunLog, stacks, writer
-from slipstream.runlog.heartbeat import Beating
+from slipstream.launch.parts.watchdog import watched
+from slipstream.runlog import RunLog, writer
+from slipstream.processes import launchers, stacks
+from slipstream.processes.heartbeat import Beating
 
 folder = Path(sys.argv[1])
 writer.LEAST_LIMITS_S, writer.LIMIT_FACTOR = (60.0, 60.0, 60.0, 1.0), 0.0
 
 class Quick(subprocess.Popen):
     def __init__(self, command, **options):
-        text = "from slipstream.processes import looks, watchdog; looks.POLL_S = 0.1; looks.STOPPED_POLLS = 10; "
+        text = "from slipstream.launch.parts import watchdog; looks = watchdog.looks; looks.POLL_S = 0.1; "
+        text += "looks.STOPPED_POLLS = 10; "
         text += "looks.SILENT_POLLS = 30; watchdog.stacks._ANSWER_S = 60; watchdog.main()"
-        super().__init__([sys.executable, "-c", text, *command[3:]], **options)
+        super().__init__([sys.executable, "-c", text, *command[4:]], **options)
         print(self.pid, flush=True)
 
-with RunLog.create(folder) as log, watched(folder, Quick, log.warning), Beating(log, 0.05), stacks.kept_in(folder):
+launchers.popen = Quick
+
+with RunLog.create(folder) as log, watched(folder, log.warning), Beating(log, 0.05), stacks.kept_in(folder):
     log.metrics(2, {{"loss/total": 1.0}})
     while not (folder / "heartbeat.json").exists():
         time.sleep(0.02)

@@ -24,8 +24,8 @@ from typing import Protocol, Self
 import msgspec
 
 from slipstream.errors import SlipstreamError
+from slipstream.processes.files import UNDECODABLE, write_whole
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import UNDECODABLE, write_whole
 
 FILE = "heartbeat.json"
 FOLDER = "heartbeats"

@@ -1,10 +1,4 @@
-"""Child processes: each in a process group of its own, with its output in a log and its lifetime tied to its standard
-input.
-
-A child ends when its standard input closes (`plugin/lifeline.py`), which happens however this process ends, or when
-another inherited descriptor does. `leave` is how a child ends itself. `END` asks it to: SIGTERM may come from whoever
-signals all processes of a run, which is the trainer's matter.
-"""
+"""A child as it ends itself (`leave`, `become`), what its end and its log tell, and its variables and folder."""
 
 from __future__ import annotations
 
@@ -12,21 +6,17 @@ import atexit
 import contextlib
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
-from slipstream.runlog import stacks
-from slipstream.runlog.files import open_own
-from slipstream.runlog.heartbeat import state_of
-from slipstream.runlog.temporary import make_temporary
+from slipstream.processes.heartbeat import state_of
+from slipstream.processes.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every vLLM that Slipstream starts: no usage statistics."""
@@ -45,38 +35,8 @@ _SECOND_HAND = re.compile(r"Engine core initialization failed|root cause|failed 
 """Errors of vLLM that only say that there was another one before."""
 _BESIDE = re.compile(r"(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 
-END = signal.SIGRTMIN
-"""Asks a child of a run to end in order."""
-_DYING_S = 30.0
-"""How long a killed process may take to end."""
-
 _SHARED = "/dev/shm"
 """The place of shared memory of vLLM's processes. Without it their errors name no file."""
-popen: type[subprocess.Popen[bytes]] = subprocess.Popen
-"""What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
-
-
-def launch(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    log_path: Path,
-    *,
-    stdin: int = subprocess.PIPE,
-    inherits: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
-    """Start a child without waiting for it; its output is appended to the log, and it inherits the descriptors
-    `inherits`. It may answer for its stacks beside its log (`runlog.stacks`)."""
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with open(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
-        return popen(
-            command,
-            stdin=stdin,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=inherits,
-            env={**environment, stacks.VARIABLE: str(stacks.prefix_of(log_path))},
-            start_new_session=True,
-        )
 
 
 def leave(code: int) -> NoReturn:
@@ -172,19 +132,3 @@ def private_folder(kind: str) -> Path:
         f"there is no folder for the engine's socket: {tempfile.gettempdir()} and /tmp are full, not writable or have "
         f"names of more than {MAX_SOCKET_FOLDER} bytes: set TMPDIR"
     )
-
-
-def end(process: subprocess.Popen[bytes], timeout_s: float, first: int = END) -> None:
-    """End a child and its process group: the signal `first`, unless `timeout_s` is 0, and SIGKILL at the deadline. One
-    that hangs in the kernel (in a driver) lives on, as `process.poll` then says."""
-    if process.poll() is None and timeout_s > 0:
-        process.send_signal(first)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
-    # The group outlives its leader when the leader died alone: always end the group too.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_DYING_S)
-    if process.stdin is not None:
-        process.stdin.close()

@@ -5,7 +5,7 @@ It kills them, including daemons and processes in sessions of their own, when th
 for it (`END`; SIGTERM, which may come to all processes of a run, changes nothing), or when the run is gone: one second
 after its standard input closes, which also tells the worker to end. Then it exits with the worker's status. Orphaned
 descendants become its children (PR_SET_CHILD_SUBREAPER), so that none is missed. SIGUSR1 is forwarded to the worker. On
-SIGUSR2 both write their stacks, as all processes of a run do (`runlog/stacks.py`); the guard removes the files that
+SIGUSR2 both write their stacks, as all processes of a run do (`processes/stacks.py`); the guard removes the files that
 stayed empty. It imports only the standard library and is started by path, so that it starts fast.
 
 It also ends them all, with the status `TOO_MANY`, when there are more than MAX_PROCESSES descendants, which it counts
@@ -36,7 +36,7 @@ END = signal.SIGRTMIN
 END_S = 20.0
 """Time limit for killing; processes left after it cannot be killed."""
 STACKS = "SLIPSTREAM_STACKS"
-"""Environment variable: `runlog.stacks.VARIABLE`, which cannot be imported here."""
+"""Environment variable: `processes.stacks.VARIABLE`, which cannot be imported here."""
 TOO_MANY = 117
 """Exit status after the worker was ended for the number of its descendants."""
 NAMESPACE, NO_NAMESPACE = "namespace", "no-namespace"
@@ -65,7 +65,7 @@ def main(max_processes: int, namespace: bool, command: list[str]) -> None:
     with contextlib.suppress(OSError):  # only root may
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # only the worker may hold the pipe of answers
+    os.dup2(null, 1)  # only the worker may hold the pipe of its output
     status = _wait(worker, run, woken, max_processes)
     end_descendants(END_S)
     for path in (stacks, stacks.replace(f"-guard-{os.getpid()}.", f"-{worker}.")):
@@ -76,7 +76,7 @@ def main(max_processes: int, namespace: bool, command: list[str]) -> None:
 
 
 def _answer_for_stacks() -> str:
-    """Registers this process as `runlog.stacks.register` does; its file, empty without one."""
+    """Registers this process as `processes.stacks.register` does; its file, empty without one."""
     path = f"{os.environ.get(STACKS, '')}-guard-{os.getpid()}.txt"
     if STACKS not in os.environ:
         return ""

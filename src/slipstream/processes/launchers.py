@@ -1,0 +1,224 @@
+"""Starts every process of Slipstream. A launcher says where a child runs and how signals reach it; `LOCAL` starts
+children of this process, on this host.
+
+Guarantees of a `Child`: its standard input is one end of a connected socket, `Child.socket` the other. The socket
+carries messages (`channel.py`) and ends the child with its parent (`lifeline.py`), however that ends. A child has a
+session of its own, so that a terminal's signals reach the run only. Below a guard (`guard.py`) its descendants end with
+it and are bounded in number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.errors import ConfigError
+from slipstream.processes import guard, stacks
+from slipstream.processes.files import open_own
+
+END = signal.SIGRTMIN
+"""Asks a child to end in order: SIGTERM may come from whoever signals all processes of a run, which is the trainer's
+matter."""
+PIPE = subprocess.PIPE
+_DYING_S = 30.0
+"""How long a killed process may take to end."""
+popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+"""Starts a local child. Tests put a class in its place that forks a process which has imported the libraries."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a child gets on its node; by default what its parent has."""
+
+    threads: int | None = None
+    """OpenMP threads."""
+    gpus: Sequence[str] = ()
+    python: str = sys.executable
+    """Its interpreter."""
+    max_processes: int = 0
+    """It runs below a guard, with at most so many descendants; 0: without."""
+    user_namespace: bool = True
+    """It gets its own user namespace, if it runs below a guard and the kernel allows it."""
+    own_session: bool = True
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """The variables of a child that has `own` beside."""
+        found = dict(own)
+        if self.threads is not None:
+            found["OMP_NUM_THREADS"] = str(self.threads)
+        if self.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        return found
+
+    def command(self, module: str | Path, arguments: Sequence[str]) -> list[str]:
+        """The command line. `-P`: a file in the current folder hides no module of the standard library."""
+        program = ["-m", module] if isinstance(module, str) else ["-u", str(module)]
+        command = [self.python, "-P", *program, *arguments]
+        if not self.max_processes:
+            return command
+        kind = guard.NAMESPACE if self.user_namespace else guard.NO_NAMESPACE
+        return [sys.executable, "-I", "-S", guard.__file__, str(self.max_processes), kind, *command]
+
+
+class Child(Protocol):
+    """A started process."""
+
+    @property
+    def pid(self) -> int:
+        """Its number on its node."""
+        ...
+
+    @property
+    def socket(self) -> socket.socket:
+        """This side of its standard input, for a `Channel`."""
+        ...
+
+    @property
+    def output(self) -> int:
+        """The descriptor that its output is read from, under `PIPE`."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; nothing if it has ended."""
+        ...
+
+    def end(self, timeout_s: float, first: int = END) -> None:
+        """End it and its session: by the signal `first`, unless `timeout_s` is 0, and by SIGKILL at the deadline. One
+        that hangs in the kernel (in a driver) lives on, as `poll` then says."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it and its session without waiting, from any thread."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts processes."""
+
+    def launch(
+        self,
+        module: str | Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] = os.environ,
+        resources: Resources = Resources(),
+        node: str = "",
+        *,
+        output: Path | int | None = None,
+    ) -> Child:
+        """Start a module, or a program by its path, without waiting for it.
+
+        `node`: a host, by default this one. `output`: a file to append to, beside which the child may answer for its
+        stacks (`stacks.py`); `PIPE`, or None for this process's own. Raises OSError where it cannot be started.
+        """
+        ...
+
+
+class Local:
+    """Children of this process, on this host."""
+
+    def launch(
+        self,
+        module: str | Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] = os.environ,
+        resources: Resources = Resources(),
+        node: str = "",
+        *,
+        output: Path | int | None = None,
+    ) -> LocalChild:
+        """See `Launcher`."""
+        if node:
+            raise ConfigError(f"node {node!r} is not this host, and processes start on this host alone: leave it out")
+        variables = resources.environment(environment)
+        if isinstance(output, Path):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            variables[stacks.VARIABLE] = str(stacks.prefix_of(output))
+        own, theirs = socket.socketpair()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(theirs)
+            on_error = stack.enter_context(contextlib.ExitStack())
+            on_error.enter_context(own)
+            if isinstance(output, Path):
+                output = open_own(output, os.O_WRONLY | os.O_APPEND)
+                stack.callback(os.close, output)
+            process = popen(
+                resources.command(module, arguments),
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                env=variables,
+                bufsize=0,
+                start_new_session=resources.own_session,
+            )
+            on_error.pop_all()
+        return LocalChild(process, own, has_session=resources.own_session)
+
+
+LOCAL = Local()
+
+
+class LocalChild:
+    """See `Child`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], end: socket.socket, *, has_session: bool) -> None:
+        self._process, self.socket, self._has_session = process, end, has_session
+
+    @property
+    def pid(self) -> int:
+        """See `Child`."""
+        return self._process.pid
+
+    @property
+    def output(self) -> int:
+        """See `Child`."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def poll(self) -> int | None:
+        """See `Child`."""
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Child`."""
+        return self._process.wait(timeout)
+
+    def send_signal(self, number: int) -> None:
+        """See `Child`."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def end(self, timeout_s: float, first: int = END) -> None:
+        """See `Child`."""
+        if self.poll() is None and timeout_s > 0:
+            self.send_signal(first)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(timeout_s)
+        # The session outlives its leader when the leader died alone: always end it too.
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(_DYING_S)
+        self.socket.close()
+
+    def kill(self) -> None:
+        """See `Child`."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._has_session:
+                os.killpg(self.pid, signal.SIGKILL)
+            elif self.poll() is None:
+                self._process.kill()
