@@ -226,7 +226,7 @@ STARTERS = {
 PACKERS = {
     "envs/hosted/inside/host.py": "the framing once more, for interpreters without Slipstream",
     "envs/rewards/judges.py": "counters in shared memory",
-    "inference/plugin/tools/calls.py": "a hash's input",
+    "inference/plugin/tools/call_records.py": "a hash's input",
     "trainer/checkpoints/manifest.py": "a hash's input",
     "weights/model_files.py": "the header of safetensors",
 }

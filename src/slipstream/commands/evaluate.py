@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from slipstream.config import EvaluationConfig, PlannedConfig, RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import publishes_adapter
 from slipstream.envs.lifetime import in_use
@@ -40,18 +40,18 @@ _POLL_S = 0.2
 T = TypeVar("T")
 
 
-def evaluated_by(config: RunConfig) -> tuple[EnvironmentConfig, EvaluationConfig]:
-    """The sections [environment] and [evaluation]. Raises ConfigError without one of them."""
-    if config.environment is None or config.evaluation is None:
+def evaluated_by(environment: EnvironmentConfig | None, evaluation: T | None) -> tuple[EnvironmentConfig, T]:
+    """The sections [environment] and [evaluation] of a run. Raises ConfigError without one of them."""
+    if environment is None or evaluation is None:
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
         )
-    return config.environment, config.evaluation
+    return environment, evaluation
 
 
 def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
     """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
-    section, evaluation = evaluated_by(prepared.config)
+    section, evaluation = evaluated_by(prepared.config.environment, prepared.config.evaluation)
 
     async def work(runner: RolloutRunner) -> Evaluation:
         progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)

@@ -51,7 +51,7 @@ def evaluate_address(
 
     Raises `ConfigError` for what cannot be evaluated there, and what `evaluate` raises.
     """
-    section, evaluation = evaluated_by(config)
+    section, evaluation = evaluated_by(config.environment, config.evaluation)
     section = located(section)
     environment = load_environment(section)
     section = section.model_copy(update={"apart": is_apart(environment, section)})
