@@ -114,12 +114,8 @@ async def look_at_worker(folder):
                 said.append((await pool.score(task, completion)).reward)
             except RewardError as error:
                 said.append((type(error), str(error), error.details))
-    return (
-        isinstance(process._child._process, fork_server.ForkedPopen),
-        said,
-        process.poll(),
-        json.loads(path.read_text()),
-    )
+    is_forked = isinstance(process._child._process, fork_server.ForkedPopen)
+    return is_forked, said, process.poll(), json.loads(path.read_text())
 
 
 def test_a_forked_worker_is_the_same_as_one_that_was_started(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from slipstream.launch.parts import child, process
 from slipstream.launch.recovery import retry_policy
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import remote
+from slipstream.processes.launchers import LocalChild
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.transport import TransportLost
@@ -39,7 +41,8 @@ def beside(monkeypatch, scripted):
     began = Began()
 
     def launch(self):
-        sleeper = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, start_new_session=True)
+        sleeping = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        sleeper = LocalChild(sleeping, socket.socket(), has_session=True)
         run = self._run
         settings = process.Settings(
             run.prepared.loaded.config.model_dump_json(),
@@ -56,7 +59,7 @@ def beside(monkeypatch, scripted):
                 with contextlib.suppress(TransportLost):  # as the run finds by itself; or of one that was killed
                     child.carry_out(settings, run.prepared, run.make_engine)
             finally:
-                sleeper.terminate()
+                sleeper.send_signal(signal.SIGTERM)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
