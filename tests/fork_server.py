@@ -36,7 +36,7 @@ from typing import Any
 
 import setproctitle
 
-from slipstream.processes import child_process, launchers
+from slipstream.processes import exits, launchers
 
 VARIABLE = "SLIPSTREAM_REAL_STARTS"
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ ENVIRONMENT = {
         "VLLM_PLUGINS": "slipstream",
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
-        **child_process.OFFLINE,
+        **exits.OFFLINE,
     },
     "trainer": {},
     "worker": {},
@@ -398,7 +398,7 @@ class _Server:
             traceback.print_exc()
         finally:
             with contextlib.suppress(BaseException):
-                child_process.leave(code)
+                exits.leave(code)
             os._exit(code)
 
 
@@ -430,7 +430,7 @@ def _be_guard(command: list[str]) -> None:
     from .forked_workers import be_guard
 
     setproctitle.setproctitle(" ".join(command))
-    be_guard(command, _run, child_process.leave)
+    be_guard(command, _run, exits.leave)
 
 
 def _run(command: list[str]) -> int:

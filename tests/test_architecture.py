@@ -67,7 +67,7 @@ LIGHT_MODULES = (
     "slipstream.plan.derive",
     "slipstream.launch.startup",
     "slipstream.launch.parts.watchdog",
-    "slipstream.processes.child_process",
+    "slipstream.processes.exits",
     "slipstream.cli",
     "slipstream.report",
 )

@@ -19,8 +19,8 @@ from slipstream.errors import DeadlineError, EngineError, RankDeadlineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.settings import EngineSettings
 from slipstream.processes import guard, stacks
+from slipstream.processes.child import LocalChild
 from slipstream.processes.heartbeat import Heartbeat, ProcessHeartbeat
-from slipstream.processes.launchers import LocalChild
 
 PROGRAM = """
 import signal, sys, threading, time

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks import shapes
 from slipstream.cli.output import print_json, print_table
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
-from slipstream.processes.child_process import leave
+from slipstream.processes.exits import leave
 from slipstream.processes.temporary import temporary
 
 from .figures import BRIDGES, TOGETHER, BridgeName, SyncOptions

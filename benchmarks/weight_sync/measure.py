@@ -32,18 +32,18 @@ from slipstream.config import (
 from slipstream.config.traits import engine_workers, planned_config, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.build import share_weights
-from slipstream.launch.deployable import deployed_engine_plan, find_deployable
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_plan
 from slipstream.launch.ranks.processes import rank_threads
-from slipstream.launch.signals import StopRequest
 from slipstream.orchestrator.control.executor import share
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.plan.deadlines import LEAST_S
+from slipstream.plan.deployable import deployed_engine, find_deployable
 from slipstream.plan.machine import measure_gpus, usable_cpus
 from slipstream.plan.measure import measure_adapter, read_model
 from slipstream.plan.memory.gpu_shares import num_gpus_needed, place
 from slipstream.plan.memory.sizes import GIB
 from slipstream.plan.summary import check_divided
+from slipstream.processes.signals import StopRequest
 from slipstream.processes.temporary import temporary
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
@@ -107,13 +107,13 @@ def _config(name: BridgeName, options: SyncOptions) -> PlannedConfig:
         raise ConfigError(
             f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS} or more"
         )
-    settings = deployed_engine_plan(
+    settings = deployed_engine(
         deployable,
         max_model_len=length,
         max_num_seqs=options.streams,
         # vLLM requires this fraction of the GPU memory to be free at its start.
         gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
-    ).settings
+    )
     config = RunConfig(
         model=ModelConfig(path=deployable.model),
         algorithm=RLConfig(),

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from slipstream.config import PlannedConfig
 from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
 from slipstream.launch.ranks.processes import RankProcesses
-from slipstream.launch.signals import StopRequest
 from slipstream.plan.measure import adapter_config
+from slipstream.processes.signals import StopRequest
 from slipstream.records import SamplingParams
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights

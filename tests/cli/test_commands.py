@@ -415,7 +415,7 @@ def test_model_new(slipstream, tmp_path):
 
 @pytest.mark.parametrize(("redirected", "code"), [(">/dev/full", 120), (">&-", 0), ("<&- >&- 2>&-", 0)])
 def test_output_that_is_lost_is_no_success_and_none_at_all_is_no_failure(redirected, code):
-    program = "from slipstream.processes.child_process import leave; print('said'); leave(0)"
+    program = "from slipstream.processes.exits import leave; print('said'); leave(0)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {redirected}"
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     ended = subprocess.run(

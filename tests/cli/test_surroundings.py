@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.processes import child_process
+from slipstream.processes import exits
 from slipstream.processes.temporary import remove_temporary
 from tests.config.conftest import MINIMAL
 
@@ -91,7 +91,7 @@ class TestSockets:
         long = tmp_path / ("x" * 150)
         long.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(long))
-        folder = child_process.private_folder("engine")
+        folder = exits.private_folder("engine")
         try:
             assert not folder.is_relative_to(long)
             assert folder.stat().st_mode & 0o77 == 0
@@ -101,7 +101,7 @@ class TestSockets:
 
     def test_a_short_one_is_used(self, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", "/tmp")
-        folder = child_process.private_folder("engine")
+        folder = exits.private_folder("engine")
         remove_temporary(folder)
         assert folder.parent == Path("/tmp")
 
@@ -138,8 +138,8 @@ class TestSockets:
 )
 def test_the_last_error_of_a_log(tmp_path, log, expected):
     (tmp_path / "log").write_text(log)
-    assert child_process.last_error(tmp_path / "log").startswith(expected)
-    ending = child_process.ending(1, tmp_path / "log")
+    assert exits.last_error(tmp_path / "log").startswith(expected)
+    ending = exits.ending(1, tmp_path / "log")
     assert "ended with code 1" in ending
     assert str(tmp_path / "log") in ending
     assert "\n" not in ending

@@ -20,7 +20,7 @@ from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.processes import heartbeat, stacks
-from slipstream.processes.launchers import LocalChild
+from slipstream.processes.child import LocalChild
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.weights.model_files import stored_parameters
 

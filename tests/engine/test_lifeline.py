@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slipstream.processes import temporary as temporary_folders
-from slipstream.processes.launchers import END
+from slipstream.processes.child import END
 from slipstream.processes.temporary import make_temporary, note_shared, remove_temporary
 
 CHILD = """

@@ -16,7 +16,7 @@ from slipstream.config import ModelConfig, load_config
 from slipstream.config.schema import TeacherConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.deployable import find_deployable
+from slipstream.plan.deployable import find_deployable
 from slipstream.plan.measure import adapter_config
 from slipstream.plan.preflight.model_folder import check_adapter, find_teacher
 from slipstream.records import Message

@@ -58,10 +58,10 @@ class Supervised:
             from slipstream.processes import launchers
             from slipstream.launch.parts import supervisor
             from slipstream.launch.recovery import retry_policy
-            from slipstream.processes import looks
+            from slipstream.processes import stalls
             def popen(command, **options):
                 return subprocess.Popen([sys.executable, {str(program)!r}, *command[4:]], **options)
-            launchers.popen, retry_policy.FIRST_WAIT_S, looks.POLL_S = popen, 0.01, 0.1
+            launchers.popen, retry_policy.FIRST_WAIT_S, stalls.POLL_S = popen, 0.01, 0.1
             {options}
             say = lambda text: print(text, file=sys.stderr, flush=True)
             made = supervisor.Supervisor(["trainer", "run.toml"], Path({str(self.folder)!r}),
@@ -229,7 +229,7 @@ def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
 
 
 STOPS = """
-    from slipstream.launch.signals import StopRequest
+    from slipstream.processes.signals import StopRequest
     with StopRequest(num_passed_on=watch.num_passed_on) as stop:
         (folder / "ready").touch()
         while not stop():
@@ -292,7 +292,7 @@ def test_stacks_are_those_of_the_supervisor_and_of_a_trainer_that_can(supervised
 
 
 def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
-    run = supervised("time.sleep(1000) if number == 0 else None", options="looks.STOPPED_POLLS = 10")
+    run = supervised("time.sleep(1000) if number == 0 else None", options="stalls.STOPPED_POLLS = 10")
     run.until(run.has_begun())
     os.kill(run.attempts[0][0], signal.SIGSTOP)
     code, err = run.wait()
@@ -312,7 +312,7 @@ def test_a_trainer_without_a_sign_of_life(supervised):
             (folder / "silent").touch()
             time.sleep(1000)
     """.replace("REGISTER", REGISTER)
-    looks = "beat = supervisor.read_heartbeat; looks.SILENT_POLLS = 20; supervisor.stacks._ANSWER_S = 60; "
+    looks = "beat = supervisor.read_heartbeat; stalls.SILENT_POLLS = 20; supervisor.stacks._ANSWER_S = 60; "
     looks += "supervisor.read_heartbeat = lambda folder: beat(folder) if (folder / 'silent').exists() else None"
     run = supervised(body, before="(folder / 'silent').unlink(missing_ok=True)", options=looks)
     code, err = run.wait()
@@ -355,7 +355,7 @@ def test_nobody_is_blamed_while_all_stand(supervised):
         while not (folder / "seen").exists():
             time.sleep(0.01)
     """
-    run = supervised(body, options="looks.STOPPED_POLLS = 5")
+    run = supervised(body, options="stalls.STOPPED_POLLS = 5")
     run.until(run.has_begun())
     run.process.send_signal(signal.SIGTSTP)
     for pid in (run.process.pid, run.attempts[0][0]):

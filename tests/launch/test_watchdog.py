@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError, TrainerLost
 from slipstream.launch.parts import watchdog
 from slipstream.processes import stacks
 from slipstream.processes.heartbeat import Heartbeat
-from slipstream.processes.looks import SILENT_POLLS, STOPPED_POLLS, Looks
+from slipstream.processes.stalls import SILENT_POLLS, STOPPED_POLLS, Looks
 from slipstream.runlog import RunLog, read_exit
 
 TRAINER = """
@@ -31,9 +31,9 @@ writer.LEAST_LIMITS_S, writer.LIMIT_FACTOR = (60.0, 60.0, 60.0, 1.0), 0.0
 
 class Quick(subprocess.Popen):
     def __init__(self, command, **options):
-        text = "from slipstream.launch.parts import watchdog; looks = watchdog.looks; looks.POLL_S = 0.1; "
-        text += "looks.STOPPED_POLLS = 10; "
-        text += "looks.SILENT_POLLS = 30; watchdog.stacks._ANSWER_S = 60; watchdog.main()"
+        text = "from slipstream.launch.parts import watchdog; stalls = watchdog.stalls; stalls.POLL_S = 0.1; "
+        text += "stalls.STOPPED_POLLS = 10; "
+        text += "stalls.SILENT_POLLS = 30; watchdog.stacks._ANSWER_S = 60; watchdog.main()"
         super().__init__([sys.executable, "-c", text, *command[4:]], **options)
         print(self.pid, flush=True)
 

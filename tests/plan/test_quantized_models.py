@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.deployable import find_deployable
+from slipstream.plan.deployable import find_deployable
 from slipstream.plan.preflight.model_folder import check_model
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 

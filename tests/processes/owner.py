@@ -119,7 +119,7 @@ async def hosted_environment(folder):
 
 async def python_call(folder):
     from slipstream.python.protocol import Call
-    from slipstream.python.run import Job
+    from slipstream.python.run_handle import Job
 
     launchers.LOCAL = Small()
     job = Job(Call("train", {}), shown=False)

@@ -5,8 +5,8 @@ import signal
 import sys
 import time
 
-from slipstream.processes import launchers
 from slipstream.processes.channel import Channel
+from slipstream.processes.child import END
 from slipstream.processes.lifeline import Parent
 
 
@@ -23,9 +23,9 @@ def main(what, *rest):
     elif what in ("live", "deaf", "polite"):
         parent = Parent()
         if what == "deaf":
-            signal.signal(launchers.END, signal.SIG_IGN)
+            signal.signal(END, signal.SIG_IGN)
         if what == "polite":
-            signal.signal(launchers.END, lambda *_: os._exit(7))
+            signal.signal(END, lambda *_: os._exit(7))
         parent.send(str(os.getpid()).encode())
         time.sleep(600)
     elif what == "quiet":

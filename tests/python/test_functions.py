@@ -18,7 +18,7 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, SlipstreamError
 from slipstream.python import functions
 from slipstream.python.protocol import Outcome
-from slipstream.python.run import error_of
+from slipstream.python.run_handle import error_of
 from tests.envs.environments import shorten
 
 

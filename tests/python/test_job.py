@@ -10,7 +10,7 @@ import pytest
 from slipstream.processes import launchers
 from slipstream.python.child import _sample
 from slipstream.python.protocol import Call, Outcome
-from slipstream.python.run import Job, Run
+from slipstream.python.run_handle import Job, Run
 from slipstream.records import Message, Rollout, Sequence
 
 CHILD = """

@@ -11,7 +11,7 @@ import torch
 from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_shares
 from slipstream.cli.commands import _gain_line
 from slipstream.errors import ConfigError
-from slipstream.python.run import load_run
+from slipstream.python.run_handle import load_run
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
 from slipstream.report.markup import data, h

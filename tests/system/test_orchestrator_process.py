@@ -20,7 +20,7 @@ from slipstream.launch.parts import child, process
 from slipstream.launch.recovery import retry_policy
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import remote
-from slipstream.processes.launchers import LocalChild
+from slipstream.processes.child import LocalChild
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.transport import TransportLost

@@ -10,7 +10,7 @@ from slipstream.commands.export import export
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.build import _rate_of
-from slipstream.launch.deployable import Deployable, adapter_config_of, adapts_tower
+from slipstream.plan.deployable import Deployable, adapter_config_of, adapts_tower
 from slipstream.plan.measure import measure_adapter
 from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.learner import score

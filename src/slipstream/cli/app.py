@@ -14,7 +14,7 @@ import slipstream
 from slipstream.cli import chat, commands, env_commands, evaluation, output, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
-from slipstream.processes.child_process import become, leave
+from slipstream.processes.exits import become, leave
 
 USAGE_EXIT_CODE = 2
 

@@ -78,7 +78,7 @@ def chat(
     from slipstream.commands.evaluate_address import key_of
     from slipstream.commands.evaluation_target import is_address
     from slipstream.commands.serve import ServeOptions
-    from slipstream.launch.deployable import find_deployable
+    from slipstream.plan.deployable import find_deployable
 
     request: dict[str, Any] = {"temperature": temperature}
     request |= {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -216,7 +216,7 @@ def serve_model(
         raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
     from slipstream.commands.chat import chat_tokenizer
     from slipstream.commands.serve import KEY_SOURCE, Address, ServeOptions, serve
-    from slipstream.launch.deployable import find_deployable
+    from slipstream.plan.deployable import find_deployable
 
     options = ServeOptions(
         name=name,

@@ -21,8 +21,8 @@ from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN, final_answer
 from slipstream.errors import ConfigError, DataError, EngineError
 from slipstream.inference.chat_server import ChatServer
 from slipstream.inference.openai_server import ServerChild
-from slipstream.launch.deployable import Deployable
 from slipstream.openai_client import OpenAIClient, Unanswered
+from slipstream.plan.deployable import Deployable
 from slipstream.processes.temporary import temporary
 
 _REQUEST_TIMEOUT_S = 600.0

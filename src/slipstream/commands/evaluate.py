@@ -20,7 +20,6 @@ from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.signals import StopRequest
 from slipstream.names import model_name
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.deadlines import retries_of
@@ -29,6 +28,7 @@ from slipstream.orchestrator.failure_rate import check_failures
 from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.plan.measure import adapter_config
+from slipstream.processes.signals import StopRequest
 from slipstream.processes.temporary import temporary
 from slipstream.progress import Progress
 from slipstream.records import Rollout, Task, Version

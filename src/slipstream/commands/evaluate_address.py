@@ -20,11 +20,11 @@ from slipstream.envs.single_turn import make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.inference.chat_server import ChatServer, MessageTokens
-from slipstream.launch.signals import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.matching.targets import graded, with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.plan.machine import usable_cpus
+from slipstream.processes.signals import StopRequest
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams, Task
 from slipstream.runlog.redaction import hide_userinfo

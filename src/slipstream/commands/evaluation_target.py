@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.config import Loaded, LoraConfig, load_config, with_values
 from slipstream.config.parse.load import COMMAND_LINE
 from slipstream.errors import ConfigError
-from slipstream.launch.deployable import adapts_tower, find_deployable, weights_folder
+from slipstream.plan.deployable import adapts_tower, find_deployable, weights_folder
 from slipstream.regular_files import read_regular
 from slipstream.runlog import REDACTED, holds_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.launch.deployable import base_folder, run_settings, weights_folder
+from slipstream.plan.deployable import base_folder, run_settings, weights_folder
 from slipstream.weights.adapter_folder import (
     adapted_modules,
     changes_nothing,

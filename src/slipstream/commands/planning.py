@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.config import Loaded
-from slipstream.launch.deployable import with_weights_folder
 from slipstream.launch.prepare import Prepared, check_engine, prepare
+from slipstream.plan.deployable import with_weights_folder
 from slipstream.plan.derive import DoesNotFit, Plan
 from slipstream.plan.memory.cards import Gpus
 from slipstream.plan.preflight.model_folder import has_tokenizer, has_weights

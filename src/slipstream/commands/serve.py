@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError
 from slipstream.inference.openai_server import become_server
-from slipstream.launch.deployable import Deployable, adapter_config_of, deployed_engine_plan
+from slipstream.plan.deployable import Deployable, adapter_config_of, deployed_engine
 from slipstream.plan.machine import measure_gpus
 from slipstream.weights.usage import GENERATION_CONFIG
 
@@ -71,7 +71,7 @@ def serve(
 def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
     """The arguments of `vllm serve`, except host, port and key."""
     on_cpu = measure_gpus()[0] == 0
-    plan = deployed_engine_plan(
+    settings = deployed_engine(
         deployable,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs or (16 if on_cpu else 256),
@@ -79,7 +79,7 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         enforce_eager=options.enforce_eager,
         trust_remote_code=options.trust_remote_code,
     )
-    settings, name = plan.settings, options.name or deployable.name
+    name = options.name or deployable.name
     adapter = adapter_config_of(deployable, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {
         "model": deployable.model,

@@ -24,7 +24,7 @@ from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
-from slipstream.processes import child_process, stacks
+from slipstream.processes import exits, stacks
 from slipstream.processes.launchers import LOCAL, Child, Launcher, Resources
 from slipstream.processes.temporary import remove_shared, remove_temporary
 from slipstream.weights.model_files import links_to_one_model
@@ -52,7 +52,7 @@ class EngineProcess:
         self.process: Child | None = None
         self._launcher = launcher
         # Of mode 0700, and not in the run folder, whose path may be too long for a Unix socket (108 bytes).
-        self._folder = child_process.private_folder("engine")
+        self._folder = exits.private_folder("engine")
         self.client = EngineClient(
             str(self._folder / "engine.sock"),
             is_alive=self.is_alive,
@@ -86,7 +86,7 @@ class EngineProcess:
             return "engine process never started"
         code = self.process.poll()
         if not self._was_silent:
-            return f"engine process {child_process.ending(code, self.log_path)}"
+            return f"engine process {exits.ending(code, self.log_path)}"
         state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"
         return f"engine process {state}; its log is {self.log_path}{f'; {self._stacks}' if self._stacks else ''}"
 
@@ -157,7 +157,7 @@ class EngineProcess:
         return self._was_silent or (self.process is not None and self.process.poll() == -signal.SIGKILL)
 
     def _is_stopped(self) -> bool:
-        return self.process is not None and child_process.is_stopped(self.process.pid)
+        return self.process is not None and exits.is_stopped(self.process.pid)
 
     async def _is_ready(self) -> bool:
         if not self.is_alive():
@@ -182,7 +182,7 @@ class EngineProcess:
         await self.wait_ready()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process and its group: `launchers.END` first, SIGKILL after `timeout_s`."""
+        """End the process and its group: `child.END` first, SIGKILL after `timeout_s`."""
         await self.client.close()
         await asyncio.to_thread(self.kill, timeout_s)
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.processes import child_process
+from slipstream.processes import exits
 from slipstream.processes.launchers import LOCAL
 from slipstream.processes.temporary import FOLDER_VARIABLE
 
@@ -39,7 +39,7 @@ _END_S = 10.0
 
 def become_server(arguments: Sequence[str], host: str, port: int, api_key: str) -> NoReturn:
     """Replace this process (exec) with vLLM's server. Its log is standard error."""
-    child_process.prepare_exec()
+    exits.prepare_exec()
     os.dup2(2, 1)
     command = [sys.executable, "-P", "-m", _MODULE, *_listening(arguments, host, port, api_key)]
     os.execve(sys.executable, command, _environment(host, api_key))
@@ -67,7 +67,7 @@ class ServerChild:
         raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self._ending()}")
 
     def _ending(self) -> str:
-        return f"it {child_process.ending(self._process.poll(), self._log_path)}"
+        return f"it {exits.ending(self._process.poll(), self._log_path)}"
 
     def stop(self) -> None:
         """End it and its process group."""
@@ -81,7 +81,7 @@ def _listening(arguments: Sequence[str], host: str, port: int, api_key: str) -> 
 
 def _environment(host: str, api_key: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH, _HOST_VARIABLE: host}
+    environment |= {**exits.OFFLINE, **exits.SAFE_PATH, _HOST_VARIABLE: host}
     return environment | ({KEY_VARIABLE: api_key} if api_key else {})
 
 

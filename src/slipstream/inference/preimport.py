@@ -19,7 +19,7 @@ from pathlib import Path
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.processes import child_process
+from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.files import open_own
 from slipstream.processes.launchers import LOCAL, Child, Resources
@@ -34,8 +34,8 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
     """The environment of an engine's processes as far as it does not depend on settings: `own`, and ours on top."""
     environment = dict(own)
     environment |= {
-        **child_process.OFFLINE,
-        **child_process.SAFE_PATH,
+        **exits.OFFLINE,
+        **exits.SAFE_PATH,
         ENGINE_VARIABLE: "1",
         **({"VLLM_PLUGINS": _with_ours(environment["VLLM_PLUGINS"])} if "VLLM_PLUGINS" in environment else {}),
         # Idle OpenMP threads must not spin: the trainer needs the same cores.
@@ -80,7 +80,7 @@ class EngineAhead:
         """This process's environment at that time; libraries imported later may change it."""
         resources = Resources(threads=threads)
         self._environment = resources.environment(engine_environment(self.own))
-        self._folder = child_process.private_folder("ahead")
+        self._folder = exits.private_folder("ahead")
         self._output = self._folder / "output"
         self._process: Child | None = None
         self._process = LOCAL.launch(MODULE, (), self._environment, resources, output=self._output)

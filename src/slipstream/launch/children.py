@@ -21,13 +21,13 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
-from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.processes import stacks
+from slipstream.processes.signals import StopRequest
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
 from slipstream.runlog import EventLog, RunLog

@@ -28,12 +28,12 @@ from slipstream.envs.registry import load_environment, played
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.deployable import with_weights_folder
 from slipstream.launch.engines import engine_plan
 from slipstream.orchestrator.batches.batch_order import BatchOrder
 from slipstream.orchestrator.matching.answers import answer_tokens, detects
 from slipstream.orchestrator.matching.schedule import generates_for
 from slipstream.orchestrator.matching.targets import conversations_of, examples_of, graded
+from slipstream.plan.deployable import with_weights_folder
 from slipstream.plan.derive import Plan, draft_plan
 from slipstream.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.plan.lengths import least_tokens, wanted_tokens

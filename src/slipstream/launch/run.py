@@ -41,7 +41,6 @@ from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
 from slipstream.launch.recovery.restarts import AttemptFailed, has_lost_weights, is_retriable, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.recovery.retry_policy import earlier_attempts
-from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
 from slipstream.orchestrator.control import commands
@@ -59,6 +58,7 @@ from slipstream.plan.memory.shortages import memory_at_start
 from slipstream.plan.memory.sizes import engine_bytes_per_gpu
 from slipstream.processes import stacks
 from slipstream.processes.heartbeat import Beating
+from slipstream.processes.signals import StopRequest
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
 from slipstream.runlog import RunLog, read_events, read_settings

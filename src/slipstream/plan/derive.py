@@ -24,7 +24,7 @@ from slipstream.plan.deadlines import plan_deadlines, retry_notes
 from slipstream.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.plan.lengths import plan_lengths
 from slipstream.plan.memory.cards import HAS_BFLOAT16, device_of, has_bfloat16
-from slipstream.plan.memory.checkpoints import check_disk, checkpoint_notes, plan_checkpoints
+from slipstream.plan.memory.checkpoints import checkpoint_notes, plan_checkpoints
 from slipstream.plan.memory.split import (
     plan_compile,
     plan_cpu_cache,
@@ -34,6 +34,7 @@ from slipstream.plan.memory.split import (
 )
 from slipstream.plan.memory.teacher import TeacherMemory, planned_teacher
 from slipstream.plan.placement import plan_placement
+from slipstream.plan.preflight.disk import check_disk
 from slipstream.plan.summary import (
     Note,
     batch_notes,

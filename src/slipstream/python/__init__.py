@@ -5,7 +5,7 @@ torch nor vLLM, keeps its event loop, and gets no memory of a GPU; what ends it 
 rows are objects of the caller's (`config/python_objects.py`).
 """
 
-from slipstream.python.functions import Evaluation, evaluate, new_model, sft, train
-from slipstream.python.run import Run, load_run
+from slipstream.python.entry_points import Evaluation, evaluate, new_model, sft, train
+from slipstream.python.run_handle import Run, load_run
 
 __all__ = ["Evaluation", "Run", "evaluate", "load_run", "new_model", "sft", "train"]

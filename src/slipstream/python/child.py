@@ -14,7 +14,7 @@ from slipstream.config import load_settings
 from slipstream.config.python_objects import give
 from slipstream.errors import Interrupted, SlipstreamError, StartsAgain
 from slipstream.processes import lifeline
-from slipstream.processes.child_process import leave
+from slipstream.processes.exits import leave
 from slipstream.python.protocol import Call, Outcome
 from slipstream.records import Rollout
 from slipstream.runlog import sample_of

@@ -24,8 +24,8 @@ from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
 from slipstream.inference.settings import EngineSettings
 from slipstream.processes import heartbeat, lifeline, stacks
-from slipstream.processes.child_process import leave
-from slipstream.processes.launchers import END
+from slipstream.processes.child import END
+from slipstream.processes.exits import leave
 
 
 async def serve(settings: EngineSettings) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.settings import EngineSettings
-from slipstream.processes.child_process import leave
+from slipstream.processes.exits import leave
 
 
 def main() -> None:

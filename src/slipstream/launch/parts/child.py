@@ -20,14 +20,14 @@ from slipstream.launch.generation import build_executor
 from slipstream.launch.parts.process import Queues, Settings, tasks_of
 from slipstream.launch.parts.start import begin
 from slipstream.launch.prepare import Prepared, prepare
-from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
 from slipstream.orchestrator import garbage_collection
 from slipstream.orchestrator.control.remote import Beats, NoticeLog, NoticeProgress, Outbox, serve
 from slipstream.processes import heartbeat, lifeline, stacks
-from slipstream.processes.child_process import leave
+from slipstream.processes.exits import leave
+from slipstream.processes.signals import StopRequest
 
 _NEVER_S = 365 * 24 * 3600.0
 """A run lasts no longer."""

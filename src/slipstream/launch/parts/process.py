@@ -31,7 +31,7 @@ from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Message, RemoteCaller, Request
-from slipstream.processes import child_process, stacks
+from slipstream.processes import exits, stacks
 from slipstream.processes.launchers import LOCAL, Child
 from slipstream.processes.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.progress import Progress
@@ -155,21 +155,21 @@ class OrchestratorProcess:
         )
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **exits.SAFE_PATH}
         return LOCAL.launch(PROGRAM, [str(path)], environment, output=self._log)
 
     def _ended(self) -> SlipstreamError | None:
         code = self._process.poll()
         if code is None:
             return None
-        what = f"{self._name} {child_process.ending(code, self._log)}"
+        what = f"{self._name} {exits.ending(code, self._log)}"
         kind = next((kind for kind in _FINAL if kind.exit_code == code), None)
         return OrchestratorError(what, was_killed=-code in _KILLS) if kind is None else kind(what)
 
     def _silent(self, seconds: float) -> SlipstreamError:
         """Kill a process that gives no sign of life, and say what it was doing."""
         pid, folder = self._process.pid, stacks.folder_of(self._run.folder)
-        is_stopped = child_process.is_stopped(pid)
+        is_stopped = exits.is_stopped(pid)
         how = "was stopped (state T), gave" if is_stopped else "gave"
         what = stacks.sentence(folder, stacks.ask(folder, only_group=pid))
         self.kill()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from slipstream.launch.parts.supervisor import PASSES_ON
 from slipstream.processes.channel import take_stdin
 from slipstream.processes.guard import PR_SET_PDEATHSIG, prctl
-from slipstream.processes.looks import POLL_S
+from slipstream.processes.stalls import POLL_S
 
 SILENT_POLLS = 15
 """How many waits of `POLL_S` it may be silent before the supervisor is looked for."""

@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError, Interrupted, SlipstreamError, Trainer
 from slipstream.launch.parts.watchdog import write_end
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.plan.machine import gpus_in_use
-from slipstream.processes import child_process, looks, stacks
+from slipstream.processes import exits, stacks, stalls
 from slipstream.processes.guard import adopt, children_of, end_descendants, reap
 from slipstream.processes.heartbeat import read_heartbeat, state_of
 from slipstream.processes.launchers import LOCAL, Child
@@ -80,7 +80,7 @@ class Supervisor:
         """Run the trainer to its end; its exit code, or minus the signal that ended it."""
         self._killed = ""
         arguments = [*self._arguments, *resume, "--supervised"]
-        child = LOCAL.launch("slipstream.cli", arguments, {**os.environ, **child_process.SAFE_PATH})
+        child = LOCAL.launch("slipstream.cli", arguments, {**os.environ, **exits.SAFE_PATH})
         try:
             self._child = child
             if self._stop_requested:  # while there was nobody to pass it on to
@@ -93,16 +93,16 @@ class Supervisor:
 
     def _watch(self, child: Child) -> int:
         """Wait for the trainer's end, and kill it when it stands still; its exit code."""
-        found = looks.Looks()
+        found = stalls.Looks()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(looks.POLL_S)
+                return child.wait(stalls.POLL_S)
             self._tell(ALIVE)
             _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), state_of(child.pid)
             if why := found.add(state, beat if beat is not None and beat.pid == child.pid else None):
                 self._kill(child, f"the trainer, process {child.pid}, {why}")
-                found = looks.Looks()
+                found = stalls.Looks()
 
     def _tell(self, byte: bytes) -> None:
         assert self._child is not None

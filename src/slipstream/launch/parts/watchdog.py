@@ -1,5 +1,5 @@
 """A watchdog process beside a trainer without a supervisor. It kills a trainer that hangs: stopped by SIGSTOP, without
-a heartbeat, or too long in a step's training (`looks.py`). A process cannot see these from inside.
+a heartbeat, or too long in a step's training (`stalls.py`). A process cannot see these from inside.
 
 Guarantees: before a kill, all processes of the run write their stacks, and a trainer that has continued by then lives.
 Standard error and `exit.json` say why the run ended. The watchdog ends with its trainer, however that ends. It is in
@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, TrainerLost
-from slipstream.processes import looks, stacks
+from slipstream.processes import stacks, stalls
 from slipstream.processes.heartbeat import Heartbeat, read_heartbeat, state_of
 from slipstream.processes.launchers import LOCAL, Child, Resources
 from slipstream.runlog import RunLog, holds_run, read_events, read_metrics
@@ -88,10 +88,10 @@ def main() -> None:
 
 def watch(trainer: int, folder: Path) -> str:
     """Look until the trainer hangs, and return the reason to kill it; empty where it has ended."""
-    found = looks.Looks()
-    while not select.select([sys.stdin], [], [], looks.POLL_S)[0]:
+    found = stalls.Looks()
+    while not select.select([sys.stdin], [], [], stalls.POLL_S)[0]:
         state = state_of(trainer)
-        if state in looks.ENDED:
+        if state in stalls.ENDED:
             return ""
         if found.add(state, _beat_of(trainer, folder)):
             told = stacks.sentence(stacks.folder_of(folder), stacks.ask(stacks.folder_of(folder)))
@@ -119,7 +119,7 @@ def end(trainer: int, error: SlipstreamError) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(trainer, signal.SIGKILL)
     until = time.monotonic() + _DYING_S
-    while state_of(trainer) not in looks.ENDED and time.monotonic() < until:
+    while state_of(trainer) not in stalls.ENDED and time.monotonic() < until:
         time.sleep(_PAUSE_S)
     shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view had hidden the cursor
     with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from slipstream.config import PlannedConfig
 from slipstream.errors import ZeroGradientError, first_line
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
 from slipstream.processes import heartbeat, lifeline, stacks
-from slipstream.processes.child_process import leave
+from slipstream.processes.exits import leave
 
 
 def main(path: str) -> int:

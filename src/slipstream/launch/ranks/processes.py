@@ -24,7 +24,7 @@ import msgspec
 from slipstream import errors
 from slipstream.config import PlannedConfig
 from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
-from slipstream.processes import child_process
+from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed, Garbage
 from slipstream.processes.launchers import LOCAL, Child, Resources
 from slipstream.processes.rendezvous import address_in
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "slipstream.launch.ranks.child"
 """The module that a child process runs."""
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", **exits.SAFE_PATH}
 _START_S = 300.0
 """How long a rank may take to start and import its modules, at least."""
 _GRACE_S = 5.0
@@ -233,7 +233,7 @@ class RankProcesses:
             if (answer := errors_of.get(rank.number)) is not None:
                 return self._error_of(rank, answer)
             if (code := rank.process.poll()) is not None:
-                return RankError(f"{self._name(rank)} {child_process.ending(code, rank.log)}")
+                return RankError(f"{self._name(rank)} {exits.ending(code, rank.log)}")
         return None
 
     def _error_of(self, rank: _Rank, answer: Answer) -> SlipstreamError:

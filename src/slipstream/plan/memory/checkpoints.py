@@ -1,6 +1,4 @@
-"""Derives when and how checkpoints are written, from the memory of a copy and the space on the disk of the run folder.
-Pure arithmetic, in bytes.
-"""
+"""Derives when and how checkpoints are written, from the memory of a copy. Pure arithmetic, in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config import PlannedConfig
-from slipstream.config.traits import planned_config, uses_critic, uses_engine
+from slipstream.config.traits import planned_config, uses_critic
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.facts import Facts
@@ -17,12 +15,7 @@ from slipstream.plan.summary import Note, host_bytes
 
 SNAPSHOT_PART = 1 / 2
 """Fraction of the memory that the run leaves; reward workers, libraries and the page cache need the rest."""
-NEARLY_FULL = 0.9
-"""Fraction of the free disk space beyond which there is a warning."""
 BY_CLOCK = "10min"
-_VERSIONS = 3
-"""Published versions on disk: the two newest, and the next while it is written; one more is evaluated beside
-training."""
 
 
 @dataclass(frozen=True)
@@ -89,45 +82,10 @@ def checkpoint_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         how += f"written while training goes on, from a copy in the machine's memory ({gib(saved.total)})"
     else:
         how += "training waits while it is written"
-    how += f"; {run.keep_checkpoints} kept to resume from, the weights of {_num_weights(config)}"
+    how += f"; {run.keep_checkpoints} kept to resume from, the weights of {num_weights(config)}"
     yield Note("size of a checkpoint", round(saved.total / GIB, 2), "GiB of disk", how)
 
 
-def check_disk(config: PlannedConfig, facts: Facts) -> tuple[list[str], list[str]]:
-    """Warnings of a disk that may get too full, and refusals of one that certainly gets too full: with the checkpoints
-    of every run."""
-    disk = facts.disk
-    if disk is None:
-        return [], []
-    every, steps, saved = config.run.checkpoint_every, config.training.steps, saved_bytes(config, facts)
-    surely = -(-steps // every) if isinstance(every, int) else 1
-    least, most = _on_disk(config, facts, surely), _on_disk(config, facts, steps + 1)
-    free = disk.free_bytes + disk.own_bytes
-    sizes = f"{gib(saved.total)} each, {gib(saved.weights)} of it weights"
-    several = [name for name in ("keep_checkpoints", "keep_weights") if getattr(config.run, name) > 1]
-    remedy = " or ".join(["make room, or name another run.folder", *(f"lower run.{name}" for name in several)])
-    where = f"of the disk of the run folder ({sizes}), and {gib(free)} are free there: {remedy}"
-    if least > free:
-        return [], [f"checkpoints and published versions take {gib(least)} {where}"]
-    if most > NEARLY_FULL * free:
-        return [f"checkpoints and published versions may take {gib(most)} {where}"], []
-    return [], []
-
-
-def _num_weights(config: PlannedConfig) -> int:
+def num_weights(config: PlannedConfig) -> int:
+    """Of how many checkpoints the weights are kept."""
     return max(config.run.keep_weights, config.run.keep_checkpoints)
-
-
-def _on_disk(config: PlannedConfig, facts: Facts, num_made: int) -> int:
-    """The most that lies there in a run of so many checkpoints: those that are kept, and one that is being written."""
-    saved, num_weights = saved_bytes(config, facts), _num_weights(config)
-    num_whole = min(num_made, config.run.keep_checkpoints + 1)
-    num_bare = min(num_made - num_whole, num_weights - config.run.keep_checkpoints)
-    beside = config.evaluation is not None and config.evaluation.beside
-    if config.evaluation is not None and config.evaluation.patience is not None:
-        num_bare += num_made > num_weights + 1  # the best one
-        num_bare += beside and num_made > num_weights + 2  # one that may be it
-    published = weights_bytes(facts.model, config.model.dtype)
-    published *= uses_engine(config) and config.weights.bridge in ("disk", "restart")
-    versions = min(_VERSIONS + beside, config.training.steps + 1) * published
-    return num_whole * saved.total + num_bare * saved.weights + versions

@@ -21,7 +21,7 @@ from slipstream.config.parse.messages import show
 from slipstream.config.parse.suggestions import closest
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
-from slipstream.processes import child_process
+from slipstream.processes import exits
 from slipstream.processes.launchers import LOCAL
 from slipstream.processes.temporary import temporary
 
@@ -46,8 +46,8 @@ def try_options(settings: EngineSettings) -> None:
     the options that it names."""
     environment = {
         **os.environ,
-        **child_process.OFFLINE,
-        **child_process.SAFE_PATH,
+        **exits.OFFLINE,
+        **exits.SAFE_PATH,
         "SLIPSTREAM_ENGINE": "1",
         "VLLM_PLUGINS": "slipstream",
     }
@@ -63,7 +63,7 @@ def try_options(settings: EngineSettings) -> None:
             ) from None
         finally:
             process.end(0.0)
-        reason = "" if process.poll() == 0 else child_process.last_error(log).partition(" [type=")[0]
+        reason = "" if process.poll() == 0 else exits.last_error(log).partition(" [type=")[0]
     if process.poll() != 0:
         named = [name for name in settings.options if name in reason] or [*settings.options]
         values = ", ".join(f"inference.options.{name} = {show(settings.options[name])}" for name in named[:3])

@@ -17,7 +17,7 @@ import msgspec
 
 from slipstream import errors
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.processes import child_process, launchers
+from slipstream.processes import exits, launchers
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.python.protocol import Call, Outcome
 from slipstream.runlog import (
@@ -51,7 +51,7 @@ class Job:
         is_seen = self._shown and _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
         self.process = launchers.LOCAL.launch(
             "slipstream.python.child",
-            environment={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **child_process.SAFE_PATH},
+            environment={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **exits.SAFE_PATH},
             output=None if is_seen else launchers.PIPE,
         )
         self._channel = Channel(self.process.socket)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.launch import signals
-from slipstream.launch.signals import StopRequest
+from slipstream.processes import signals
+from slipstream.processes.signals import StopRequest
 
 
 class Ended(BaseException):

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config import Loaded, ModelConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engines import EnginePlan
 from slipstream.plan.bridge import NOT_ADAPTED
-from slipstream.plan.deadlines import LEAST_S
 from slipstream.plan.derive import SMALL_MODEL_PARAMETERS
 from slipstream.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.plan.measure import read_model
@@ -196,7 +194,7 @@ def adapts_tower(model: str, modules: Iterable[str], *, trust_remote_code: bool 
     return bool(names_in_towers(model, modules, trust_remote_code=trust_remote_code))
 
 
-def deployed_engine_plan(
+def deployed_engine(
     deployable: Deployable,
     *,
     max_model_len: int | None = None,
@@ -204,9 +202,8 @@ def deployed_engine_plan(
     gpu_memory_utilization: float = 0.8,
     enforce_eager: bool | None = None,
     trust_remote_code: bool = False,
-    start_timeout_s: float = 600.0,
-) -> EnginePlan:
-    """Plan an engine for the model: dtype, context length and memory, without any `auto`.
+) -> EngineSettings:
+    """Settings of an engine for the model: dtype, context length and memory, without any `auto`.
 
     On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
     """
@@ -230,7 +227,7 @@ def deployed_engine_plan(
             f"{max_num_seqs} conversations of {length} tokens take {gib(need)} of KV cache, more than a quarter of the "
             f"memory ({gib(available)}): use less with --max-model-len"
         )
-    settings = EngineSettings(
+    return EngineSettings(
         model=deployable.model,
         socket="",
         dtype=dtype,
@@ -242,4 +239,3 @@ def deployed_engine_plan(
         trust_remote_code=trust_remote_code,
         threads=usable_cpus() if on_cpu else None,
     )
-    return EnginePlan(settings, start_timeout_s=start_timeout_s, request_timeout_s=LEAST_S)

@@ -17,7 +17,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.from_python import AnyReward, pack_environment, pack_rows
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.python.protocol import Call
-from slipstream.python.run import Job, OnStep, Run, error_of
+from slipstream.python.run_handle import Job, OnStep, Run, error_of
 from slipstream.runlog import refuse_used
 from slipstream.runlog.files import refuse_in_use
 
