@@ -7,9 +7,9 @@ import pytest
 
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
-from slipstream.launch.prepare import _schedule_notes
 from slipstream.orchestrator.matching.reader import MatchingReader
 from slipstream.orchestrator.matching.schedule import channel_of, generates_for
+from slipstream.plan.draw_notes import schedule_notes
 from tests.launch.matching_runs import answer_ids, new_detector, rollout
 
 
@@ -77,7 +77,7 @@ def test_channels_follow_the_pattern_or_the_exact_share(detector):
 def test_the_engine_is_needed_before_steps_of_channel_b_only():
     config = config_of(steps=6, pattern=("A", "A", "B"))
     assert [step for step in range(9) if generates_for(config, step)] == [2, 5]
-    notes = {note.name: (note.value, note.how) for note in _schedule_notes(config)}
+    notes = {note.name: (note.value, note.how) for note in schedule_notes(config)}
     assert notes["steps of channel B"] == (2, "of 6, by matching.pattern = A, A, B")
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,9 +12,8 @@ from torch import nn
 
 from slipstream.errors import ConfigError, WeightsError
 from slipstream.inference.plugin.weights.tensor_map import Piece, TensorMap
-from slipstream.launch.build import open_shared
 from slipstream.records import ParameterSpec
-from slipstream.trainer.model.loading import SharedTensors
+from slipstream.trainer.model.loading import SharedTensors, open_shared
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
@@ -60,8 +58,7 @@ def test_a_part_of_a_parameter_is_refused_with_the_reason(model):
     name = next(each for each in whole if each.endswith("down_proj.weight"))
     kept = {each: nn.Parameter(tensor[:, :3] if each == name else tensor) for each, tensor in whole.items()}
     shared = Exporter(kept.values()).describe({each: parameter.data for each, parameter in kept.items()}, {})
-    config = SimpleNamespace(model=SimpleNamespace(path=str(model), dtype="float32"))
-    opened = open_shared(config, [shared])
+    opened = open_shared(str(model), "float32", [shared])
     with pytest.raises(ConfigError, match=r"down_proj\.weight \(vLLM keeps only a part of it\)"):
         PolicyModel.load(model, shared=opened)
 

@@ -152,6 +152,7 @@ def build(
     cannot be compiled: uncompiled they need more memory than planned."""
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference
+    from slipstream.trainer.model.loading import open_shared
 
     tokens = config.training.micro_batch_tokens
 
@@ -161,7 +162,7 @@ def build(
         return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
 
     with stage("load the trainer's model"):
-        model = with_adapter(config, load_model(config, open_shared(config, workers)))
+        model = with_adapter(config, load_model(config, open_shared(config.model.path, config.model.dtype, workers)))
     policy = learner(model)
     policy.planned_bytes = planned_bytes
     reference = None
@@ -358,27 +359,3 @@ def share_weights(config: PlannedConfig, ask: Callable[[commands.Share], command
         raise CannotShare(answer.problem)
     assert isinstance(answer, commands.Shared)
     return answer.workers
-
-
-def open_shared(config: PlannedConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
-    """Open the weights of the engine's only worker and check them against the model's files, which takes as long as
-    reading those; None without workers."""
-    import torch
-
-    from slipstream.trainer.model.loading import SharedTensors, resolve_folder
-    from slipstream.weights.bridges.single_copy import check_loaded, open_weights
-    from slipstream.weights.model_files import stored_parameters
-
-    if not workers:
-        return None
-    (shared,) = workers
-    folder = resolve_folder(config.model.path)
-    tensors, refused = open_weights(shared), dict(shared.refused)
-    for stored in stored_parameters(folder, config.model.dtype):
-        if stored.name in tensors and tuple(tensors[stored.name].shape) != stored.shape:
-            refused[stored.name] = "vLLM keeps only a part of it"
-            del tensors[stored.name]
-    check_loaded(tensors, folder)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # before small permanent tensors fragment the memory used for the comparison
-    return SharedTensors(tensors, refused)

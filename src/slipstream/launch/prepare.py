@@ -5,7 +5,6 @@ It only reads files, so `slipstream plan` does exactly this and stops.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,10 +30,10 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.orchestrator.batches.batch_order import BatchOrder
 from slipstream.orchestrator.matching.answers import answer_tokens, detects
-from slipstream.orchestrator.matching.schedule import generates_for
 from slipstream.orchestrator.matching.targets import conversations_of, examples_of, graded
 from slipstream.plan.deployable import with_weights_folder
 from slipstream.plan.derive import Plan, draft_plan
+from slipstream.plan.draw_notes import mixture_notes, schedule_notes
 from slipstream.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.plan.lengths import least_tokens, wanted_tokens
 from slipstream.plan.measure import answer_turns, gather_facts, longest_answer, read_model
@@ -203,7 +202,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
-    notes += [*_mixture_notes(plan.config, part_of_item), *_schedule_notes(plan.config)]
+    notes += [*mixture_notes(plan.config, part_of_item), *schedule_notes(plan.config)]
     notes += check_images(plan.config, tokenizer, prompts, on_cpu=not facts.num_gpus)
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
@@ -384,41 +383,6 @@ def _part_of_item(section: EnvironmentConfig | None, items: Sequence[str]) -> tu
             )
     parts = {name: number for number, name in enumerate(section.mixture)}
     return tuple(parts[name] for name in items)
-
-
-def _mixture_notes(config: PlannedConfig, part_of_item: Sequence[int]) -> list[Note]:
-    """For each part of a mixture its training tasks, and how often they are drawn."""
-    if not part_of_item or config.environment is None:
-        return []
-    parts, sizes = config.environment.mixture, Counter(part_of_item)
-    total, training = sum(part.weight for part in parts.values()), config.training
-    drawn = training.steps * training.prompts_per_batch
-    notes: list[Note] = []
-    for number, (name, part) in enumerate(parts.items()):
-        share = part.weight / total
-        how = f"{100 * share:.3g} % of what is drawn, {share * drawn / sizes[number]:.3g} passes over them"
-        if config.environment.curriculum == "adaptive":
-            how += ", before the curriculum changes it"
-        notes.append(Note(f"tasks of {name}", sizes[number], "", how))
-    return notes
-
-
-def _schedule_notes(config: PlannedConfig) -> list[Note]:
-    """How many steps are channel B's."""
-    if config.matching is None:
-        return []
-    steps, matching = config.training.steps, config.matching
-    count = sum(generates_for(config, step) for step in range(steps))
-    how = f"matching.pattern = {', '.join(matching.pattern)}"
-    if matching.b_ratio is not None:
-        how = f"matching.b_ratio = {matching.b_ratio:g}"
-    if not count:
-        how += ": no rollouts are made to train on"
-    forwards = matching.softctx_iterations
-    return [
-        Note("steps of channel B", count, "", f"of {steps}, by {how}"),
-        Note("forwards of channel A", forwards, "", "of each row, by matching.softctx_iterations"),
-    ]
 
 
 def _tokenized(

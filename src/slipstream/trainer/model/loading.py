@@ -7,7 +7,7 @@ with an engine take the parameters' places without a copy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, one_line
 from slipstream.trainer.model.vision_towers import auto_class, reads_images, text_config, unusable
-from slipstream.weights.bridges.single_copy import CannotShare
+from slipstream.weights.bridges.single_copy import CannotShare, SharedWeights, check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,6 +50,26 @@ class SharedTensors:
 
     tensors: Mapping[str, Tensor]
     refused: Mapping[str, str]
+
+
+def open_shared(
+    path: str, dtype: Literal["float32", "bfloat16", "float16"], workers: Sequence[SharedWeights]
+) -> SharedTensors | None:
+    """Open the weights of the engine's only worker and check them against the files of the model `path`, which takes
+    as long as reading those; None without workers."""
+    if not workers:
+        return None
+    (shared,) = workers
+    folder = resolve_folder(path)
+    tensors, refused = open_weights(shared), dict(shared.refused)
+    for stored in stored_parameters(folder, dtype):
+        if stored.name in tensors and tuple(tensors[stored.name].shape) != stored.shape:
+            refused[stored.name] = "vLLM keeps only a part of it"
+            del tensors[stored.name]
+    check_loaded(tensors, folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # before small permanent tensors fragment the memory used for the comparison
+    return SharedTensors(tensors, refused)
 
 
 def load_network(
