@@ -124,7 +124,7 @@ def follow_end() -> None:
 
 
 def remove_at_end(path: str) -> None:
-    """Have `path` removed when this process ends, also by `follow_stdin`."""
+    """Have `path` removed when this process ends, also by `Parent`."""
     _to_remove.add(path)
     if folder := _own_folder():
         note_shared(folder, path)
