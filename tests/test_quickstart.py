@@ -10,7 +10,7 @@ import pytest
 
 import slipstream
 from slipstream.config import load_config, load_settings
-from slipstream.python import functions
+from slipstream.python import entry_points
 
 FOLDER = Path(__file__).parents[1] / "examples" / "quickstart"
 ACCURACY = {"sft": 0.48, "grpo": 0.946, "control": 0.614}
@@ -45,7 +45,7 @@ def quickstart(monkeypatch, tmp_path):
         module.main()
 
     found.main = main
-    monkeypatch.setattr(functions, "_run", run)
+    monkeypatch.setattr(entry_points, "_run", run)
     monkeypatch.setattr(slipstream, "new_model", lambda folder, **options: folder, raising=False)
     monkeypatch.setattr(module, "NUM_DEMONSTRATIONS", 50)
     return found

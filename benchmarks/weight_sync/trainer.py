@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import PlannedConfig
-from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
+from slipstream.launch.build import POLICY, build_parts, load_model
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.plan.measure import adapter_config
 from slipstream.processes.signals import StopRequest
 from slipstream.records import SamplingParams
+from slipstream.trainer.model.loading import open_shared
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights
 
@@ -136,7 +137,7 @@ def sync_trainer(
     Its other ranks end with the block, or when `stop.at_once` is called.
     """
     if config.training.ranks == 1:
-        model = load_model(config, open_shared(config, workers))
+        model = load_model(config, open_shared(config.model.path, config.model.dtype, workers))
         if config.lora is not None:
             model.add_adapter(adapter_config(config))
         yield _SingleProcess(model)

@@ -13,7 +13,6 @@ from slipstream.runlog.ledger import balance
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 
 from .test_real_runs import ENDLESS, num_steps
-from .test_separate_parts import ELSEWHERE
 
 pytestmark = pytest.mark.engine
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -21,10 +20,10 @@ SLOW = ("--environment.settings", "{coin = true, pause = 0.05}", "--evaluation",
 """The trainer waits for rollouts nearly all the time."""
 
 
-def signal_all(run, number, parts=()):
+def signal_all(run, number):
     """Signal each process of the run, first all but trainer and supervisor; returns how many they are."""
     firsts = {run.process.pid, *(each.pid for each in run.running("slipstream.cli"))}
-    others = {pid for each in (run, *parts) for pid in (each.process.pid, *each.children())} - firsts
+    others = {run.process.pid, *run.children()} - firsts
     for pids, pause_s in ((others, 1.5), (firsts, 0.0)):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -57,20 +56,6 @@ def test_the_last_step_is_saved_and_the_run_resumes(command, run_file, tmp_path,
     assert [row["step"] for row in read_metrics(folder)] == list(range(last + 3))
     assert balance(folder).num_open == 0
     assert again.left_behind() == []
-
-
-@pytest.mark.full
-def test_parts_in_commands_of_their_own(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    parts = [command(kind, folder) for kind in ("engine", "orchestrator")]
-    settings = (*ELSEWHERE, "--run.checkpoint_every", "100000", "--run.folder", folder)
-    run = command("train", run_file, *SLOW, *ENDLESS, *settings)
-    run.until(lambda: num_steps(folder) >= 2)
-    signal_all(run, TERM, parts)
-    check_saved(run, folder)
-    for part in parts:
-        assert part.wait(60)[0] == 130
-        assert part.left_behind() == []
 
 
 STANDS_S = 75.0

@@ -16,7 +16,7 @@ from slipstream.envs.base import Score
 from slipstream.envs.from_python import load_python_environment, pack_environment, pack_rows
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, SlipstreamError
-from slipstream.python import functions
+from slipstream.python import entry_points
 from slipstream.python.protocol import Outcome
 from slipstream.python.run_handle import error_of
 from tests.envs.environments import shorten
@@ -147,13 +147,13 @@ def test_what_nobody_gave_is_told_with_the_calls_to_use():
 
 
 def test_arguments_become_tables(tmp_path):
-    tree = functions._tree({"training": {"learning_rate": 1e-3}, "evaluation": False}, tmp_path, "grpo", 3, "out", 5)
+    tree = entry_points._tree({"training": {"learning_rate": 1e-3}, "evaluation": False}, tmp_path, "grpo", 3, "out", 5)
     assert tree["training"] == {"learning_rate": 1e-3, "steps": 3}
     loaded = load_settings({**tree, "environment": {"name": "reasoning_gym/spell_backward"}})
     assert (loaded.config.training.steps, loaded.config.run.seed, loaded.config.evaluation) == (3, 5, None)
     assert loaded.origins["training.steps"] == "Python call"
     with pytest.raises(ConfigError, match=r"steps and training=.*say the same"):
-        functions._tree({"training": {"steps": 3}}, "m", "grpo", 3, None, None)
+        entry_points._tree({"training": {"steps": 3}}, "m", "grpo", 3, None, None)
 
 
 def test_conversations_become_the_section_data(monkeypatch, tmp_path):
@@ -167,7 +167,7 @@ def test_conversations_become_the_section_data(monkeypatch, tmp_path):
         def follow(self, each):
             return Outcome()
 
-    monkeypatch.setattr(functions, "Job", Job)
+    monkeypatch.setattr(entry_points, "Job", Job)
 
     def settings(data, **more):
         slipstream.sft("m", data, folder=tmp_path / f"run{len(made)}", progress=False, **more)
@@ -208,7 +208,7 @@ def load_rows(packed):
     ],
 )
 def test_wrong_settings_start_nothing(given_more, message, monkeypatch):
-    monkeypatch.setattr(functions, "Job", None)
+    monkeypatch.setattr(entry_points, "Job", None)
     with pytest.raises(ConfigError, match=message):
         slipstream.train("model", tasks, reward, **given_more)
 
