@@ -1,8 +1,10 @@
 """The guard by itself, for root and for a normal user: what its worker cannot read, and a fork bomb."""
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -56,7 +58,13 @@ START = """
 def test_a_signal_to_all_processes_ends_neither_guard_nor_worker():
     command = [sys.executable, "-I", "-S", guard.__file__, "64", guard.NO_NAMESPACE]
     command += [sys.executable, "-m", worker.__name__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+    _, theirs = sockets = socket.socketpair()
+    with (
+        contextlib.ExitStack() as stack,
+        subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True) as process,
+    ):
+        for each in sockets:
+            stack.callback(each.close)
         until = time.monotonic() + 60
         while not (pids := guard.children_of(process.pid)) or not is_ready(pids[0]):
             assert time.monotonic() < until
