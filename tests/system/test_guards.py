@@ -759,8 +759,8 @@ def test_prometheus_is_served_while_the_run_lives(scripted):
 
     report = scripted.run(*WITHOUT_EVALUATION, "--run.metrics_port", "0", "--run.name", "mine", change=change)
     assert report.status == "finished"
-    assert 'slipstream_rollouts_trained_total{run="mine",lineage="0"} 32.0' in pages[-1]
-    assert 'slipstream_step{run="mine",lineage="0"} 2.0' in pages[0]
+    assert 'slipstream_rollouts_trained_total{lineage="0",run="mine"} 32.0' in pages[-1]
+    assert 'slipstream_step{lineage="0",run="mine"} 2.0' in pages[0]
 
 
 def test_a_port_in_use_is_told_before_anything_begins(scripted):
