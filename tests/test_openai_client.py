@@ -144,7 +144,7 @@ async def test_retry_after_is_heeded(form):
     assert server.times[1] - server.times[0] >= 0.55
 
 
-@pytest.mark.parametrize("asked", ["100", "inf", formatdate(time.time() + 9999, usegmt=True)])
+@pytest.mark.parametrize("asked", ["100", "inf", "Fri, 31 Dec 2100 23:59:59 GMT"])
 async def test_a_server_that_asks_for_too_long_is_given_up_at_once(asked):
     def refuse(request):
         raise web.HTTPServiceUnavailable(headers={"Retry-After": asked})

@@ -13,8 +13,8 @@ START_GRACE_S = 60.0
 
 
 def silence_limit_s(config: PlannedConfig) -> float:
-    """How long a batch or an evaluation may go on without a turn, a try of one or a rollout that ends, in seconds: the
-    sum of all deadlines that one rollout may wait for, and of the longest wait between two tries of a request."""
+    """Seconds without progress after which a batch or an evaluation fails. Progress is a turn, a retry or a finished
+    rollout. The limit is the sum of a rollout's deadlines and the longest wait between two tries of a request."""
     section, inference = config.environment, config.inference
     own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
     engine_s = inference.request_timeout_s + inference.start_timeout_s

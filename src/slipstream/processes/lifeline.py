@@ -1,6 +1,6 @@
 """Ends a child process with its parent, by the end of its channel (`Parent`), and not by signals that are meant for the
-trainer. vLLM starts its own processes, which poll their parent's pid (`follow_parent`). What a child would leave in
-shared memory belongs to its temporary folder, whose owner removes it where the child itself was killed."""
+trainer. vLLM starts its own processes, which poll their parent's pid (`follow_parent`). A child's shared memory is
+named after its temporary folder: the folder's owner removes both when the child was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run.exact` refuses beside what `model.shared_kernels` does, which the plan knows (`plan/derive.py`)."""
+"""The settings that `run.exact` refuses. The plan checks the needs of `model.shared_kernels` (`plan/derive.py`)."""
 
 from __future__ import annotations
 
