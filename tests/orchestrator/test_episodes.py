@@ -89,6 +89,15 @@ async def test_turn_rewards_add_up_and_must_be_one_for_each_turn():
     assert "gave 1 turn rewards for an episode of 2 turns" in rollout.error
 
 
+async def test_a_control_token_in_a_message_of_the_environment_is_said_once():
+    warnings = []
+    runner = runner_of(Talks(), warn=warnings.append, control_texts=frozenset({"or", "ab"}))
+    rollouts = [await attempt(runner) for _ in range(2)]
+    assert [rollout.completion for rollout in rollouts] == ["ab", "ab"]  # the policy's own text is its own
+    assert len(warnings) == 1
+    assert warnings[0].startswith("a user message of environment Talks holds or as text")
+
+
 async def raises():
     raise ValueError("in between")
 

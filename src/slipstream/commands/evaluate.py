@@ -170,6 +170,7 @@ async def _on_engine(
                 context_length=config.inference.max_model_len,
                 retries=retries_of(config),
                 warn=warn,
+                control_texts=prepared.tokenizer.special_texts,
             )
             return await work(runner)
     finally:

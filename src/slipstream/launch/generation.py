@@ -228,6 +228,7 @@ def _runner(
         on_ended=Failures(own_part, num_failures, keep, version).ended,
         idle=idle,
         retries=retries_of(config, context.log.count),
+        control_texts=prepared.tokenizer.special_texts,
     )
 
 

@@ -46,6 +46,7 @@ from slipstream.records import (
     Completion,
     GenerateRequest,
     Media,
+    Message,
     Outcome,
     Rollout,
     SamplingParams,
@@ -124,10 +125,12 @@ class RolloutRunner:
         warn: Callable[[str], None] = lambda text: None,
         on_ended: Callable[[Rollout], None] = lambda rollout: None,
         idle: IdleTime | None = None,
+        control_texts: frozenset[str] = frozenset(),
     ) -> None:
         """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
-        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, `on_ended`
-        of each rollout. `idle` counts the engine's requests."""
+        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, and once when a
+        message of the environment holds one of `control_texts`. `on_ended` is told of each rollout. `idle` counts the
+        engine's requests."""
         self._environment = environment
         self._shares_tasks = placement(environment)[0]
         self._scorer = scorer
@@ -138,6 +141,7 @@ class RolloutRunner:
         self.context_length = context_length
         self._warn = warn
         self._on_ended = on_ended
+        self._control_texts = control_texts
         self._num_not_closed = 0
         self.retries = retries or Retries()
         self.idle = idle or IdleTime()
@@ -239,6 +243,7 @@ class RolloutRunner:
             await self._close_episode(of_run, policy.state)
             policy.close()
             messages = following(task.prompt, policy.conversation)
+            self._warn_of_control_tokens(messages)
             if policy.num_turns > 1:
                 rollout.turns = messages
         stop: Stop = episode.stop
@@ -253,6 +258,20 @@ class RolloutRunner:
         rollout.metrics = dict(episode.metrics)
         rollout.metrics |= self._tool_metrics(task, policy)
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(messages))
+
+    def _warn_of_control_tokens(self, messages: Sequence[Message]) -> None:
+        """A template renders the text of a special token to that token, also in what a tool found on a web page. The
+        image marks of a message with images are its own."""
+        given = [each for each in messages if each.role != "assistant" and not each.media]
+        found = ((each.role, text) for each in given for text in self._control_texts if text in each.content)
+        if (first := next(found, None)) is not None:
+            self._control_texts = frozenset()
+            role, text = first
+            self._warn(
+                f"a {role} message of environment {self._environment.name} holds {text} as text, which the model reads "
+                "as a control token, so that a text can forge a turn: write it differently there (later ones are not "
+                "counted)"
+            )
 
     def _tool_metrics(self, task: Task, policy: RecordingPolicy) -> dict[str, float]:
         if not self._environment.has_tools(task):
