@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full coverage check format clean
+.PHONY: help install quickstart test test-full coverage check format release clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,14 +36,18 @@ coverage: $(INSTALLED) ## lines and branches that the tests run, in every proces
 	SLIPSTREAM_COVERAGE=$(CURDIR)/.coverage $(BIN)/coverage combine --quiet
 	SLIPSTREAM_COVERAGE=$(CURDIR)/.coverage $(BIN)/coverage report
 
-check: $(INSTALLED) ## lint, format and types
+check: $(INSTALLED) ## lint, format, types and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python dev/prose.py
 
 format: $(INSTALLED) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+release: $(INSTALLED) ## set the version, commit and tag: `make release VERSION=0.2.0`
+	$(BIN)/python dev/release.py "$(VERSION)"
 
 clean: ## remove runs, models and caches; keep the environment
 	rm -rf runs models .pytest_cache .ruff_cache .hypothesis

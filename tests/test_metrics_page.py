@@ -12,7 +12,7 @@ GROUPS = (
     "|dropped_groups|dropped_tokens|retry|task|teacher"
 )
 SOURCE = Path(slipstream.__file__).parent
-ELSEWHERE = {"detection", "matching", "view", "report", "cli", "tools"}
+ELSEWHERE = {"detection", "matching", "view", "report", "cli", "commands"}
 """Rollout matching has a page of its own (docs/detection.md), which names some in short; the others write none."""
 
 

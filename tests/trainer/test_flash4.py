@@ -210,7 +210,7 @@ def test_rows_of_its_smallest_size_are_its_own(route):
 
 def test_the_extra_installs_what_was_measured():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    measured = re.search(r"`flash-attn-4` (\S+)\)", (ROOT / "BENCHMARKS.md").read_text())
+    measured = re.search(r"`flash-attn-4` (\S+)\)", (ROOT / "dev/bench/LOG.md").read_text())
     assert extras["flash"] == [f"flash-attn-4=={measured[1]}"]
     assert extras["flash"][0] in (ROOT / "constraints/gpu.txt").read_text().splitlines()
 
