@@ -61,6 +61,23 @@ def test_output_that_cannot_be_written(tmp_path):
     assert "cannot be written" in said(done, 1)
 
 
+def test_ctrl_c_while_the_command_is_imported():
+    program = (
+        "import sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'cyclopts':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "import slipstream.__main__\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert said(done, 130) == ""
+
+
 def test_arguments_are_utf8_in_any_locale(tmp_path):
     (tmp_path / "run.toml").write_text(MINIMAL)
     program = (

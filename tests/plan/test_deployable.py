@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 
+import msgspec
 import pytest
 
 from slipstream.cli import main
 from slipstream.commands.chat import chat_tokenizer
+from slipstream.commands.export import export
 from slipstream.commands.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
@@ -21,6 +25,7 @@ from slipstream.plan.deployable import (
     with_weights_folder,
 )
 from slipstream.records import Message
+from slipstream.trainer.checkpoints.manifest import facts_of
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SFT = """
@@ -71,6 +76,39 @@ def test_a_run_a_checkpoint_and_its_weights_are_the_same_model(place):
     best.unlink()
     plain = find_deployable(str(place / "model"))
     assert (plain.name, plain.run_settings) == ("model", {})
+
+
+def test_a_damaged_newest_or_best_checkpoint_is_not_passed_over(place, tmp_path):
+    shutil.copytree(place / "whole", tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-000002"
+    os.truncate(newest / "weights/model.safetensors", 100)
+    with pytest.raises(ConfigError, match=r"step-000002 is damaged .*has 100 bytes"):
+        weights_folder(tmp_path / "run")
+    best = newest.with_name("best")
+    best.symlink_to("step-000001")
+    assert weights_folder(tmp_path / "run").parent.name == "step-000001"
+    best.unlink()
+    best.symlink_to("step-000009")
+    with pytest.raises(ConfigError, match="step-000009 is damaged"):
+        weights_folder(tmp_path / "run")
+
+
+def test_an_export_reads_large_files_to_their_end(place, tmp_path, monkeypatch):
+    shutil.copytree(place / "whole", tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    file = checkpoint / "weights/model.safetensors"
+    monkeypatch.setattr("slipstream.trainer.checkpoints.manifest.HASHED_BYTES", 4096)
+    facts = msgspec.to_builtins(facts_of(file))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["weights/model.safetensors"] = facts
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for named in (tmp_path / "run", checkpoint, file.parent):
+        with pytest.raises(ConfigError, match=r"model\.safetensors has other contents"):
+            export(named, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_brings_its_base(place, tmp_path):

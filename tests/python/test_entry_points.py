@@ -154,6 +154,8 @@ def test_arguments_become_tables(tmp_path):
     assert loaded.origins["training.steps"] == "Python call"
     with pytest.raises(ConfigError, match=r"steps and training=.*say the same"):
         entry_points._tree({"training": {"steps": 3}}, "m", "grpo", 3, None, None)
+    with pytest.raises(ConfigError, match="folder = b'out' is no path"):
+        entry_points._tree({}, "m", "grpo", 3, b"out", None)
 
 
 def test_conversations_become_the_section_data(monkeypatch, tmp_path):

@@ -1,5 +1,8 @@
 """The `slipstream` command. A command reads its configuration first and imports heavy code only then."""
 
-from slipstream.cli.app import main
+try:
+    from slipstream.cli.app import main
+except KeyboardInterrupt:  # Ctrl-C while the command is imported
+    raise SystemExit(130) from None
 
 __all__ = ["main"]

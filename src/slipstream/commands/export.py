@@ -9,6 +9,8 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.plan.deployable import base_folder, run_settings, weights_folder
+from slipstream.trainer.checkpoints.checkpoint import damage
+from slipstream.trainer.checkpoints.manifest import MANIFEST
 from slipstream.weights.adapter_folder import (
     adapted_modules,
     changes_nothing,
@@ -25,8 +27,8 @@ def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_co
     """Write the weights of `checkpoint` (its folder, the `weights` in it, or a run's folder) to the new folder `out`.
 
     `merged`: an adapter is merged into its base model, in the adapter's dtype; with `trust_remote_code` the base's
-    folder may run its own Python code. Raises ConfigError, and writes nothing, when there is nothing to export or `out`
-    exists.
+    folder may run its own Python code. Raises ConfigError, and writes nothing, when there is nothing to export, `out`
+    exists, or a file of the checkpoint is not as it was written.
     """
     source = weights_folder(checkpoint)
     is_adapter = is_adapter_folder(source)
@@ -34,6 +36,9 @@ def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_co
         raise ConfigError(f"{out} exists already: give a new folder")
     if merged and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model, so there is nothing to merge: leave out --merged")
+    is_checkpoint = source.name == "weights" and (source.parent / MANIFEST).is_file()
+    if is_checkpoint and (reason := damage(source.parent, whole="weights/")):
+        raise ConfigError(f"checkpoint {source.parent} is damaged ({reason}): use another one of its run")
     if merged:
         _write_merged(source, out, trust_remote_code)
         return out

@@ -49,10 +49,14 @@ def weights_folder(path: Path) -> Path:
 
     if (path / "events.jsonl").is_file():
         store = CheckpointStore(path / "checkpoints")
-        checkpoint = store.best() or store.latest(resumable=False)
-        if checkpoint is None:
+        best, named = store.folder / "best", store.named()
+        if not best.is_symlink() and not named:
             raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
-        return checkpoint / "weights"
+        # A damaged one is not passed over: an older model in its place would look like the newest.
+        path = best.resolve() if best.is_symlink() else named[-1]
+        if reason := damage(path):
+            raise ConfigError(f"checkpoint {path} is damaged ({reason}): use another one of its run")
+        return path / "weights"
     if (path / "manifest.json").is_file():
         if reason := damage(path):
             raise ConfigError(f"checkpoint {path} is damaged ({reason}): use another one of its run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -222,6 +223,8 @@ def _tree(
     epochs: float | None = None,
 ) -> dict[str, Any]:
     """The run file's tables."""
+    if not isinstance(folder, str | os.PathLike | None):
+        raise ConfigError(f"folder = {folder!r} is no path: give a text or a Path")
     tree: dict[str, Any] = {name: _plain(content) for name, content in sections.items()}
     tree["model"] = _plain(model) if isinstance(model, Mapping) else {"path": str(model)}
     tree["algorithm"] = _plain(algorithm) if isinstance(algorithm, Mapping) else {"kind": algorithm}

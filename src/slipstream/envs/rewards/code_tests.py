@@ -14,6 +14,7 @@ another one (`code_harness.py`). The reward is 1 if all tests pass, and `tests_p
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -238,7 +239,7 @@ def read_tests(answer: Any) -> Tests:
     if not isinstance(answer, Mapping):
         raise ValueError(f"the answer {answer!r:.60} is a {type(answer).__name__}")
     table = cast("Mapping[str, Any]", answer)
-    entry = str(table.get("entry_point") or "")
+    entry, function = (_function_name(table.get(key)) for key in ("entry_point", "fn_name"))
     setup = table.get("test_setup_code") or table.get("setup") or ""
     if "test" in table:
         return _assertions([f"{table['test']}\ncheck(candidate)" if entry else table["test"]], setup, entry)
@@ -251,9 +252,17 @@ def read_tests(answer: Any) -> Tests:
     pairs = (cast("list[Any]", inputs), cast("list[Any]", outputs))
     if len(pairs[0]) != len(pairs[1]) or not pairs[0]:
         raise ValueError(f"the answer has {len(pairs[0])} inputs and {len(pairs[1])} outputs")
-    if not table.get("fn_name"):
+    if not function:
         return Tests("runs", *pairs)
-    return Tests("calls", *_arguments(*pairs), str(table["fn_name"]))
+    return Tests("calls", *_arguments(*pairs), function)
+
+
+def _function_name(given: Any) -> str:
+    if not given:
+        return ""
+    if not isinstance(given, str) or not given.isidentifier():
+        raise ValueError(f"{given!r:.60} is no name of a function or method")
+    return given
 
 
 def _arguments(inputs: list[Any], outputs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -285,7 +294,19 @@ def _assertions(tests: Any, setup: Any, entry: str) -> Tests:
             raise ValueError(f"{source!r:.60} is no Python ({error})") from None
     if not entry and not any(code_harness.unknown_names(line) for line in lines):
         raise ValueError(f"the assertions {lines[0]!r:.60} call no function of the program")
+    if not any(_can_fail(source) for source in (*lines, setup)):
+        raise ValueError(f"the assertions {lines[0]!r:.60} assert nothing, and any program would pass")
     return Tests("assertions", lines, lines, entry, setup)
+
+
+def _can_fail(source: str) -> bool:
+    """Whether Python source asserts or raises, by itself or by a function such as `self.assertEqual`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert | ast.Raise):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr.startswith("assert"):
+            return True
+    return False
 
 
 def same_output(found: str, expected: str) -> bool:

@@ -81,7 +81,6 @@ class Judge(Graded):
         self._settings = settings
         self._deadline_s = settings.deadline_s or 0.8 * reward_timeout_s
         _check(settings, name, self._deadline_s, reward_timeout_s)
-        self._where = urlsplit(settings.url).netloc
         if settings.key_variable and not os.environ.get(settings.key_variable):
             raise ConfigError(f"the judge {name} has no key: {self._without_key}")
         # Imported here, and not at the first request: a fork of this process for each reward would import it each time.
@@ -91,6 +90,7 @@ class Judge(Graded):
             OpenAIClient(settings.url, self._key)
         except ConfigError as error:
             raise ConfigError(f"environment.settings.judges.{name}: {error}") from None
+        self._where = urlsplit(settings.url).netloc
         self._memory: dict[str, _Reply] = {}
         self._spent = _Spent()
 
@@ -286,8 +286,8 @@ def _check(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout
         raise ConfigError(f"{where}.url holds a name or a password: give the key by key_variable")
     if "{completion}" not in settings.prompt:
         raise ConfigError(f"{where}.prompt does not show the completion: write {{completion}} where it belongs")
-    if settings.scale[0] == settings.scale[1]:
-        raise ConfigError(f"{where}.scale has two equal ends: give the worst and the best score")
+    if settings.scale[0] == settings.scale[1] or not all(map(math.isfinite, settings.scale)):
+        raise ConfigError(f"{where}.scale has equal or infinite ends: give the worst and the best score")
     if not 0 < deadline_s < reward_timeout_s:
         raise ConfigError(
             f"{where}.deadline_s = {deadline_s:g} is not below environment.reward_timeout_s = {reward_timeout_s:g}, at "
