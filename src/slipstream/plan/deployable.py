@@ -49,6 +49,9 @@ def weights_folder(path: Path) -> Path:
 
     if (path / "events.jsonl").is_file():
         store = CheckpointStore(path / "checkpoints")
+        best = store.folder / "best"
+        if best.is_symlink() and (reason := damage(best)):
+            raise ConfigError(f"the best checkpoint of the run in {path} is damaged ({reason}): name another one of it")
         checkpoint = store.best() or store.latest(resumable=False)
         if checkpoint is None:
             raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
