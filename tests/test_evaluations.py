@@ -105,10 +105,14 @@ def test_other_files_are_refused(tmp_path, content, problem):
         read_evaluation(tmp_path / "file")
 
 
-def test_a_task_without_samples_is_refused(tmp_path):
-    keep_evaluation(tmp_path / "kept.json", evaluation([1], []))
-    with pytest.raises(DataError, match="no sample of task eval/1"):
-        read_evaluation(tmp_path / "kept.json")
+def test_tasks_that_cannot_be_paired_are_refused(tmp_path):
+    twice = evaluation([1], [0])
+    twice.tasks[1] = twice.tasks[0]
+    for number, (given, problem) in enumerate(((evaluation([1], []), "no sample of task eval/1"), (twice, "one id"))):
+        path = tmp_path / f"{number}.json"
+        keep_evaluation(path, given)
+        with pytest.raises(DataError, match=problem):
+            read_evaluation(path)
 
 
 def test_figures_are_found_by_their_names():

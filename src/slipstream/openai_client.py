@@ -94,7 +94,8 @@ class OpenAIClient:
         """
         content = None if body is None else json.dumps(body).encode()
         url, last, num_tries = self.url + path, "no answer", 0
-        give_up_at = time.monotonic() + (deadline_s if patience_s is None else patience_s)
+        begun = time.monotonic()
+        give_up_at = begun + (deadline_s if patience_s is None else patience_s)
         try:
             async with Patience(deadline_s):
                 for num_tries in itertools.count(1):
@@ -118,7 +119,8 @@ class OpenAIClient:
                     await asyncio.sleep(wait)
         except TimeoutError:
             last = f"no answer, before that {last}" if num_tries > 1 else last
-        raise Unanswered(f"no answer in {deadline_s:g} s and {num_tries} tries (the last: {last})", is_late=True)
+        waited_s = time.monotonic() - begun
+        raise Unanswered(f"no answer in {waited_s:.3g} s and {num_tries} tries (the last: {last})", is_late=True)
 
     async def _once(self, method: str, url: str, content: bytes | None) -> tuple[httpx.Response, bytes]:
         """The answer to one try, with its content."""

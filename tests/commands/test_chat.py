@@ -73,3 +73,13 @@ def test_what_a_server_refuses_and_what_is_for_another_one(server, chat):
     assert "/new" in err
     for arguments in (["--thinking"], ["--base", "x"], ["--max-model-len", "5"], ["--served-name", "other"]):
         assert chat("a\n", *arguments)[1] == 2
+    for heat in ("nan", "inf", "-1"):
+        assert chat("a\n", "--temperature", heat)[1] == 2
+
+
+def test_a_server_that_loses_every_connection_is_soon_given_up(server, chat, monkeypatch):
+    monkeypatch.setattr("slipstream.commands.chat._PATIENCE_S", 0.1)
+    server.fail = [503] * 9
+    lines, code, err = chat("a\n")
+    assert (lines, code) == ([], 5)
+    assert "status 503" in err

@@ -240,6 +240,7 @@ def test_the_terminal_shows_the_figures(server, run_file, slipstream):
     ("arguments", "problem"),
     [
         (("--key-variable", "NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE holds no key: set it"),
+        (("--key-variable", "sk-SECRET"), "--key-variable"),
         (("--served-name", "other"), "does not serve 'other' (it has: adder): give --served-name"),
         (("--out", "nowhere/kept.json"), "nowhere is not a folder"),
         (("--evaluation", "false"), "must not be turned off"),
@@ -250,6 +251,7 @@ def test_what_cannot_work_is_one_sentence(server, run_file, slipstream, argument
     assert code == 2
     assert problem in err
     assert "Traceback" not in err
+    assert "SECRET" not in err
 
 
 def test_a_wrong_key_and_a_wrong_address(server, run_file, slipstream, monkeypatch):

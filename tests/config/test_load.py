@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.config import RLConfig, SFTConfig, load_config
 from slipstream.errors import ConfigError
+from tests.refusals import refuses
 
 from .conftest import MINIMAL
 
@@ -401,6 +402,24 @@ def test_a_registry_is_a_path_or_a_bucket(run_file, tmp_path):
         assert expected in str(caught.value)
         assert "(run.toml:" in str(caught.value)
         assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "more"),
+    [
+        ("environment.variables", '["JUDGE_KEY=SECRET"]', ()),
+        ("teacher.key_variable", "sk-SECRET", ("--teacher.url", "http://h/v1")),
+        (
+            "redis.password_variable",
+            "SECRET word",
+            ("--run.streams", "redis", "--redis.url", "redis://127.0.0.1:6379/0"),
+        ),
+    ],
+)
+def test_a_key_in_place_of_its_variables_name_is_not_shown(run_file, setting, given, more):
+    with refuses(setting) as caught:
+        load_config(run_file(), (f"--{setting}", given, *more))
+    assert "SECRET" not in str(caught.value)
 
 
 def test_loading_changes_nothing_on_disk(run_file, tmp_path):

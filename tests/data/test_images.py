@@ -11,6 +11,7 @@ import struct
 import warnings
 import zlib
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,7 @@ from slipstream.data.conversations import Columns, read_conversations, read_prob
 from slipstream.data.examples import split_off, tokenized
 from slipstream.data.images import reading
 from slipstream.data.images.families import image_processor
-from slipstream.data.images.reading import FORMATS, bytes_of, decoded, read_image
+from slipstream.data.images.reading import FORMATS, bytes_of, decoded, is_plain, read_image
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Media, Message
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
@@ -215,6 +216,8 @@ def test_large_bytes_lie_in_the_cache_and_small_ones_in_the_record(folder, monke
         assert bytes_of(image) == noise
     assert [path.name for path in (folder / "cache/slipstream/images").iterdir()] == [image.sha256]
     assert read_image(png(), "it").uri.startswith("data:")
+    (folder / "cache/slipstream/images" / image.sha256).write_bytes(bytes(len(noise)))  # as after a loss of power
+    assert bytes_of(read_image(noise, "it")) == noise
     (folder / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
     assert bytes_of(read_image(noise, "it")) == noise
@@ -377,6 +380,35 @@ def test_scaled_images_are_kept_within_bounds(chat, monkeypatch):
 
 def test_media_of_other_kinds_have_no_grid():
     assert Media("image", "", "").grid == (0, 0, 0)
+
+
+def grey(mode, name):
+    """Four grey pixels from black to white, in a mode of Pillow."""
+    file = io.BytesIO()
+    kind, white = {"I;16": ("<u2", 65535), "I;16B": (">u2", 65535), "F": ("f4", 1), "I": ("i4", 255)}[mode]
+    Image.fromarray(np.linspace(0, white, 4).astype(kind).reshape(2, 2)).save(file, name)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("mode", "name"), [("I;16", "PNG"), ("I;16", "TIFF"), ("I;16B", "TIFF")])
+def test_grey_pixels_of_16_bits_keep_their_shades(mode, name):
+    data = grey(mode, name)
+    assert np.asarray(decoded(data, "it"))[..., 1].ravel().tolist() == [0, 85, 170, 255]
+    assert not is_plain(data)
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_pixels_without_a_white_are_refused(mode):
+    with pytest.raises(DataError, match=f"^it has pixels of type {mode}"):
+        decoded(grey(mode, "TIFF"), "it")
+
+
+def test_a_file_uri_is_read_as_it_is_written_by_pathlib(folder):
+    place = folder / "pictures/ä b%20#.png"
+    place.write_bytes(png())
+    for uri in (place.as_uri(), place.as_uri().replace("file://", "file://localhost")):
+        assert read_image(uri, "it").uri == str(place)
+    assert read_image("pictures/ä b%20#.png", "it", folder).uri == str(place)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"

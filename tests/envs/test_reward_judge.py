@@ -246,6 +246,7 @@ async def test_a_budget_that_is_spent_is_a_failure_not_a_zero(make, server):
         ({"scale": (0, float("inf"))}, "scale has equal or infinite ends"),
         ({"deadline_s": 10}, "deadline_s = 10 is not below environment.reward_timeout_s = 10"),
         ({"modle": "m"}, "unknown field `modle`"),
+        ({"key_variable": "sk-me:pass"}, "key_variable is no name"),
         ({"key_variable": "NO_SUCH_KEY"}, "set the variable NO_SUCH_KEY, and add it to environment.variables"),
     ],
 )

@@ -255,6 +255,9 @@ def test_folders_that_cannot_be_pushed(working, tmp_path, monkeypatch):
     (working / "passwd").unlink()
     with pytest.raises(ConfigError, match=r"cannot be an environment's name"):
         push(working, str(tmp_path / "registry"), "../up")
+    for nothing in ("", " "):  # a variable of a shell that is not set
+        with pytest.raises(ConfigError, match="registry"):
+            push(working, nothing)
     monkeypatch.setattr(content, "MAX_FILES", 3)
     with pytest.raises(ConfigError, match=r"holds 4 files .* and an environment at most 3"):
         push(working, str(tmp_path / "registry"))

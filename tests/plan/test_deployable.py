@@ -74,6 +74,10 @@ def test_a_run_a_checkpoint_and_its_weights_are_the_same_model(place):
     best.symlink_to("step-000001")
     assert weights_folder(place / "whole").parent.name == "step-000001"
     best.unlink()
+    best.symlink_to("step-000099")  # the newest one is not what was asked for
+    with pytest.raises(ConfigError, match="best checkpoint"):
+        weights_folder(place / "whole")
+    best.unlink()
     plain = find_deployable(str(place / "model"))
     assert (plain.name, plain.run_settings) == ("model", {})
 

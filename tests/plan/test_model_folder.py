@@ -1,16 +1,19 @@
 """A model of the hub is asked for once: its commit is in the plan, and everything reads that snapshot."""
 
 import json
+import os
 import shutil
 
 import pytest
 
-from slipstream.config import dump_resolved, load_config
+from slipstream.config import ModelConfig, dump_resolved, load_config
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import same_commit
-from slipstream.plan.preflight.model_folder import hub_id
+from slipstream.plan.preflight.model_folder import check_model, hub_id
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from tests.other_user import NOBODY, needs_root
+from tests.other_user import shared_folder as shared_folder  # a fixture
 
 FIRST, SECOND = "1" * 40, "2" * 40
 RUN = """
@@ -86,3 +89,17 @@ def test_a_plan_needs_no_weights(hub, tmp_path):
     shutil.rmtree(hub)
     with pytest.raises(ConfigError, match="the hub did not give it"):
         prepare(load_config(tmp_path / "run.toml"))
+
+
+@needs_root
+def test_weights_of_another_user_are_not_said_to_be_damaged(shared_folder):
+    folder = new_model(shared_folder / "model", hidden_size=32, num_layers=1)
+    (folder / "model.safetensors").chmod(0o600)
+    model = ModelConfig(path=str(folder))
+    check_model(model, packing=False)
+    os.seteuid(NOBODY)
+    try:
+        with pytest.raises(PermissionError):
+            check_model(model, packing=False)
+    finally:
+        os.seteuid(0)

@@ -47,7 +47,11 @@ def written_again(path, name, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"files": []}', '{"files": {}}', '{"files": {"state/learner": {}}}', "[" * 99]
+    "text",
+    [
+        *("", "[]", '{"files": []}', '{"files": {}}', '{"files": {"state/learner": {}}}', "[" * 99),
+        *(f'{{"files": {{"{name}": {{"size_bytes": 1}}}}}}' for name in ("/etc/hostname", "weights/../../../x")),
+    ],
 )
 def test_a_manifest_of_another_shape_is_no_checkpoint(text, tmp_path):
     store = CheckpointStore(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,8 +71,8 @@ def chat(
         slipstream chat runs/my-run --message "Hello" --temperature 0
         slipstream chat runs/my-run --single-turn < questions.txt > answers.txt
     """
-    if temperature < 0:
-        raise ConfigError(f"--temperature {temperature:g} is below 0: use 0 for greedy answers, or more")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"--temperature {temperature:g} is no temperature: use 0 for greedy answers, or more")
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} leaves no room for an answer: use 1 or more")
     from slipstream.commands.chat import Conversation, chat_tokenizer, model_at, started_server

@@ -26,6 +26,8 @@ from slipstream.plan.deployable import Deployable
 from slipstream.processes.temporary import temporary
 
 _REQUEST_TIMEOUT_S = 600.0
+_PATIENCE_S = 30.0
+"""How long a message is sent again when its connection is lost or the server is busy: somebody waits for the answer."""
 _REFUSED = frozenset({400, 413, 422})
 """Statuses of a conversation that the server does not take, as one longer than its context."""
 
@@ -85,7 +87,9 @@ class Conversation:
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         async with OpenAIClient(self.url, self.key) as client:
-            return await client.ask("POST", "/chat/completions", body, deadline_s=_REQUEST_TIMEOUT_S)
+            return await client.ask(
+                "POST", "/chat/completions", body, deadline_s=_REQUEST_TIMEOUT_S, patience_s=_PATIENCE_S
+            )
 
 
 def model_at(url: str, model: str, key: str) -> str:

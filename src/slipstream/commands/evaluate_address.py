@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from slipstream.commands.evaluate import evaluated_by, until_stopped
 from slipstream.config import EvaluationConfig, RunConfig
+from slipstream.config.addresses import key_variable_problem
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import usual_reward_workers
 from slipstream.envs.base import Environment
@@ -38,6 +39,8 @@ def key_of(variable: str) -> str:
     """The key in an environment variable; empty without a name. Raises `ConfigError` where it is not set."""
     if not variable:
         return ""
+    if problem := key_variable_problem("--key-variable", variable):
+        raise ConfigError(problem)
     if not (key := os.environ.get(variable, "").strip()):
         raise ConfigError(f"the environment variable {variable} holds no key: set it, or leave out --key-variable")
     return key

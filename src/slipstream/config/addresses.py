@@ -1,4 +1,4 @@
-"""Addresses in settings: places that keep environments, and hosts that are this machine."""
+"""Addresses in settings: places that keep environments, hosts that are this machine, and variables that hold keys."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def check_address(text: str, setting: str = "") -> str:
         what = f"{setting} = " if setting else ""
         raise ConfigError(f"{what}{text!r:.80} is neither a folder nor an address of plain names: {_FORM}")
     return f"{scheme}://{rest}"
+
+
+def key_variable_problem(setting: str, *names: str) -> str:
+    """What is wrong with a setting that names environment variables; empty if nothing is. A key that somebody gave
+    in place of a variable's name is not shown."""
+    if all(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) for name in names if name):
+        return ""
+    return f"{setting} is no name of an environment variable: give the name of the one that holds the key, not the key"
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.data.images.reading import bytes_of, decoded, encoded, is_upright
+from slipstream.data.images.reading import bytes_of, decoded, encoded, is_plain
 from slipstream.errors import ConfigError
 from slipstream.openai_client import OpenAIClient, Unanswered
 from slipstream.records import Completion, GenerateRequest, Media, Message
@@ -59,7 +59,7 @@ class MessageTokens:
 def _file_of(image: Media) -> bytes:
     """As it is, if it is a PNG or JPEG file that lies upright: not every server turns images."""
     data = bytes_of(image)
-    return data if _type_of(data) and is_upright(data) else encoded(decoded(data, f"image {image.uri:.80}"))
+    return data if _type_of(data) and is_plain(data) else encoded(decoded(data, f"image {image.uri:.80}"))
 
 
 def _type_of(data: bytes) -> str:

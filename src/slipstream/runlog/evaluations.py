@@ -170,6 +170,8 @@ def read_evaluation(path: Path) -> KeptEvaluation:
         raise DataError(f"{path} holds no kept results ({error}): name a file that `slipstream eval` wrote") from error
     if empty := next((task.id for task in evaluation.tasks if not task.samples), None):
         raise DataError(f"{path} has no sample of task {empty}: it was changed since, so evaluate again")
+    if len({task.id for task in evaluation.tasks}) < len(evaluation.tasks):
+        raise DataError(f"{path} has several tasks of one id: it was changed since, so evaluate again")
     return evaluation
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from slipstream.config.addresses import key_variable_problem
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
 from slipstream.config.checks.matching import matching_inapplicable, matching_problems
@@ -168,6 +169,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from config.evaluation.problems(drawn.temperature)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
+    yield from _variables(config)
     yield from _optimizer(config)
     if config.training.offload_activations and config.training.gradient_checkpointing in (False, "selective"):
         yield (
@@ -297,6 +299,19 @@ def _teacher(config: RunConfig) -> Iterator[tuple[str, str]]:
             "teacher.path",
             f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one',
         )
+
+
+def _variables(config: RunConfig) -> Iterator[tuple[str, str]]:
+    named: dict[str, tuple[str, ...]] = {}
+    if config.environment is not None:
+        named["environment.variables"] = config.environment.variables
+    if config.teacher is not None:
+        named["teacher.key_variable"] = (config.teacher.key_variable,)
+    if config.redis is not None:
+        named["redis.password_variable"] = (config.redis.password_variable,)
+    for setting, names in named.items():
+        if problem := key_variable_problem(setting, *names):
+            yield setting, problem
 
 
 def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:

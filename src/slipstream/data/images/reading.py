@@ -20,6 +20,9 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
+
+import numpy as np
 
 from slipstream.errors import ConfigError, DataError, one_line
 from slipstream.processes.temporary import cache_root, private_folder
@@ -37,6 +40,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read, by Pillow's names."""
 MAX_ASPECT_RATIO = 200
 """Of the longer side to the shorter one, what the image processors of Qwen's models take."""
+_UNBOUNDED = ("I", "F")
+"""Pillow's modes of pixels whose range a file does not tell; grey ones of 16 bits are "I;16" and the like."""
 _MOST_INLINE = 16 << 10
 """Bytes of an image that a record holds itself; every completion's record has a prompt's images."""
 _MOST_NESTED = 8
@@ -87,7 +92,7 @@ def _kept(data: bytes, digest: str) -> str:
     try:
         folder = private_folder(cache_root(os.environ) / "images")
         path = folder / digest
-        if not path.is_file() or path.stat().st_size != len(data):
+        if not path.is_file() or read_regular(path, MAX_BYTES) != data:
             with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
                 file.write(data)
             os.replace(file.name, path)  # several processes may read the same data
@@ -115,7 +120,7 @@ def decoded(data: bytes, where: str) -> Image:
                 f"{where} has {width} x {height} pixels, one side more than {MAX_ASPECT_RATIO} times the other: crop it"
             )
         picture.load()
-        return ImageOps.exif_transpose(picture).convert("RGB")
+        return _of_8_bits(ImageOps.exif_transpose(picture), where).convert("RGB")
     except Image.DecompressionBombError as error:
         raise DataError(f"{where} has far more than {MAX_PIXELS:,} pixels ({error}): scale it down") from error
     except UnidentifiedImageError as error:
@@ -130,6 +135,19 @@ def decoded(data: bytes, where: str) -> Image:
         ) from error
 
 
+def _of_8_bits(picture: Image, where: str) -> Image:
+    """A grey image of 16 bits by its upper eight, as Pillow reads colours of 16 bits; any other of 8 bits as it is.
+    Pillow's own conversion makes all that is above 255 white."""
+    if picture.mode.startswith("I;16"):
+        from PIL import Image
+
+        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if picture.mode in _UNBOUNDED:
+        raise DataError(f"{where} has pixels of type {picture.mode}, without a value for white: save it with 8 or 16 "
+                        "bits a channel")  # fmt: skip
+    return picture
+
+
 @functools.cache
 def _quieten() -> None:
     """Keep Pillow's warnings from the terminal: its limit of pixels is not ours, and errors name the row."""
@@ -137,12 +155,13 @@ def _quieten() -> None:
     logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
-def is_upright(data: bytes) -> bool:
-    """Whether a file's pixels lie as they are to be shown; otherwise its EXIF entry says how to turn them."""
+def is_plain(data: bytes) -> bool:
+    """Whether a file's pixels are as they are to be shown; otherwise its EXIF entry says how to turn them, or they have
+    more than 8 bits."""
     from PIL import ExifTags, Image
 
     with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-        return picture.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        return picture.mode[0] not in _UNBOUNDED and picture.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
 def encoded(picture: Image) -> bytes:
@@ -188,7 +207,8 @@ def _from_text(text: str, where: str, folder: Path | None) -> tuple[str, bytes]:
     if re.match(r"[a-z][a-z0-9+.-]+://", text, re.IGNORECASE) and not text.startswith("file://"):
         raise DataError(f"{where} = {text!r:.80} lies on a network, from which nothing is fetched: give a local path")
     try:
-        path = Path(text.removeprefix("file://")).expanduser()
+        local = unquote(text.removeprefix("file://").removeprefix("localhost")) if text.startswith("file://") else text
+        path = Path(local).expanduser()
         path = path if path.is_absolute() or folder is None else folder / path
         return str(path.absolute()), read_regular(path, MAX_BYTES)
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: no such user's home

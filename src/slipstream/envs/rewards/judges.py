@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from slipstream.config.addresses import key_variable_problem
 from slipstream.envs.answers import final_answer, last_number
 from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
@@ -284,6 +285,8 @@ def _check(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout
     where = f"environment.settings.judges.{name}"
     if "@" in settings.url:
         raise ConfigError(f"{where}.url holds a name or a password: give the key by key_variable")
+    if problem := key_variable_problem(f"{where}.key_variable", settings.key_variable):
+        raise ConfigError(problem)
     if "{completion}" not in settings.prompt:
         raise ConfigError(f"{where}.prompt does not show the completion: write {{completion}} where it belongs")
     if settings.scale[0] == settings.scale[1] or not all(map(math.isfinite, settings.scale)):

@@ -12,6 +12,7 @@ from slipstream.config import ModelConfig, RunConfig
 from slipstream.config.schema import TeacherConfig
 from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
+from slipstream.regular_files import open_regular
 
 if TYPE_CHECKING:
     from slipstream.data.chat_template import ChatTokenizer
@@ -253,9 +254,12 @@ def _check_weights(folder: Path) -> list[str]:
     quantized: list[str] = []
     for file in files:
         try:
+            open_regular(file).close()  # of one without rights safe_open says that it is not there
             with safe_open(file, framework="numpy") as tensors:
                 types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
             quantized += [f"{name} is {kind}" for name, kind in types.items() if _is_quantized(name, kind)]
+        except PermissionError:
+            raise
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is not a whole file of weights ({error}): save or download it again") from error
     return quantized

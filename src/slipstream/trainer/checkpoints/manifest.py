@@ -9,7 +9,7 @@ import hashlib
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +43,11 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, FileFacts]
     step: int = 0
     format: int | str = "none"
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"it names {name!r:.80}, which lies outside of the checkpoint")
 
 
 class _EarlyStop(msgspec.Struct):
