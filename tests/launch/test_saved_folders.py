@@ -183,6 +183,25 @@ def test_an_adapter_stays_with_the_commit_that_it_was_trained_on(hub, tmp_path):
         find_deployable(str(adapter))
 
 
+def test_an_adapter_stays_with_the_weights_that_it_was_trained_on(tmp_path):
+    base, other = as_base(tmp_path / "base"), as_base(tmp_path / "other", seed=1)
+    adapter = saved(base, tmp_path, "adapter")
+    assert find_deployable(str(adapter)).model == str(base)
+    assert check_adapter(SimpleNamespace(path=str(base)), str(adapter)) == []
+    (base / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    for deploys in (
+        lambda: export(adapter, tmp_path / "merged", merged=True),
+        lambda: find_deployable(str(adapter)),
+        lambda: check_adapter(SimpleNamespace(path=str(base)), str(adapter)),
+    ):
+        with pytest.raises(ConfigError, match=str(base)):
+            deploys()
+    assert not (tmp_path / "merged").exists()
+    assert find_deployable(str(adapter), str(base)).model == str(base), "who names another gets it"
+    (base / "model.safetensors").unlink()
+    assert check_adapter(SimpleNamespace(path=str(base)), str(adapter)) == [], "a plan needs no weights"
+
+
 def test_a_teacher_of_the_hub_is_found_once(hub):
     config = SimpleNamespace(model=ModelConfig(path="m", revision=FIRST), teacher=TeacherConfig(path="org/tiny"))
     teacher = find_teacher(config, weights=True)

@@ -24,7 +24,6 @@ from slipstream.launch.build import build, build_objective
 from slipstream.launch.prepare import sampling_of
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.out_of_memory import who_ran_out
-from slipstream.launch.recovery.resume import weights_digest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.plan.machine import gpu_capability
 from slipstream.plan.preflight.model_folder import find_model
@@ -274,6 +273,8 @@ def _one_step(trainer: BatchTrainer, run: Path, step: int) -> tuple[dict[str, fl
 
 def _check_frozen(identity: Mapping[str, str], trained: Trained) -> None:
     """Refuse another base of the adapter, or reference model, than the checkpoint was made with."""
+    from slipstream.weights.model_files import weights_digest
+
     name, folder = "weights at model.path", trained.learner.model.folder
     if name in identity and identity[name] != weights_digest(folder):
         raise ConfigError(f"the run was made with other weights than there are now in {folder}: put those there again")

@@ -131,7 +131,7 @@ def base_folder(adapter: Path, named: str | None = None) -> Path:
     """The folder of the model that the adapter belongs to, of a hub id in the commit that it was trained on. `named`:
     the model, instead of the one that the adapter's folder names."""
     from slipstream.trainer.model.loading import resolve_folder
-    from slipstream.weights.adapter_folder import read_adapter_config
+    from slipstream.weights.adapter_folder import check_base, read_adapter_config
 
     config, run = read_adapter_config(adapter), run_settings(adapter)
     base = named or config.base
@@ -140,12 +140,15 @@ def base_folder(adapter: Path, named: str | None = None) -> Path:
     # Adapters of older versions name no commit, and their run does.
     recorded = run.get("model.revision") if run.get("model.path") == config.base else None
     try:
-        return resolve_folder(base, (config.revision or recorded) if base == config.base else None)
+        folder = resolve_folder(base, (config.revision or recorded) if base == config.base else None)
     except ConfigError as error:
         raise ConfigError(
             f"the adapter in {adapter} belongs to the model {base}{f' at {config.revision}' if config.revision else ''}"
             ", which is not there: name it with --base"
         ) from error
+    if named is None:
+        check_base(adapter, folder)
+    return folder
 
 
 def _name_of(path: Path) -> str:

@@ -21,11 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.weights.model_files import whole_folder, write_tensors
+from slipstream.weights.model_files import weight_files, weights_digest, whole_folder, write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_BASE_DIGEST = "base_weights"
+"""The key in the metadata of the weights' file. PEFT warns of a key that it does not know in `adapter_config.json`."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -62,6 +64,8 @@ class AdapterConfig:
     """Modules without targets, whatever the names in them (a vision tower that is not trained)."""
     revision: str | None = None
     """The commit of `base` where that is a hub id."""
+    base_digest: str | None = None
+    """`weights_digest` of `base` when the adapter was trained; None where that was not recorded."""
 
     @property
     def scaling(self) -> float:
@@ -145,7 +149,8 @@ def write_adapter_folder(
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):
                 spare.rename(temporary / WEIGHTS_FILE)
-        write_tensors(temporary / WEIGHTS_FILE, weights)
+        metadata = {} if config.base_digest is None else {_BASE_DIGEST: config.base_digest}
+        write_tensors(temporary / WEIGHTS_FILE, weights, metadata)
     return sum(tensor.nbytes for tensor in weights.values())
 
 
@@ -201,8 +206,34 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     names = (targets,) if isinstance(targets, str) else tuple(targets or ())
     revision = content.get("revision")
     return AdapterConfig(
-        rank, alpha, names, base, dora=bool(content.get("use_dora")), revision=str(revision) if revision else None
+        *(rank, alpha, names, base),
+        dora=bool(content.get("use_dora")),
+        revision=str(revision) if revision else None,
+        base_digest=_read_base_digest(folder) if stored else None,
     )
+
+
+def _read_base_digest(folder: Path) -> str | None:
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return (file.metadata() or {}).get(_BASE_DIGEST)
+
+
+def check_base(adapter: Path, folder: Path) -> None:
+    """Raise ConfigError where `folder` no longer holds the weights that the adapter in `adapter` was trained on."""
+    digest = read_adapter_config(adapter).base_digest
+    if digest is None:
+        return
+    try:
+        files = weight_files(folder)
+        # A folder without weights, of which a plan is made, is the matter of `check_model`.
+        now = weights_digest(folder) if files and all(file.is_file() for file in files) else digest
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the weights in {folder} cannot be read ({error}): save or download them again") from None
+    if digest != now:
+        raise ConfigError(
+            f"the adapter in {adapter} was trained on other weights than there are now in {folder}: put those there "
+            "again"
+        )
 
 
 def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@ piece."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,10 +92,10 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
         raise cannot_write(folder, reason) from error
 
 
-def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, named_weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file, over an existing one. All copies from a GPU are waited for together: `save_file` waits
     for each, which takes many times as long for some hundred small tensors."""
-    text, order, num_bytes = _header(named_weights)
+    text, order, num_bytes = _header(named_weights, metadata)
     on_gpu = any(tensor.is_cuda for tensor in named_weights.values())
     numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
     place = 0
@@ -131,10 +132,11 @@ def stream_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool =
             os.fsync(file.fileno())
 
 
-def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str], int]:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[str], int]:
     """The header of a safetensors file, the names in the order of their data, and the bytes of all data."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    types, header, end = _STORED | _STORED_TOO, cast("dict[str, object]", {"__metadata__": {"format": "pt"}}), 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    types, end = _STORED | _STORED_TOO, 0
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.nbytes
@@ -181,6 +183,22 @@ def weight_files(folder: Path) -> list[Path]:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / name for name in sorted(named)]
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of every stored tensor's name, shape and dtype, and of two of its rows: different weights differ nearly
+    everywhere, and reading all of them would take as long as loading them."""
+    lines: list[str] = []
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                stored = tensors.get_slice(name)
+                shape = stored.get_shape()
+                indices = (0, shape[0] // 2) if shape else ()
+                rows = [stored[index : index + 1] for index in indices] or [tensors.get_tensor(name)]
+                content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
+                lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def links_to_one_model(model: Path, folder: Path) -> Path:

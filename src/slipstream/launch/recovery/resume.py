@@ -139,6 +139,7 @@ def identity_of(
     """Return digests of the training set and, where the weights in `folder` stay in use (as base of an adapter or as
     reference of a KL term), of these."""
     from slipstream.launch.build import needs_reference
+    from slipstream.weights.model_files import weights_digest
 
     found = {"training items": tasks_digest(tasks) if not conversations else _digest([*map(content_of, conversations)])}
     if config.environment is not None and config.environment.mixture:
@@ -157,24 +158,3 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 def _digest(items: list[Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(items)).hexdigest()
-
-
-def weights_digest(folder: Path) -> str:
-    """Digest of every stored tensor's name, shape and dtype, and of two of its rows: different weights differ nearly
-    everywhere, and reading all of them would take as long as loading them."""
-    import torch
-    from safetensors import safe_open
-
-    from slipstream.weights.model_files import weight_files
-
-    lines: list[str] = []
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                stored = tensors.get_slice(name)
-                shape = stored.get_shape()
-                indices = (0, shape[0] // 2) if shape else ()
-                rows = [stored[index : index + 1] for index in indices] or [tensors.get_tensor(name)]
-                content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
-                lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -57,9 +57,9 @@ def hub_commit(path: str) -> tuple[str, str | None]:
 
 
 def check_adapter(model: ModelConfig, adapter: str | None) -> list[str]:
-    """Raise `ConfigError` where `lora.path` was trained on another commit of the model. Returns a warning where it was
-    not trained at all."""
-    from slipstream.weights.adapter_folder import changes_nothing, read_adapter_config
+    """Raise `ConfigError` where `lora.path` was trained on another commit, or other weights, of the model. Returns a
+    warning where it was not trained at all."""
+    from slipstream.weights.adapter_folder import changes_nothing, check_base, read_adapter_config
 
     if adapter is None:
         return []
@@ -70,6 +70,8 @@ def check_adapter(model: ModelConfig, adapter: str | None) -> list[str]:
             f"the adapter in lora.path = {adapter} was trained on commit {trained_on.revision} of {name}, and "
             f'model.path is at {commit}: set model.revision = "{trained_on.revision}"'
         )
+    if name == trained_on.base and commit is None:
+        check_base(Path(adapter), Path(model.path))
     if not changes_nothing(Path(adapter)):
         return []
     return [

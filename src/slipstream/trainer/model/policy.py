@@ -13,6 +13,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -51,6 +52,7 @@ from slipstream.trainer.model.vision_towers import freeze_towers, reads_images, 
 from slipstream.trainer.model.wide_residual import widen_residual
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
+from slipstream.weights.model_files import weights_digest
 
 
 class PolicyModel:
@@ -169,7 +171,7 @@ class PolicyModel:
 
     def add_adapter(self, config: AdapterConfig, folder: Path | None = None) -> Adapter:
         """Freeze all weights and train a LoRA adapter beside them: a fresh one, or the one in `folder`."""
-        self.adapter = Adapter.attach(self.network, config)
+        self.adapter = Adapter.attach(self.network, replace(config, base_digest=weights_digest(self.folder)))
         if folder is not None:
             self.adapter.load(folder)
         return self.adapter
