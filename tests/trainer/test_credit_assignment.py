@@ -109,6 +109,22 @@ def test_only_the_best_carry_loss_and_all_make_the_baseline():
     assert credit.carries_loss == [False, False, True, True]
 
 
+def test_truncated_ones_that_are_not_trained_on_make_the_baseline_only():
+    batch = batch_of([0.0, 1.0, 3.0, 2.0], 4)
+    batch.rollouts[2].outcome = "truncated"
+    settings = {"scale_rewards": "none", "train_on_truncated": False}
+    credit = assign_credit(batch, resolved(RLConfig(**settings)), 10)
+    assert [credit.of(place) for place in (1, 2)] == [
+        {"advantage": -0.5, "carries_loss": True}, {"advantage": 0.0, "carries_loss": False},
+    ]  # fmt: skip
+    assert assign_credit(batch, resolved(RLConfig(best_of=2, **settings)), 10).carries_loss == [False] * 3 + [True]
+    batch.rollouts = [episode("a", reward, [1.0, 0.0], [2, 1]) for reward in (0.0, 1.0, 3.0)]
+    batch.rollouts[2].outcome = "truncated"
+    by_turn = assign_credit(batch, resolved(RLConfig(credit="turn", **settings)), 10)
+    assert by_turn.carries_loss == [True, True, False]
+    assert [any(rollout.sequences[0].advantages) for rollout in batch.rollouts] == by_turn.carries_loss
+
+
 def test_failed_rollouts_have_no_part_in_it():
     batch = batch_of([0.0, 1.0, 9.0, 9.0], 2)
     batch.rollouts[2].outcome = batch.rollouts[3].outcome = "reward_error"

@@ -177,11 +177,8 @@ def test_outcomes_that_are_not_trained_on_are_left_out():
     batch = records.Batch(0, records.Version(0, 0), rollouts)
     (step,) = make_step_batches(batch, [1.0] * 5)
     assert step.num_sequences == 2
-    (step,) = make_step_batches(batch, [1.0] * 5, train_on_truncated=False)
-    assert step.num_sequences == 1
     assert len(make_step_batches(batch, [1.0] * 5, updates_per_batch=2)) == 1
-    nothing = records.Batch(0, records.Version(0, 0), rollouts[1:2])
-    assert make_step_batches(nothing, [1.0], train_on_truncated=False) == []
+    assert make_step_batches(batch, [1.0] * 5, carries_loss=[False] * 2 + [True] * 3) == []
     with pytest.raises(TrainingError, match="4 advantages for 5 rollouts"):
         make_step_batches(batch, [1.0] * 4)
 

@@ -169,7 +169,8 @@ class RLConfig(Section):
     often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
     0."""
     train_on_truncated: bool = True
-    """Whether completions cut at `sampling.max_tokens` carry loss; if not they are in the baseline only."""
+    """Whether completions cut at `sampling.max_tokens`, or at an environment's own limit, carry loss; if
+    not they are in the baseline only."""
 
 
 class CriticConfig(Section):

@@ -119,11 +119,11 @@ class BatchTrainer:
         penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
         credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
         metrics |= kl_metrics | credit.metrics
-        if not credit.has_signal and self.critic is None:
-            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE)
         planned = self.step_batches(batch, credit)
         if not planned:
             return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.ALL_TRUNCATED)
+        if not credit.has_signal and self.critic is None:
+            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE)
         if self.critic is not None:
             metrics |= self.critic.train(planned)
             if batch.step < self.critic.config.warmup_steps:
@@ -145,13 +145,12 @@ class BatchTrainer:
 
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
-        training, algorithm = self.config.training, self.config.algorithm
+        training = self.config.training
         return make_step_batches(
             batch,
             credit.advantages if credit else None,
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
-            train_on_truncated=not isinstance(algorithm, PlannedRL) or algorithm.train_on_truncated,
             carries_loss=credit.carries_loss if credit else None,
             value_targets=credit.value_targets if credit else None,
             ignores_silent=self.critic is None and self.objective.ignores_silent,

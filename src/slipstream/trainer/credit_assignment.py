@@ -81,10 +81,10 @@ def assign_credit(
         else signal_fraction(rewards_S, group_ids_S)
     )
     if critic is not None:
-        best_S = _carries_loss(rewards_S, group_ids_S, config)
+        carries_S = _carries_loss(rollouts, rewards_S, group_ids_S, config)
         rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
-        chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
-        return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
+        trained = [i for i, carries in zip(usable, carries_S.tolist(), strict=True) if carries]
+        return _by_critic(batch, config, critic, rewards, kl_penalties, trained, metrics)
     baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
     advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     has_signal = bool(advantages_S.any())
@@ -94,16 +94,16 @@ def assign_credit(
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
         advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     _check_finite(advantages_S, batch, config)
-    best_S = _carries_loss(rewards_S, group_ids_S, config)
+    carries_S = _carries_loss(rollouts, rewards_S, group_ids_S, config)
     if gives_turns:
         advantages_K, has_signal = write_turn_advantages(
-            rollouts, earned_S, group_ids_S, config.scale_rewards, baseline, of_usable, best_S
+            rollouts, earned_S, group_ids_S, config.scale_rewards, baseline, of_usable, carries_S
         )
         _check_finite(advantages_K, batch, config)
         advantages_S = torch.zeros_like(advantages_S)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
-    for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
-        advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
+    for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
+        advantages[i], carries_loss[i] = advantage if carries else 0.0, carries
     taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
     has_signal &= any(advantages) or (
         gives_turns and any(any(s.advantages or ()) for r in rollouts for s in r.sequences)
@@ -111,10 +111,10 @@ def assign_credit(
     return Credit(advantages, carries_loss, metrics, taught or has_signal, is_per_token=gives_turns)
 
 
-def _carries_loss(rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
-    if config.best_of is None:
-        return torch.ones(len(rewards_S), dtype=torch.bool)
-    return best_of_group(rewards_S, group_ids_S, config.best_of)
+def _carries_loss(rollouts: list[records.Rollout], rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
+    """Which rollouts are trained on, bool `[S]`; the others are in the baseline only."""
+    carries_S = torch.tensor([config.train_on_truncated or rollout.outcome != "truncated" for rollout in rollouts])
+    return carries_S if config.best_of is None else carries_S & best_of_group(rewards_S, group_ids_S, config.best_of)
 
 
 def _check_finite(advantages: Tensor, batch: records.Batch, config: PlannedRL) -> None:
@@ -131,11 +131,11 @@ def _by_critic(
     critic: Critic,
     rewards: dict[int, float],
     kl_penalties: list[list[Tensor]] | None,
-    chosen: set[int],
+    trained: list[int],
     metrics: dict[str, float],
 ) -> Credit:
     """Compute GAE and write an advantage for each trainable token into the batch. A rollout's sampled tokens, over all
-    its sequences in the order of sampling, are one trajectory with the reward at the last token. `rewards`, `chosen`:
+    its sequences in the order of sampling, are one trajectory with the reward at the last token. `rewards`, `trained`:
     by index in the batch."""
     all_values, gae = critic.values(batch), critic.config
     values_of: dict[int, Tensor] = {}
@@ -146,9 +146,6 @@ def _by_critic(
         order, rewards_T = token_rewards(batch.rollouts[i], reward, penalties, by_turn=config.credit == "turn")
         advantages_T = generalized_advantages(rewards_T, values_of[i][order], gae.gamma, gae.gae_lambda)
         advantages_of[i] = torch.empty_like(advantages_T).index_copy_(0, order, advantages_T)
-    trained = [
-        i for i in rewards if i in chosen and (config.train_on_truncated or batch.rollouts[i].outcome != "truncated")
-    ]
     empty = torch.zeros(0, dtype=torch.float64)
     values_N = torch.cat([empty, *(values_of[i] for i in trained)])
     advantages_N = torch.cat([empty, *(advantages_of[i] for i in trained)])

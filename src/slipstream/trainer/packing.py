@@ -420,7 +420,6 @@ def make_step_batches(
     *,
     updates_per_batch: int = 1,
     epochs: int = 1,
-    train_on_truncated: bool = True,
     carries_loss: Sequence[bool] | None = None,
     value_targets: Sequence[list[ValueTargets]] | None = None,
     ignores_silent: bool = False,
@@ -429,9 +428,8 @@ def make_step_batches(
     """Split a batch into the step batches of its optimizer steps: whole groups over `updates_per_batch` steps, repeated
     `epochs` times.
 
-    `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, truncated ones with
-    `train_on_truncated=False`, and those with `carries_loss` false. Rollouts without a trainable token are left out
-    too, so that no step is empty.
+    `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, and those with
+    `carries_loss` false. Rollouts without a trainable token are left out too, so that no step is empty.
     `value_targets`: per rollout, one per sequence. With `by_task` the steps name the task of each sequence. With
     `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat the
     same objects, so that log-probabilities filled in once serve all. Fewer groups than updates give fewer steps.
@@ -441,7 +439,7 @@ def make_step_batches(
     groups: dict[str, list[int]] = {}
     for index, rollout in enumerate(batch.rollouts):
         trained = rollout.outcome in records.TRAINABLE_OUTCOMES and (carries_loss is None or carries_loss[index])
-        if trained and rollout.num_sampled and (train_on_truncated or rollout.outcome != "truncated"):
+        if trained and rollout.num_sampled:
             groups.setdefault(rollout.group_id, []).append(index)
     members = list(groups.values())
     steps: list[StepBatch] = []
