@@ -59,7 +59,7 @@ def with_images(turns: Sequence[Message], values: Mapping[str, Any], where: str,
     """The turns with the images of a row's columns (`COLUMNS`) in their places, in order: marks in texts, and open
     places. Without any place they come before the text of the first message of the user. Raises `DataError`."""
     column = next((name for name in COLUMNS if _is_given(values.get(name))), "")
-    given = values[column] if column else []
+    given: Any = values[column] if column else []
     sources = list(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else [given]
     if column and not any(map(_num_open, turns)):
         first = next((place for place, turn in enumerate(turns) if turn.role == "user"), 0)
