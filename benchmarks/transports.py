@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode, encode_rollouts
-from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
+from slipstream.transport import FileStreams, MemoryTransport, RedisStreams, open_transport
 
 CAPACITY, TIMEOUT_S, GROUP = 3, 60.0, 8
 TOPIC, VARIABLE = "batches", "SLIPSTREAM_BENCHMARK_REDIS"
@@ -75,8 +75,10 @@ def encoding(batch, num_batches):
 
 
 def in_turn(streams, batch, num_batches):
-    """Batches a second in one process."""
-    transport = open_transport(streams, TOPIC, Batch, capacity=CAPACITY)
+    """Batches a second in one process; without `streams` in its memory."""
+    transport = (
+        MemoryTransport(CAPACITY) if streams is None else open_transport(streams, TOPIC, Batch, capacity=CAPACITY)
+    )
     start = time.perf_counter()
     for _ in range(num_batches):
         transport.put(batch, TIMEOUT_S)
@@ -178,7 +180,7 @@ def main():
             for turn in range(options.rounds):
                 url = f"redis://127.0.0.1:{port}"
                 streams = {
-                    "memory": MemoryStreams(),
+                    "memory": None,
                     "files": FileStreams(Path(folder), turn),
                     "redis": RedisStreams(url, "bench", turn, VARIABLE),
                 }

@@ -21,7 +21,7 @@ from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.token_clock import Stillness, TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.concurrency import retry_on_restart
-from slipstream.orchestrator.probe import Probe
+from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.processes import heartbeat
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version, encode
 
@@ -129,7 +129,7 @@ async def test_a_probe_does_not_wait_for_rollouts(tmp_path):
         engine = SimpleNamespace(generate=client.generate, num_restarts=0)
         engine.each = (engine,)
         host.output = {"token_ids": [5], "logprobs": [{5: SimpleNamespace(logprob=-1.0)}]}
-        await Probe(engine, [[1]] * 8, SamplingParams(1), max_tokens=1, seed=0, timeout_s=60).sample()
+        await Probe(engine, [ProbePrompt([1])] * 8, SamplingParams(1), max_tokens=1, seed=0, timeout_s=60).sample()
         assert sum(not each.done() for each in rollouts) > 12
         for each in rollouts:
             each.cancel()

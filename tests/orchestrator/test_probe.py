@@ -33,7 +33,7 @@ class Several:
 
 
 def probe_of(*engines, max_tokens=4, prompts=None):
-    prompts = prompts or [[3, 4], ProbePrompt([1, 1, 1, 5], (IMAGE,), ([1, 5], (b"png",)))]
+    prompts = prompts or [ProbePrompt([3, 4]), ProbePrompt([1, 1, 1, 5], (IMAGE,), ([1, 5], (b"png",)))]
     return Probe(Several(*engines), prompts, SAMPLING, max_tokens=max_tokens, seed=9, timeout_s=6.0)
 
 
@@ -92,5 +92,5 @@ async def test_of_a_prompt_without_images_the_engine_need_not_repeat_the_tokens(
     def change(completion):
         completion.prompt_ids = [9]
 
-    (found,) = await probe_of(Answers(change), prompts=[[3, 4]]).sample()
+    (found,) = await probe_of(Answers(change), prompts=[ProbePrompt([3, 4])]).sample()
     assert found.token_ids == [3, 4, 7, 0]

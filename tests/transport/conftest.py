@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
+from slipstream.transport import FileStreams, MemoryTransport, RedisStreams, open_transport
 
 from ..redis_server import VARIABLE, Server
 
@@ -15,7 +15,7 @@ def on(server, run_id, url=""):
 
 
 PLACES = {
-    "memory": lambda request, number: MemoryStreams(),
+    "memory": lambda request, number: None,
     "files": lambda request, number: FileStreams(request.getfixturevalue("tmp_path_factory").mktemp("streams"), number),
     "redis": lambda request, number: on(request.getfixturevalue("redis_server"), f"run-{number}"),
 }
@@ -54,7 +54,16 @@ def makers(*names):
 
 def open_in(streams, capacity, kind=int | str):
     """The queue that all tests use."""
+    if streams is None:
+        return MemoryTransport(capacity, "the writer", "the reader")
     return open_transport(streams, "batches", kind, capacity=capacity, producer="the writer", consumer="the reader")
+
+
+def give_back(streams):
+    """What a killed reader of files had taken can be taken again; a Redis server does so for every new reader."""
+    if isinstance(streams, FileStreams):
+        for path in (streams.folder / str(streams.lineage) / "batches").glob("*.taken"):
+            path.rename(path.with_name(f"{path.name.partition('.')[0]}.msg"))
 
 
 make = makers(*PLACES)

@@ -37,23 +37,9 @@ def test_records_come_in_order(make):
     assert [transport.take(0)[1] for _ in range(3)] == ["a", "b", "c"]
 
 
-def test_unacknowledged_records_are_taken_again_before_newer_ones(make):
-    transport = make(4)
-    for record in "abcd":
-        transport.put(record, 0)
-    receipts = [transport.take(0)[0] for _ in range(3)]
-    assert transport.ack(receipts[1])
-    assert transport.requeue() == 2
-    assert transport.requeue() == 0
-    assert [transport.take(0)[1] for _ in range(3)] == ["a", "c", "d"]
-
-
-def test_a_receipt_counts_once_and_not_after_a_requeue(make):
+def test_a_receipt_counts_once(make):
     transport = make(2)
     transport.put("a", 0)
-    receipt, _ = transport.take(0)
-    transport.requeue()
-    assert not transport.ack(receipt)
     receipt, _ = transport.take(0)
     assert transport.ack(receipt)
     assert not transport.ack(receipt)
@@ -307,13 +293,6 @@ class Model(RuleBasedStateMachine):
         assert self.transport.ack(receipt)
         del self.taken[receipt]
         self.stale.append(receipt)
-
-    @rule()
-    def requeue(self):
-        assert self.transport.requeue() == len(self.taken)
-        self.waiting = sorted([*self.waiting, *self.taken.values()])
-        self.stale.extend(self.taken)
-        self.taken.clear()
 
     @invariant()
     def old_receipts_stay_invalid(self):

@@ -120,7 +120,7 @@ def test_a_removed_folder_is_noticed(tmp_path):
     transport = open_in(FileStreams(tmp_path / "streams"), 1)
     transport.put(1, 0)
     (tmp_path / "streams").rename(tmp_path / "elsewhere")
-    for call in (lambda: transport.put(1, 5), lambda: transport.take(5), transport.requeue):
+    for call in (lambda: transport.put(1, 5), lambda: transport.take(5)):
         with pytest.raises(TransportLost, match="gone with its records"):
             call()
 

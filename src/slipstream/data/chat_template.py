@@ -190,7 +190,7 @@ class ChatTokenizer:
         """The vocabulary, to find characters without a token."""
         return Vocabulary(self.plain_tokens, self._tokenizer.unk_token_id)
 
-    def differs_from(self, path: str | Path, trust_remote_code: bool = False) -> str:
+    def differs_from(self, path: str | Path, trust_remote_code: bool) -> str:
         """How the vocabulary of the tokenizer in `path` differs from this one; empty if all tokens are equal. Raises
         OSError or ValueError if there is no tokenizer."""
         from transformers import AutoTokenizer
@@ -213,7 +213,9 @@ class ChatTokenizer:
         """
         if train_on == "everything":
             return self._all_tokens(messages)
-        turns = [place for place, message in enumerate(messages) if _is_trained(message)]
+        turns = [
+            place for place, message in enumerate(messages) if message.role == "assistant" and message.carries_loss
+        ]
         if not turns:
             raise DataError("a conversation has no assistant message, so nothing to train on: add one or remove it")
         token_ids: list[int] = []
@@ -479,7 +481,3 @@ def _embeddings(folder: Path) -> tuple[int, frozenset[int]]:
 def images_of(messages: Sequence[Message]) -> list[Media]:
     """The images of a conversation, in order."""
     return [image for message in messages for image in message.media]
-
-
-def _is_trained(message: Message) -> bool:
-    return message.role == "assistant" and message.carries_loss

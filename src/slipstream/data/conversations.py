@@ -225,18 +225,9 @@ def _form_of(row: Row, columns: Columns) -> Literal["verl", "messages", "prompt-
 
 
 def _verl_problem(row: Row, columns: Columns) -> Problem:
-    where = row.where
-    prompt = columns.prompt or "prompt"
-    answer = columns.answer or "reward_model.ground_truth"
-    extra = row.values.get("extra_info")
-    return Problem(
-        where,
-        tuple(_completed(_prompt(row, prompt, is_found=False), row)),
-        _given(row, answer),
-        _gold(row, columns, _given(row, answer)),
-        _text_at(row, "data_source"),
-        {} if extra is None else as_mapping(extra, "extra_info", where),
-    )
+    turns = _prompt(row, columns.prompt or "prompt", is_found=False)
+    answer = _given(row, columns.answer or "reward_model.ground_truth")
+    return _problem(row, columns, turns, answer, _text_at(row, "data_source"))
 
 
 def _plain_problem(row: Row, columns: Columns) -> Problem:
@@ -252,15 +243,7 @@ def _plain_problem(row: Row, columns: Columns) -> Problem:
             f"{row.where} has no column that is known as {what}, only {keys}: name it with "
             f"environment.settings.{'prompt' if not prompt else 'answer'}_column"
         )
-    extra = row.values.get("extra_info")
-    return Problem(
-        row.where,
-        tuple(_completed(_prompt(row, prompt, is_found=not columns.prompt), row)),
-        _given(row, answer),
-        _gold(row, columns, _given(row, answer)),
-        str(row.values.get("data_source") or ""),
-        {} if extra is None else as_mapping(extra, "extra_info", row.where),
-    )
+    return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), _given(row, answer))
 
 
 def _prompt_problem(row: Row, columns: Columns) -> Problem:
@@ -271,11 +254,19 @@ def _prompt_problem(row: Row, columns: Columns) -> Problem:
     prompt = columns.prompt or _first_of(row.values, PROMPTS)
     if not prompt:
         return _plain_problem(row, columns)  # which says so
-    turns = _completed(_prompt(row, prompt, is_found=not columns.prompt), row)
-    gold = _text_at(row, columns.gold) if columns.gold else None
+    return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), None)
+
+
+def _problem(row: Row, columns: Columns, turns: list[Message], answer: Any, source: str | None = None) -> Problem:
     extra = row.values.get("extra_info")
-    extra = {} if extra is None else as_mapping(extra, "extra_info", row.where)
-    return Problem(row.where, tuple(turns), None, gold, str(row.values.get("data_source") or ""), extra)
+    return Problem(
+        row.where,
+        tuple(_completed(turns, row)),
+        answer,
+        _gold(row, columns, answer),
+        str(row.values.get("data_source") or "") if source is None else source,
+        {} if extra is None else as_mapping(extra, "extra_info", row.where),
+    )
 
 
 def _messages_problem(row: Row, columns: Columns) -> Problem:

@@ -173,7 +173,7 @@ class Environment(ABC):
     (`tools/schemas.py`). They run where `score` does."""
     max_tool_calls: int = 16
     """Most calls in one episode."""
-    scores_groups: ClassVar[bool] = False
+    scores_groups: bool = False
     """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
     hung: str = ""
     """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
@@ -257,14 +257,7 @@ class Environment(ABC):
         by `score_group`. Called where `score` is."""
         if self.grades_texts or not self.grades_groups(task):
             return self.score(task, episode.completion)
-        scores: Any = self.score_group(task, (episode,))
-        if not inspect.isawaitable(scores):
-            return scores[0]
-
-        async def first() -> Score:
-            return (await scores)[0]
-
-        return first()
+        return scored(self.score_group(task, (episode,)), lambda scores: scores[0])
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
         """Grades the episodes of one task together, a score for each in order: a ranking, say. Called where `score`

@@ -37,6 +37,7 @@ from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.mixed import parts_of
 from slipstream.envs.scoring.rehearsal import Rehearsal
 from slipstream.envs.single_turn import gold_turns, make_tasks
+from slipstream.envs.split import text_of
 from slipstream.records import Message, Task
 
 Kind = Literal["gold", "empty", "shuffled", "other_row", "prompt"]
@@ -130,7 +131,8 @@ async def check_environment(
     timeouts, because a reward that hangs would take a deadline for each completion."""
     parts = list(parts_of(environment))
     made = make_tasks(environment, "train", num_tasks * len(parts))
-    tasks = [task for task in made if isinstance(environment, Verifiers) or not _is_hosted(environment, task)]
+    hosted = [part for part, each in parts_of(environment).items() if isinstance(each, Verifiers)]
+    tasks = [task for task in made if isinstance(environment, Verifiers) or task.part not in hosted]
     golds = {task.id: _ended(turns, stop) for task in tasks if (turns := gold_turns(environment, task))}
     if isinstance(environment, Verifiers):
         reason = (
@@ -169,7 +171,12 @@ async def check_environment(
             )
         failures += [f"{part}: {text}" if part else text for text in found]
     reason = _without_gold(tasks, golds)
-    notes = _differences(environment, rehearsal, len(golds)) if rehearsal else ()
+    notes: tuple[str, ...] = ()
+    if rehearsal and (found := rehearsal.differences):
+        notes = (
+            f"warning: {len(found)} of {len(golds)} gold answers hold other messages than {environment.name} gives, "
+            f"first {found[0]}: SFT would imitate a conversation that does not happen",
+        )
     if len(tasks) < len(made):
         notes += (f"{len(made) - len(tasks)} tasks are of verifiers, which grade themselves, and were not checked",)
     return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, len(golds), notes)
@@ -193,21 +200,6 @@ def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:
         f"{missing.total()} of {len(tasks)} tasks have no gold answer{parts}: SFT cannot imitate them, and of their "
         "rewards only those of an empty answer and of the repeated question were checked; give gold answers, or use "
         "slipstream env test RUN --model"
-    )
-
-
-def _is_hosted(environment: Environment, task: Task) -> bool:
-    """Whether the task belongs to a part of a mixture that plays and grades its episodes itself."""
-    return isinstance(parts_of(environment).get(task.part), Verifiers)
-
-
-def _differences(environment: Environment, rehearsal: Rehearsal, num_known: int) -> tuple[str, ...]:
-    found = rehearsal.differences
-    if not found:
-        return ()
-    return (
-        f"warning: {len(found)} of {num_known} gold answers hold other messages than {environment.name} gives, first "
-        f"{found[0]}: SFT would imitate a conversation that does not happen",
     )
 
 
@@ -280,19 +272,15 @@ def judge_results(results: Sequence[KindResult]) -> list[str]:
 
 def shared_prompts(train: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
     """The complaint if many tasks are in both splits; empty otherwise."""
-    trained = {_asked(task) for task in train}
-    shared = [task for task in held_out if _asked(task) in trained]
+    trained = {text_of(task) for task in train}
+    shared = [task for task in held_out if text_of(task) in trained]
     if len(shared) < MAX_SHARED * len(held_out) or not shared:
         return []
     return [
         f"{len(shared)} of {len(held_out)} held-out prompts are training prompts too, first "
-        f"{_short(_asked(shared[0]))}: have tasks() use its argument split (slipstream.envs.split_of says which text "
+        f"{_short(text_of(shared[0]))}: have tasks() use its argument split (slipstream.envs.split_of says which text "
         "is held out)"
     ]
-
-
-def _asked(task: Task) -> str:
-    return "\n".join(message.content for message in task.prompt if message.role != "system")
 
 
 async def _play(

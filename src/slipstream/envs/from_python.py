@@ -22,7 +22,7 @@ from slipstream.envs.rewards.contract import COLUMNS, Checked, Plain
 from slipstream.envs.rewards.functions import by_signature
 from slipstream.envs.rewards.named import BUILT_IN
 from slipstream.envs.single_turn import FunctionEnvironment, Reward, SingleTurn, as_tasks
-from slipstream.envs.split import split_of
+from slipstream.envs.split import split_of, text_of
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Task
 
@@ -52,10 +52,11 @@ class RowEnvironment(SingleTurn):
         super().__init__(seed)
         self.name = name
         self._reward = named(reward)
+        self.scores_groups = self._reward.grades_groups
         self._checked: set[Split] = set()
         train = self._tasks_of(rows, "train")
         if eval_rows is None:
-            self._splits = {split: [task for task in train if split_of(_text(task)) == split] for split in _SPLITS}
+            self._splits = {split: [task for task in train if split_of(text_of(task)) == split] for split in _SPLITS}
         else:
             self._splits = {"train": train, "eval": self._tasks_of(eval_rows, "eval")}
         self._source = "" if eval_rows is not None else "one row in ten, by its text"
@@ -94,12 +95,6 @@ class RowEnvironment(SingleTurn):
         return await self._reward.score_group(task, [episode.completion for episode in episodes])
 
 
-class GroupedRowEnvironment(RowEnvironment):
-    """Rows whose reward grades the completions of one task together."""
-
-    scores_groups = True
-
-
 class NamedRewardEnvironment(FunctionEnvironment):
     """A function that makes tasks, with a reward of the library."""
 
@@ -108,11 +103,12 @@ class NamedRewardEnvironment(FunctionEnvironment):
         name: str,
         make_tasks: Callable[..., Any],
         reward: NamedReward,
-        seed: int = 0,
-        settings: Mapping[str, Any] | None = None,
+        seed: int,
+        settings: Mapping[str, Any],
     ) -> None:
         super().__init__(name, make_tasks, reward, seed, settings)
         self._named = reward
+        self.scores_groups = reward.grades_groups
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """The tasks, which the reward has checked."""
@@ -127,12 +123,6 @@ class NamedRewardEnvironment(FunctionEnvironment):
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
         """See `Environment`."""
         return await self._named.score_group(task, [episode.completion for episode in episodes])
-
-
-class GroupedRewardEnvironment(NamedRewardEnvironment):
-    """The same, where the reward grades the completions of one task together."""
-
-    scores_groups = True
 
 
 _SPLITS: tuple[Split, ...] = ("train", "eval")
@@ -161,7 +151,7 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
     if callable(tasks):
         if eval_tasks is not None:
             raise ConfigError("tasks is a function and gives held-out tasks too (split = 'eval'): omit eval_tasks")
-        _check_call(tasks, ("train", 1, 0), "tasks", "split, num_tasks, seed")
+        _check_call(tasks)
         label = getattr(tasks, "__name__", "tasks")
         return pack(label, partial(_of_functions, label, tasks, reward), tasks, *sources)
     rows, held_out = _rows_of(tasks, "tasks"), None if eval_tasks is None else _rows_of(eval_tasks, "eval_tasks")
@@ -202,8 +192,7 @@ def _of_functions(
     name: str, tasks: Callable[..., Any], reward: RewardFunction | NamedReward, seed: int, settings: Mapping[str, Any]
 ) -> Environment:
     if isinstance(reward, NamedReward):
-        kind = GroupedRewardEnvironment if reward.grades_groups else NamedRewardEnvironment
-        return kind(name, tasks, reward, seed, settings)
+        return NamedRewardEnvironment(name, tasks, reward, seed, settings)
     return FunctionEnvironment(name, tasks, reward, seed, settings)
 
 
@@ -216,8 +205,7 @@ def _of_rows(
 ) -> Environment:
     if settings:
         raise ConfigError("environment.settings has no effect on rows: leave it out")
-    is_grouped = isinstance(reward, NamedReward) and reward.grades_groups
-    return (GroupedRowEnvironment if is_grouped else RowEnvironment)("rows", rows, eval_rows, reward, seed)
+    return RowEnvironment("rows", rows, eval_rows, reward, seed)
 
 
 def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
@@ -293,10 +281,6 @@ def _verl_task(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"prompt": list(problem.prompt), **answer, **given}
 
 
-def _text(task: Task) -> str:
-    return "\n".join(message.content for message in task.prompt if message.role != "system")
-
-
 def _checked_reward(reward: Any) -> Any:
     """The reward: a function of a task and a completion unchanged, anything else as a reward of the library."""
     if isinstance(reward, NamedReward):
@@ -318,11 +302,13 @@ def _absolute(reward: Any) -> Any:
     return prefix + os.path.realpath(file) + colon + function if file.endswith(".py") else reward
 
 
-def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], what: str, expected: str) -> None:
+def _check_call(tasks: Callable[..., Any]) -> None:
     try:
-        inspect.signature(function).bind_partial(*arguments)
+        inspect.signature(tasks).bind_partial("train", 1, 0)
     except TypeError as error:
-        raise ConfigError(f"{what}() cannot be called with {expected} ({error}): give it these arguments") from None
+        raise ConfigError(
+            f"tasks() cannot be called with split, num_tasks, seed ({error}): give it these arguments"
+        ) from None
     except ValueError:  # a builtin tells no signature
         return
 

@@ -35,10 +35,10 @@ _RESERVED = {"size": "environment.num_train_tasks and evaluation.num_tasks", "se
 class ReasoningGym(SingleTurn):
     """One `reasoning_gym` task. Raises `ConfigError` for an unknown name or settings that the task rejects."""
 
-    def __init__(self, task_name: str, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, task_name: str, seed: int, settings: Mapping[str, Any]) -> None:
         super().__init__(seed)
         self.name = PREFIX + task_name
-        self._make = _factory(task_name, dict(settings or {}))
+        self._make = _factory(task_name, dict(settings))
         self._grader = self._make(0, CHUNK)
         self._stream = self._draw()
         self._found: dict[Split, list[Task]] = {"train": [], "eval": []}

@@ -27,8 +27,9 @@ from slipstream.envs.hosted.apart import Apart, placement
 from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
 from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.mixed import Mixture
+from slipstream.envs.rewards.functions import function_in
 from slipstream.envs.rows import NAME as ROWS
-from slipstream.envs.rows import rows_environment
+from slipstream.envs.rows import Rows
 from slipstream.envs.single_turn import FunctionEnvironment, SingleTurn, shown_settings
 from slipstream.envs.tools.mcp_servers import tools_of
 from slipstream.envs.tools.schemas import Tool, schemas_of
@@ -102,12 +103,7 @@ def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:
         if name.startswith(_MCP):
             added += tools_of(name.removeprefix(_MCP), config.variables)
         elif file.endswith(".py"):
-            module = import_file(Path(file), "environment.tools")
-            found = getattr(module, attribute, None)
-            if not callable(found):
-                known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-                raise ConfigError(f"{setting}: {file} has no function {attribute!r}{did_you_mean(attribute, known)}")
-            added.append(found)
+            added.append(function_in(Path(file), attribute, setting))
         else:
             raise ConfigError(f"{setting} is not a tool: use path/to/file.py:function, or {_MCP}COMMAND")
     environment.tools = (*environment.tools, *added)
@@ -133,7 +129,7 @@ def _load(config: EnvironmentConfig) -> Environment:
     if is_python_object(name):
         return load_python_environment(name, config.seed, config.settings)
     if name == ROWS:
-        return rows_environment(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
+        return Rows(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
     if name == DETECTION:
         from slipstream.envs.detector.image_rows import Detection
 

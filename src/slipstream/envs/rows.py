@@ -61,12 +61,11 @@ class Rows(Environment):
 
     max_turns = 1
 
-    def __init__(
-        self, seed: int = 0, settings: Mapping[str, Any] | None = None, *, reward_timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, seed: int, settings: Mapping[str, Any], *, reward_timeout_s: float = 10.0) -> None:
         super().__init__(seed)
         self.name = NAME
-        self._settings = given = _checked(settings or {})
+        self._settings = given = _checked(settings)
+        self.scores_groups = given.get("score_groups", False)
         setting = "rubric" if "rubric" in given else "reward"
         reward = given.get(setting, "exact")
         table = cast("dict[str, Any]", reward) if isinstance(reward, dict) else {"": reward}
@@ -111,6 +110,10 @@ class Rows(Environment):
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward that the row's `data_source` selects."""
         return self._reward_of(task)(task, completion)
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """That reward, called once for all completions of the task, with `score_groups = true`."""
+        return await self._reward_of(task).score_group(task, [episode.completion for episode in episodes])
 
     def _reward_of(self, task: Task) -> Reward:
         source = str(task.info["data_source"])
@@ -215,22 +218,6 @@ class Rows(Environment):
         for name, rows in found.items():
             self._rewards[name].check(rows)
         return tasks
-
-
-class GroupedRows(Rows):
-    """`rows` with `score_groups = true`: rewards grade the completions of one task together."""
-
-    scores_groups = True
-
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
-        """The reward that the row's `data_source` selects, called once."""
-        return await self._reward_of(task).score_group(task, [episode.completion for episode in episodes])
-
-
-def rows_environment(seed: int, settings: Mapping[str, Any], *, reward_timeout_s: float) -> Rows:
-    """The environment that these settings ask for. Raises `ConfigError`."""
-    kind = GroupedRows if settings.get("score_groups") is True else Rows
-    return kind(seed, settings, reward_timeout_s=reward_timeout_s)
 
 
 def _task(problem: Problem, id_: str, task: str, reward: Reward) -> Task:

@@ -85,10 +85,7 @@ class FunctionEnvironment(SingleTurn):
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """Tasks that the function `tasks` returns, checked."""
-        made: Any = self._make_tasks(split, num_tasks, self.seed, **self._settings)
-        if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
-            raise DataError(f"tasks() of {self.name} returned {_kind_of(made)}: return a list of tasks")
-        return as_tasks(cast("Iterable[RawTask]", made), split, self.name)
+        return as_tasks(self._make_tasks(split, num_tasks, self.seed, **self._settings), split, self.name)
 
     def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
         """The result of the function `reward`."""
@@ -123,10 +120,7 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
     """Tasks of the environment, checked; raises `EnvironmentFault` if its code raises or does not end."""
     try:
         with _deadline(TASKS_TIMEOUT_S):
-            made: Any = environment.tasks(split, num_tasks)
-            if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
-                raise DataError(f"tasks() of {environment.name} returned {_kind_of(made)}: return a list of tasks")
-            tasks = as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
+            tasks = as_tasks(environment.tasks(split, num_tasks), split, environment.name)
     except _TimedOut:
         raise EnvironmentFault(
             f"tasks({split!r}, {num_tasks}) of {environment.name} did not return within {TASKS_TIMEOUT_S:g} s: does it "
@@ -185,8 +179,12 @@ def _kind_of(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def as_tasks(raw: Iterable[RawTask], split: Split, where: str) -> list[Task]:
-    """Converts dictionaries or tasks to tasks. Raises `DataError` that names the row, also for repeated ids."""
+def as_tasks(raw: Any, split: Split, where: str) -> list[Task]:
+    """Converts what `tasks` of the environment `where` gave, dictionaries or tasks, to tasks. Raises `DataError` that
+    names the row, also for repeated ids."""
+    if isinstance(raw, str | Mapping) or not isinstance(raw, Iterable):
+        raise DataError(f"tasks() of {where} returned {_kind_of(raw)}: return a list of tasks")
+    raw = cast("Iterable[RawTask]", raw)
     tasks = [as_task(item, f"{split}/{row}", f"{split} task {row} of {where}") for row, item in enumerate(raw)]
     seen: dict[str, int] = {}
     for row, task in enumerate(tasks):

@@ -9,8 +9,14 @@ from __future__ import annotations
 import hashlib
 
 from slipstream.envs.base import Split
+from slipstream.records import Task
 
 EVAL_ONE_IN = 10
+
+
+def text_of(task: Task) -> str:
+    """The text of the task's prompt, without the system prompt."""
+    return "\n".join(message.content for message in task.prompt if message.role != "system")
 
 
 def split_of(text: str) -> Split:

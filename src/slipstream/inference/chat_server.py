@@ -25,6 +25,10 @@ _TYPES = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff"}
 """How files of these formats begin."""
 
 
+_CONCURRENCY = 32
+"""Requests to a server at once."""
+
+
 class MessageTokens:
     """The tokenizer of `ChatServer`: a token is a byte. `system` is the run's system prompt."""
 
@@ -85,12 +89,12 @@ class ChatServer:
 
     num_restarts = 0
 
-    def __init__(self, url: str, model: str = "", key: str = "", *, concurrency: int = 32) -> None:
+    def __init__(self, url: str, model: str = "", key: str = "") -> None:
         """`model`: its name there; empty: the only one."""
         self._client = OpenAIClient(url, key)
         self._shown = self._client.shown
         self.model = model
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(_CONCURRENCY)
         self.num_tokens = 0
         """Sampled tokens, as the server counts them."""
         self.num_counted = 0

@@ -139,7 +139,8 @@ class EngineProcess:
         with contextlib.suppress(TimeoutError):
             async with Patience(self.start_timeout_s):
                 while not await self._is_ready():
-                    num_stopped = num_stopped + 1 if self._is_stopped() else 0
+                    is_stopped = self.process is not None and exits.is_stopped(self.process.pid)
+                    num_stopped = num_stopped + 1 if is_stopped else 0
                     if num_stopped * _POLL_S >= self._silence_s:
                         await self._give_up()
                     await asyncio.sleep(_POLL_S)
@@ -155,9 +156,6 @@ class EngineProcess:
     def was_killed(self) -> bool:
         """Whether it was ended from outside: by SIGKILL, as for want of memory, or here as it was silent."""
         return self._was_silent or (self.process is not None and self.process.poll() == -signal.SIGKILL)
-
-    def _is_stopped(self) -> bool:
-        return self.process is not None and exits.is_stopped(self.process.pid)
 
     async def _is_ready(self) -> bool:
         if not self.is_alive():

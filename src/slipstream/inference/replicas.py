@@ -20,10 +20,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference.engine import PARSER_FAILURES, RunEngine
+from slipstream.inference.engine import PARSER_FAILURES, SupervisedEngine
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -39,18 +39,10 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 T = TypeVar("T")
 
 
-class Member(RunEngine, Protocol):
-    """One of several engines."""
-
-    async def replace(self) -> None:
-        """Start a dead engine again on its first weights; it must get a whole version before it is asked anything."""
-        ...
-
-
 @dataclass(eq=False)
 class _Replica:
     number: int
-    engine: Member
+    engine: SupervisedEngine
     is_serving: bool = True
     """Whether requests are routed to it; True also for a dead engine until its death is noticed."""
     is_blank: bool = False
@@ -104,7 +96,7 @@ _in_flight = attrgetter("in_flight")
 class EngineReplicas:
     """Engines with the same weights. All methods belong to one event loop, except `kill`."""
 
-    def __init__(self, engines: Sequence[Member], *, num_places: int, on_event: Callable[..., None]) -> None:
+    def __init__(self, engines: Sequence[SupervisedEngine], *, num_places: int, on_event: Callable[..., None]) -> None:
         """`num_places`: from this many requests on, an engine's groups overflow to an engine with fewer."""
         self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
         self._num_places = num_places
@@ -148,7 +140,7 @@ class EngineReplicas:
         return any(replica.engine.is_in_memory_only for replica in self._replicas)
 
     @property
-    def each(self) -> tuple[Member, ...]:
+    def each(self) -> tuple[SupervisedEngine, ...]:
         """The engines that are in service, without one that is aside."""
         return tuple(replica.engine for replica in self._in_use() if replica.is_serving)
 
@@ -302,7 +294,7 @@ class EngineReplicas:
             return worst_report(reports, numbers=[replica.number for replica in taking])
 
     @contextlib.asynccontextmanager
-    async def aside(self, timeout_s: float) -> AsyncGenerator[Member]:
+    async def aside(self, timeout_s: float) -> AsyncGenerator[SupervisedEngine]:
         """One engine for the caller alone, on the version that it has, until the block ends: that with least to do.
         Requests that it has already go on. A version that it missed is taken within `timeout_s`, and proved; where that
         fails, or the block does, it answers nothing until a later version succeeds. Nothing waits before the block
@@ -395,7 +387,7 @@ class EngineReplicas:
             for replica in self._replicas:
                 stack.callback(replica.engine.kill)
 
-    async def _all(self, call: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, call: Callable[[SupervisedEngine], Coroutine[Any, Any, T]]) -> list[T]:
         return await _together(call(replica.engine) for replica in self._replicas)
 
 

@@ -57,10 +57,6 @@ class Context:
         """The run folder."""
         return self.log.folder
 
-    def warn(self, text: str) -> None:
-        """Write a warning into `events.jsonl` and show it."""
-        self.log.warning(text)
-
 
 @dataclass(frozen=True)
 class RunContext(Context):
@@ -161,7 +157,7 @@ class Children:
         if self._run.prepared.environment is not None:
             self._run.prepared.environment.attach(log_folder=self._run.folder / "logs")
         reward = stacks.folder_of(self._run.folder) / "reward"
-        self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn, stacks=reward)
+        self._scorer = ScorerPool(self._run.config.environment, warn=self._run.log.warning, stacks=reward)
         return self._scorer
 
     async def set_up_environment(self) -> None:
@@ -170,7 +166,7 @@ class Children:
         assert section is not None
         assert environment is not None
         self._environment = environment
-        environment.attach(self._run.warn)
+        environment.attach(self._run.log.warning)
         await set_up(environment, section.run_timeout_s)
 
     def event_loop(self) -> EventLoopThread:
@@ -180,7 +176,7 @@ class Children:
 
             async def close() -> None:
                 if self._environment is not None:
-                    await shut_down(self._environment, self._run.warn)
+                    await shut_down(self._environment, self._run.log.warning)
                 if self._scorer is not None:
                     await self._scorer.__aexit__(None, None, None)
                 for child in (self.engine, self.teacher):
@@ -201,4 +197,4 @@ class Children:
         where, warning = blame(stack, seconds, self._run.prepared.environment)
         self._run.log.event("loop_held_up", seconds=seconds, where=where)
         if warning:
-            self._run.warn(warning)
+            self._run.log.warning(warning)

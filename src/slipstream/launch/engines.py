@@ -103,8 +103,12 @@ def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) ->
     if not separate and replicas == 1:
         return ()
     gpus = place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate).engines[replica]
-    named = [name.strip() for name in visible.split(",")] if visible else None
-    return tuple(named[gpu] if named else str(gpu) for gpu in gpus)
+    return tuple(gpu_name(gpu, visible) for gpu in gpus)
+
+
+def gpu_name(number: int, visible: str | None) -> str:
+    """The name of GPU `number` in `visible` (CUDA_VISIBLE_DEVICES)."""
+    return visible.split(",")[number].strip() if visible else str(number)
 
 
 def create_engine(
@@ -136,14 +140,10 @@ def create_engine(
         own_number = plan.first_number + number
         own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
-        engines.append(create(own, _log_of(own_number), functools.partial(on_event, replica=own_number), first))
+        engines.append(create(own, f"engine-{own_number}.log", functools.partial(on_event, replica=own_number), first))
 
     def on_replica_event(kind: str, *, replica: int, **fields: Any) -> None:
         on_event(kind, replica=plan.first_number + replica, **fields)
 
     per_engine = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=per_engine, on_event=on_replica_event)
-
-
-def _log_of(number: int) -> str:
-    return f"engine-{number}.log"

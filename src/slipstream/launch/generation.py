@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,13 @@ from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_ad
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
 from slipstream.engine_protocols import Generates
-from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.children import Children, Context
-from slipstream.launch.engines import RunEngine
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
-from slipstream.orchestrator.batches.batch_order import BatchOrder, mixture_weights
+from slipstream.orchestrator.batches.batch_order import mixture_weights
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
@@ -70,13 +68,13 @@ class _Generation:
         """The version that is evaluated, or was last."""
         num_places = config.inference.max_num_seqs * num_replicas(config)
         self._idle = IdleTime(lambda: self._engine.is_up, num_places=num_places)
-        self._runner = _runner(context, self._engine, self._scorer, self._versions, lambda: self._held_out, self._idle)
+        self._runner = self._make_runner()
         self._hooks = GenerationHooks(context)
         self._ledger: Ledger | None = None
         self.executor = Executor(
             self._engine,
             self._versions,
-            probe=_probe(context, self._engine).sample,
+            probe=self._probe().sample,
             evaluate=self._evaluate,
             roll_out=self._roll_out,
             engine_ready=children.engine_ready,
@@ -88,6 +86,50 @@ class _Generation:
             change_weights=self._order.change,
             teacher_digest=children.teacher.digest if children.teacher is not None else "",
             idle=self._idle,
+        )
+
+    def _make_runner(self) -> RolloutRunner:
+        context = self._context
+
+        def keep(rollout: Rollout, step: int, is_held_out: bool) -> None:
+            version = self._held_out if is_held_out else self._versions.current
+            split = {"split": "eval"} if is_held_out else {}
+            context.log.sample(sample_of(rollout, step, version.name if version else "", kept="failure", **split))
+
+        def version() -> int:
+            return self._held_out.step if self._held_out is not None else 0
+
+        prepared, config = context.prepared, context.config
+        assert prepared.environment is not None
+        assert config.environment is not None
+        num_failures, others = config.run.save_failures, config.run.orchestrators - 1
+        own_part = (num_failures + others - context.orchestrator) // (others + 1)
+        return RolloutRunner(
+            prepared.environment,
+            self._scorer,
+            prepared.tokenizer,
+            self._engine,
+            request_timeout_s=config.inference.request_timeout_s,
+            run_timeout_s=config.environment.run_timeout_s,
+            context_length=config.inference.max_model_len,
+            warn=context.log.warning,
+            on_ended=Failures(own_part, num_failures, keep, version).ended,
+            idle=self._idle,
+            retries=retries_of(config, context.log.count),
+            control_texts=prepared.tokenizer.special_texts,
+        )
+
+    def _probe(self) -> Probe:
+        """Prompts of the first held-out tasks, or of the first training tasks where there are none."""
+        config, prepared = self._context.config, self._context.prepared
+        tasks = (prepared.eval_tasks or prepared.train_tasks)[: config.weights.probe_tasks]
+        return Probe(
+            self._engine,
+            [_probe_prompt(prepared.tokenizer, task.prompt) for task in tasks],
+            prepared.sampling(),
+            max_tokens=config.weights.probe_tokens,
+            seed=config.run.seed,
+            timeout_s=config.inference.request_timeout_s,
         )
 
     async def _start(self) -> None:
@@ -108,15 +150,45 @@ class _Generation:
         await all_of(starts)
 
     def _open_ledger(self, first: int) -> None:
-        if self._context.orchestrator == 0:
-            end_ledgers(self._context.folder, self._context.config.run.orchestrators, self._context.log.lineage, first)
-        self._ledger = _ledger(self._context, first, lambda: self.executor.saved_step)
+        context, config = self._context, self._context.config
+        if context.orchestrator == 0:
+            end_ledgers(context.folder, config.run.orchestrators, context.log.lineage, first)
+        self._ledger = Ledger(
+            context.folder,
+            context.log.lineage,
+            first,
+            staleness=config.training.staleness,
+            shape=shape_of_groups(context.prepared, context.log.lineage),
+            orchestrator=context.orchestrator,
+            saved_step=lambda: self.executor.saved_step,
+            later=asyncio.get_running_loop().call_later,
+            keep_bytes=config.run.streams != "memory",
+            on_drop=lambda reason, tokens: context.log.count(drop_metrics(reason, tokens)),
+        )
 
     async def _make_batches(self, command: commands.MakeBatches) -> None:
-        config, hooks = self._context.config, self._hooks
+        config, algorithm, hooks = self._context.config, self._context.config.algorithm, self._hooks
         assert self._ledger is not None
         self._order.set_changes(command.changes)
-        batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)
+        assert algorithm.kind != "sft"
+        assert config.environment is not None
+        batcher = Batcher(
+            self._runner,
+            group_size=algorithm.group_size,
+            sampling=self._context.prepared.sampling(),
+            seed=config.run.seed,
+            max_reward_failures=config.environment.max_reward_failures,
+            needs_logprobs=needs_engine_logprobs(algorithm),
+            staleness=config.training.staleness,
+            has_signal=signal_rule(algorithm),
+            parts=config.environment.mixture.keys(),
+            refills=self._order.refills(),
+            teacher=self._children.teacher,
+            hooks=hooks,
+            ledger=self._ledger,
+            share=Share(self._context.orchestrator, config.run.orchestrators),
+            idle=self._runner.idle,
+        )
         made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
@@ -142,18 +214,70 @@ class _Generation:
         if version is None or version.step != command.step:
             raise EngineError(f"version {command.step} is to be evaluated, and the engine holds {version}: report this")
         if not command.beside:
-            return await _evaluate(self._context, self._runner, version)
+            return await self._evaluated(version)
         if not isinstance(self._engine, EngineReplicas):
             raise EngineError("one engine cannot evaluate while it goes on: use evaluation.beside = false")
         async with self._engine.aside(apply_timeout_s(self._context.config)) as engine:
-            return await _evaluate(self._context, self._runner, version, engine)
+            return await self._evaluated(version, engine)
+
+    async def _evaluated(self, version: Version, engine: Generates | None = None) -> Evaluation:
+        """`engine`: one that is aside, whose progress is not shown, as training's is."""
+        context, prepared, evaluation = self._context, self._context.prepared, self._context.config.evaluation
+        section = context.config.environment
+        assert section is not None
+        assert evaluation is not None
+        if engine is None:
+            context.progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
+        try:
+            found = await evaluate(
+                self._runner,
+                prepared.eval_tasks,
+                sampling=prepared.sampling(evaluation.temperature),
+                threshold=evaluation.threshold,
+                seed=evaluation.seed,
+                max_failures=section.max_reward_failures,
+                samples_per_task=evaluation.samples_per_task,
+                version=version,
+                engine=engine,
+                on_rollout=context.progress.advance if engine is None else lambda: None,
+                warn=context.log.warning,
+            )
+            found = await asyncio.to_thread(
+                with_figures, found, prepared.eval_tasks, context.config, prepared.tokenizer
+            )
+            # The first sample of the first tasks; the others nobody reads.
+            shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
+            return replace(found, rollouts=shown)
+        finally:
+            if engine is None:
+                context.progress.end_phase()
 
     async def _roll_out(self, command: commands.RollOut) -> list[Rollout]:
-        """For channel B of rollout matching."""
+        """For channel B of rollout matching, one rollout of each task that the command names. Raises
+        `EnvironmentFault` or `EngineError` where too many failed, and `IntegrityError` for a token of another
+        version."""
         version = self._versions.current
         if version is None or version.step != command.step:
             raise EngineError(f"version {command.step} is to roll out, and the engine holds {version}: report this")
-        return await _rolled_out(self._context, self._runner, version, command)
+        context, section = self._context, self._context.config.environment
+        assert section is not None
+        tasks, hooks = context.prepared.train_tasks, self._hooks
+        sampling = context.prepared.sampling(command.temperature)
+
+        async def attempt(place: int, item: int) -> Rollout:
+            name = f"{command.step}.{place}"
+            seed = max(1, (command.seed + place) & 0x7FFF_FFFF)
+            rollout = await self._runner.run(tasks[item], rollout_id=name, group_id=name, sampling=sampling, seed=seed)
+            hooks.rollout_ended()
+            return rollout
+
+        hooks.round_began(len(command.items))
+        rollouts = await all_of(attempt(place, item) for place, item in enumerate(command.items))
+        hooks.batch_ended()
+        refuse_other_versions(rollouts, version, f"step {command.step}")
+        check_failures(rollouts, f"step {command.step}", section.max_reward_failures)
+        warn_of_losses(rollouts, f"step {command.step}", context.log.warning)
+        return rollouts
 
     def _close(self, end: commands.Close) -> None:
         """Write how the last groups ended, and why no more are made."""
@@ -190,63 +314,6 @@ class GenerationHooks(Hooks):
     def warn(self, text: str) -> None:
         """See `Hooks`."""
         self._context.log.warning(text)
-
-
-def _runner(
-    context: Context,
-    engine: RunEngine,
-    scorer: ScorerPool,
-    versions: Versions,
-    held_out: Callable[[], Version | None],
-    idle: IdleTime,
-) -> RolloutRunner:
-    """`held_out`: the version that is evaluated."""
-
-    def keep(rollout: Rollout, step: int, is_held_out: bool) -> None:
-        version = held_out() if is_held_out else versions.current
-        split = {"split": "eval"} if is_held_out else {}
-        context.log.sample(sample_of(rollout, step, version.name if version else "", kept="failure", **split))
-
-    def version() -> int:
-        evaluated = held_out()
-        return evaluated.step if evaluated is not None else 0
-
-    prepared, config = context.prepared, context.config
-    assert prepared.environment is not None
-    assert config.environment is not None
-    num_failures, others = config.run.save_failures, config.run.orchestrators - 1
-    own_part = (num_failures + others - context.orchestrator) // (others + 1)
-    return RolloutRunner(
-        prepared.environment,
-        scorer,
-        prepared.tokenizer,
-        engine,
-        request_timeout_s=config.inference.request_timeout_s,
-        run_timeout_s=config.environment.run_timeout_s,
-        context_length=config.inference.max_model_len,
-        warn=context.log.warning,
-        on_ended=Failures(own_part, num_failures, keep, version).ended,
-        idle=idle,
-        retries=retries_of(config, context.log.count),
-        control_texts=prepared.tokenizer.special_texts,
-    )
-
-
-def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledger:
-    """The run's ledger, from step `first` on, written by this event loop."""
-    config = context.config
-    return Ledger(
-        context.folder,
-        context.log.lineage,
-        first,
-        staleness=config.training.staleness,
-        shape=shape_of_groups(context.prepared, context.log.lineage),
-        orchestrator=context.orchestrator,
-        saved_step=saved_step,
-        later=asyncio.get_running_loop().call_later,
-        keep_bytes=config.run.streams != "memory",
-        on_drop=lambda reason, tokens: context.log.count(drop_metrics(reason, tokens)),
-    )
 
 
 def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:
@@ -289,103 +356,7 @@ def _mixture_shape(config: PlannedConfig, lineage: int) -> dict[str, Any]:
     }
 
 
-def _batcher(
-    context: Context, children: Children, runner: RolloutRunner, order: BatchOrder, hooks: Hooks, ledger: Ledger
-) -> Batcher:
-    config, algorithm = context.config, context.config.algorithm
-    assert algorithm.kind != "sft"
-    assert config.environment is not None
-    return Batcher(
-        runner,
-        group_size=algorithm.group_size,
-        sampling=context.prepared.sampling(),
-        seed=config.run.seed,
-        max_reward_failures=config.environment.max_reward_failures,
-        needs_logprobs=needs_engine_logprobs(algorithm),
-        staleness=config.training.staleness,
-        has_signal=signal_rule(algorithm),
-        parts=config.environment.mixture.keys(),
-        refills=order.refills(),
-        teacher=children.teacher,
-        hooks=hooks,
-        ledger=ledger,
-        share=Share(context.orchestrator, config.run.orchestrators),
-        idle=runner.idle,
-    )
-
-
-def _probe(context: Context, engine: RunEngine) -> Probe:
-    """Prompts of the first held-out tasks, or of the first training tasks where there are none."""
-    config, prepared = context.config, context.prepared
-    tasks = (prepared.eval_tasks or prepared.train_tasks)[: config.weights.probe_tasks]
-    return Probe(
-        engine,
-        [_probe_prompt(prepared.tokenizer, task.prompt) for task in tasks],
-        prepared.sampling(),
-        max_tokens=config.weights.probe_tokens,
-        seed=config.run.seed,
-        timeout_s=config.inference.request_timeout_s,
-    )
-
-
 def _probe_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> ProbePrompt:
     token_ids = tokenizer.render(messages)
     media = tokenizer.place_images(messages, token_ids)
     return ProbePrompt(token_ids, media, tokenizer.request(token_ids, media))
-
-
-async def _rolled_out(
-    context: Context, runner: RolloutRunner, version: Version, command: commands.RollOut
-) -> list[Rollout]:
-    """One rollout of each task that the command names. Raises `EnvironmentFault` or `EngineError` where too many
-    failed, and `IntegrityError` for a token of another version."""
-    tasks, section = context.prepared.train_tasks, context.config.environment
-    assert section is not None
-    sampling, hooks = context.prepared.sampling(command.temperature), GenerationHooks(context)
-
-    async def attempt(place: int, item: int) -> Rollout:
-        name = f"{command.step}.{place}"
-        seed = max(1, (command.seed + place) & 0x7FFF_FFFF)
-        rollout = await runner.run(tasks[item], rollout_id=name, group_id=name, sampling=sampling, seed=seed)
-        hooks.rollout_ended()
-        return rollout
-
-    hooks.round_began(len(command.items))
-    rollouts = await all_of(attempt(place, item) for place, item in enumerate(command.items))
-    hooks.batch_ended()
-    refuse_other_versions(rollouts, version, f"step {command.step}")
-    check_failures(rollouts, f"step {command.step}", section.max_reward_failures)
-    warn_of_losses(rollouts, f"step {command.step}", context.log.warning)
-    return rollouts
-
-
-async def _evaluate(
-    context: Context, runner: RolloutRunner, version: Version, engine: Generates | None = None
-) -> Evaluation:
-    """`engine`: one that is aside, whose progress is not shown, as training's is."""
-    prepared, evaluation, section = context.prepared, context.config.evaluation, context.config.environment
-    assert section is not None
-    assert evaluation is not None
-    if engine is None:
-        context.progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
-    try:
-        found = await evaluate(
-            runner,
-            prepared.eval_tasks,
-            sampling=prepared.sampling(evaluation.temperature),
-            threshold=evaluation.threshold,
-            seed=evaluation.seed,
-            max_failures=section.max_reward_failures,
-            samples_per_task=evaluation.samples_per_task,
-            version=version,
-            engine=engine,
-            on_rollout=context.progress.advance if engine is None else lambda: None,
-            warn=context.log.warning,
-        )
-        found = await asyncio.to_thread(with_figures, found, prepared.eval_tasks, context.config, prepared.tokenizer)
-        # The first sample of the first tasks; the others nobody reads.
-        shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
-        return replace(found, rollouts=shown)
-    finally:
-        if engine is None:
-            context.progress.end_phase()

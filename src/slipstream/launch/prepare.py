@@ -137,7 +137,9 @@ def prepare(loaded: Loaded, *, weights: bool = True, gpus: Gpus | None = None) -
 def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     check_torch_builds()
     loaded = with_weights_folder(loaded)
-    config = _with_environment(loaded.config)
+    config = loaded.config
+    if config.environment is not None:  # on this machine, verified, once, so that all load the same files
+        config = config.model_copy(update={"environment": located(config.environment)})
     check_needs(config)
     check_options(config.inference.options)
     model = find_model(config.model, weights=weights)
@@ -235,13 +237,6 @@ def check_engine(prepared: Prepared) -> None:
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
         try_options(engine_plan(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0).settings)
-
-
-def _with_environment(config: RunConfig) -> RunConfig:
-    """Have the environment that is named by digest on this machine, verified, once, so that all load the same files."""
-    if config.environment is None:
-        return config
-    return config.model_copy(update={"environment": located(config.environment)})
 
 
 def _tasks(config: RunConfig, environment: Environment | None) -> tuple[list[Task], list[Task], int | None]:

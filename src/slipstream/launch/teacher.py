@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.config import PlannedConfig
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engines import EngineMaker, EnginePlan
+from slipstream.launch.engines import EngineMaker, EnginePlan, gpu_name
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.plan.memory.teacher import STEP_TOKENS, TeacherMemory
@@ -61,7 +61,7 @@ def _teacher_settings(config: PlannedConfig, planned: TeacherMemory) -> EngineSe
         enforce_eager=True,
         kv_cache_bytes=planned.cache,
         gpu_memory_utilization=planned.gpu_memory_utilization,
-        gpus=() if planned.gpu is None else (_gpu_name(planned.gpu, visible),),
+        gpus=() if planned.gpu is None else (gpu_name(planned.gpu, visible),),
         fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,
         threads=config.run.threads if planned.gpu is None else None,
@@ -70,8 +70,3 @@ def _teacher_settings(config: PlannedConfig, planned: TeacherMemory) -> EngineSe
         patches=config.inference.patches,
         options={"max_num_batched_tokens": STEP_TOKENS},
     )
-
-
-def _gpu_name(number: int, visible: str | None) -> str:
-    """The GPU's name in CUDA_VISIBLE_DEVICES."""
-    return [name.strip() for name in visible.split(",")][number] if visible else str(number)

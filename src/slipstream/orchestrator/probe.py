@@ -34,7 +34,7 @@ class Probe:
     def __init__(
         self,
         engine: Generates,
-        prompts: Sequence[ProbePrompt | list[int]],
+        prompts: Sequence[ProbePrompt],
         sampling: SamplingParams,
         *,
         max_tokens: int,
@@ -42,7 +42,7 @@ class Probe:
         timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._prompts = [each if isinstance(each, ProbePrompt) else ProbePrompt(each) for each in prompts]
+        self._prompts = prompts
         self._sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, max_tokens))
         self._seed = seed
         self._timeout_s = timeout_s

@@ -1,7 +1,6 @@
 """Applies versions of the weights to the engine, and gates generation by version.
 
-Guarantees: `current` advances only when every parameter's fingerprint in the engine matches the ticket; waiting for a
-version has a deadline, and its error says who was waited for.
+Guarantee: `current` advances only when every parameter's fingerprint in the engine matches the ticket.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import contextlib
 from contextlib import AbstractAsyncContextManager
 
-from slipstream.errors import DeadlineError
 from slipstream.records import ApplyReport, Ticket, Version
 from slipstream.weights import Receiver, check_report
 from slipstream.weights.base import Fence
@@ -70,14 +68,10 @@ class Versions:
         """The newest released version; -1 before the first."""
         return self._released
 
-    async def wait_for(self, step: int, timeout_s: float | None) -> Version:
-        """Wait until version `step` is released, and return the current version."""
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._released >= step)
-        except TimeoutError:
-            raise DeadlineError(
-                f"the trainer did not release version {step} within {timeout_s:.0f} s (it is at {self._released})"
-            ) from None
+    async def wait_for(self, step: int) -> Version:
+        """Wait until version `step` is released, and return the current version. There is no deadline: when the trainer
+        ends, so does this wait."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._released >= step)
         assert self.current is not None
         return self.current

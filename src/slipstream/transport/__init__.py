@@ -5,11 +5,10 @@ from slipstream.transport.base import Receipt, RecordError, Transport, Transport
 from slipstream.transport.memory import MemoryTransport
 from slipstream.transport.polled import TransportAway, Unreachable
 from slipstream.transport.redis_server import check_redis
-from slipstream.transport.streams import FileStreams, MemoryStreams, RedisStreams, Streams, open_transport
+from slipstream.transport.streams import FileStreams, RedisStreams, Streams, open_transport
 
 __all__ = [
     "FileStreams",
-    "MemoryStreams",
     "MemoryTransport",
     "Receipt",
     "RecordError",

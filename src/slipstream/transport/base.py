@@ -1,9 +1,8 @@
 """Interface of transports; one test suite checks every implementation.
 
-Records are taken in the order in which they were put, and again if they were not acknowledged. A record occupies one of
-`capacity` places from `put` until `ack`, so that what a dead consumer held can be taken again; `put` waits for a free
-place (back-pressure), and nothing is dropped. Every wait has a deadline, and the error names the side that was waited
-for.
+Records are taken in the order in which they were put. A record occupies one of `capacity` places from `put` until
+`ack`; `put` waits for a free place (back-pressure), and nothing is dropped. Every wait has a deadline, and the error
+names the side that was waited for.
 """
 
 from __future__ import annotations
@@ -62,17 +61,12 @@ class Transport(Protocol[T]):
         ...
 
     def ack(self, receipt: Receipt) -> bool:
-        """Acknowledges a record, also after `close`, and frees its place. False if the receipt is no longer valid:
-        already acknowledged, or its record was requeued."""
+        """Acknowledges a record, also after `close`, and frees its place. False if the receipt is not valid, or
+        no longer."""
         ...
 
     def __len__(self) -> int:
         """Number of occupied places."""
-        ...
-
-    def requeue(self) -> int:
-        """Makes all taken, unacknowledged records available again, in their original order; returns how many. A
-        restarted consumer calls it once. Earlier receipts become invalid."""
         ...
 
     def close(self, reason: str) -> None:

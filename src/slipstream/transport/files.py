@@ -23,6 +23,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,28 +46,35 @@ _LOCK_WAIT_S = 1.0
 _LOCK_PAUSE_S = 0.0005
 
 
+@dataclass(frozen=True)
+class FileStreams:
+    """Queues in a folder that all processes of the run see, for example `streams` in the run folder."""
+
+    folder: Path
+    lineage: int = 0
+    """Attempt of the run, which counts resumes: records of an earlier attempt are never read as those of this one."""
+
+
 class FileTransport(PolledTransport[T]):
     """A bounded queue in a folder. Any number of producers and one consumer, each in any process."""
 
     def __init__(
         self,
-        folder: Path,
+        streams: FileStreams,
         topic: str,
         kind: type[T],
         capacity: int,
-        *,
-        lineage: int = 0,
-        producer: str = "the orchestrator",
-        consumer: str = "the trainer",
+        producer: str,
+        consumer: str,
     ) -> None:
-        """Opens the queue, and makes it if there is none. `kind` is the type of the records; `capacity` counts them
-        from `put` to `ack`. Raises `SlipstreamError` if the folder cannot be made."""
+        """Opens the queue, and makes it if there is none; see `PolledTransport`. Raises `SlipstreamError` if the folder
+        cannot be made."""
         super().__init__(kind, capacity, producer, consumer)
-        self._folder = folder / str(lineage) / topic
+        self._folder = streams.folder / str(streams.lineage) / topic
         with disk_errors(self._folder):
             for part in (self._folder.parent.parent, self._folder.parent, self._folder):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if part.is_symlink() and part != folder:
+                if part.is_symlink() and part != streams.folder:
                     raise OSError(errno.ELOOP, "it is a link, and would be written elsewhere")
                 require_own(part)
             self._folder.chmod(0o700)
@@ -89,10 +97,6 @@ class FileTransport(PolledTransport[T]):
         except FileNotFoundError:
             return False
         return True
-
-    def requeue(self) -> int:
-        """See `Transport.requeue`."""
-        return self._call(self._requeue)
 
     def close(self, reason: str) -> None:
         """See `Transport.close`."""
@@ -151,19 +155,8 @@ class FileTransport(PolledTransport[T]):
         return attempt
 
     def _give_back(self, receipt: Receipt) -> None:
-        self._untake(f"{receipt}{_TAKEN}")
-
-    def _requeue(self) -> int:
-        with self._locked():
-            return sum(self._untake(name) for name in self._names(_TAKEN))
-
-    def _untake(self, name: str) -> bool:
-        """Makes a taken record available again: False if it was acknowledged meanwhile."""
-        try:
-            (self._folder / name).rename(self._folder / f"{name.partition('.')[0]}{_WAITING}")
-        except FileNotFoundError:
-            return False
-        return True
+        with contextlib.suppress(FileNotFoundError):  # it was acknowledged meanwhile
+            (self._folder / f"{receipt}{_TAKEN}").rename(self._folder / f"{receipt.partition('.')[0]}{_WAITING}")
 
     def _names(self, *suffixes: str) -> list[str]:
         """Names of records with that end; files that a network file system puts there are left alone."""

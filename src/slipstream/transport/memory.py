@@ -34,9 +34,8 @@ class MemoryTransport(Generic[T]):
         self._capacity = check_capacity(capacity)
         self._producer = producer
         self._consumer = consumer
-        self._waiting: deque[tuple[int, T]] = deque()
-        self._taken: dict[Receipt, tuple[int, T]] = {}
-        self._num_put = 0
+        self._waiting: deque[T] = deque()
+        self._taken: set[Receipt] = set()
         self._num_takes = 0
         self._reason: str | None = None
         self._changed = threading.Condition()
@@ -67,15 +66,9 @@ class MemoryTransport(Generic[T]):
     def ack(self, receipt: Receipt) -> bool:
         """See `Transport.ack`."""
         with self._changing():
-            return self._taken.pop(receipt, None) is not None
-
-    def requeue(self) -> int:
-        """See `Transport.requeue`."""
-        with self._changing():
-            again = sorted(self._taken.values(), key=lambda item: item[0])
-            self._waiting.extendleft(reversed(again))
-            self._taken.clear()
-            return len(again)
+            is_valid = receipt in self._taken
+            self._taken.discard(receipt)
+            return is_valid
 
     def close(self, reason: str) -> None:
         """See `Transport.close`."""
@@ -95,8 +88,7 @@ class MemoryTransport(Generic[T]):
             self._refuse_closed()
             if len(self) >= self._capacity:
                 return None
-            self._waiting.append((self._num_put, record))
-            self._num_put += 1
+            self._waiting.append(record)
             return True
 
     def _try_take(self) -> tuple[Receipt, T] | None:
@@ -104,11 +96,10 @@ class MemoryTransport(Generic[T]):
             self._refuse_closed()
             if not self._waiting:
                 return None
-            number, record = self._waiting.popleft()
             self._num_takes += 1
-            receipt = f"{number}.{self._num_takes}"
-            self._taken[receipt] = (number, record)
-            return receipt, record
+            receipt = str(self._num_takes)
+            self._taken.add(receipt)
+            return receipt, self._waiting.popleft()
 
     def _wait(self, attempt: Callable[[], Answer | None], timeout_s: float) -> Answer | None:
         """The result of `attempt` once it succeeds; None at the deadline."""

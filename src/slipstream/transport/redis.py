@@ -3,7 +3,7 @@
 A topic is a stream `slipstream/<run_id>/<lineage>/<topic>` with one consumer group, and the reason of `close` is a key
 `.../closed`. A record is an entry of the stream from `put` until `ack`, which deletes it; the stream is never trimmed.
 A taken entry is pending in the group. `take` prefers the oldest pending entry that this object does not hold. There is
-one after `requeue`, after a `take` with a lost answer, and in a restarted reader.
+one after a `take` with a lost answer, and in a restarted reader.
 
 A `put` with a lost answer is sent again. Both entries have its mark, and the reader drops the second one. A `put` that
 ends (deadline or cancellation) while the server does not answer may have put its record.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,20 @@ _NUM_MARKS = 4096
 """Marks of puts that a reader remembers; what is sent again comes within a few records."""
 
 
+@dataclass(frozen=True)
+class RedisStreams:
+    """Queues on a Redis server."""
+
+    url: str
+    """`redis://host:port/database`, `rediss://` with TLS, or `unix:///path`; without a password."""
+    run_id: str
+    """Tells the runs on one server apart."""
+    lineage: int = 0
+    """As in `FileStreams`."""
+    password_variable: str = ""
+    """Name of the environment variable that holds the password; empty for a private Unix socket."""
+
+
 class RedisTransport(PolledTransport[T]):
     """A bounded queue on a Redis server. One process puts and one takes, each through one object.
 
@@ -42,23 +57,18 @@ class RedisTransport(PolledTransport[T]):
 
     def __init__(
         self,
-        url: str,
-        run_id: str,
+        streams: RedisStreams,
         topic: str,
         kind: type[T],
         capacity: int,
-        *,
-        lineage: int = 0,
-        password_variable: str = "",
-        producer: str = "the orchestrator",
-        consumer: str = "the trainer",
+        producer: str,
+        consumer: str,
     ) -> None:
-        """Opens the queue, and makes it if there is none. `kind` is the type of the records; `capacity` counts them
-        from `put` to `ack`. Raises `ConfigError` for a server that cannot be used, and `DeadlineError` for one that
-        does not answer for 10 s."""
+        """Opens the queue, and makes it if there is none; see `PolledTransport`. Raises `ConfigError` for a server that
+        cannot be used, and `DeadlineError` for one that does not answer for 10 s."""
         super().__init__(kind, capacity, producer, consumer)
-        self._server = RedisServer(url, password_variable)
-        self._stream = f"slipstream/{run_id}/{lineage}/{topic}"
+        self._server = RedisServer(streams.url, streams.password_variable)
+        self._stream = f"slipstream/{streams.run_id}/{streams.lineage}/{topic}"
         self._closed = f"{self._stream}/closed"
         self._guard = threading.Lock()
         """Between looking at the queue and changing it."""
@@ -88,13 +98,6 @@ class RedisTransport(PolledTransport[T]):
                 return True
 
         return self._call(attempt)
-
-    def requeue(self) -> int:
-        """See `Transport.requeue`; counts what was taken through this object."""
-        with self._guard:
-            num_held = len(self._held)
-            self._held.clear()
-        return num_held
 
     def close(self, reason: str) -> None:
         """See `Transport.close`. The server keeps a closed queue for a day."""

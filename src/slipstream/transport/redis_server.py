@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -37,9 +37,9 @@ def check_redis(url: str, password_variable: str) -> None:
 class RedisServer:
     """Runs commands on one start of a server. Any thread may use it."""
 
-    def __init__(self, url: str, password_variable: str, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, url: str, password_variable: str) -> None:
         """Connects to nothing yet. Raises `ConfigError` for a URL or password that is refused."""
-        self._name, password = _checked(url, password_variable, environment)
+        self._name, password = _checked(url, password_variable)
         self._start = ""
         """Redis's name for this start of the server; empty before the first connection."""
         try:
@@ -145,7 +145,7 @@ class RedisServer:
         )
 
 
-def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -> tuple[str, str | None]:
+def _checked(url: str, password_variable: str) -> tuple[str, str | None]:
     """The server's name in messages, and its password."""
     try:
         parts = urlsplit(url)
@@ -162,7 +162,7 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
     if parts.scheme not in _SCHEMES or not place:
         raise ConfigError(f"{parts.scheme}://{place} names no Redis server: write redis://, rediss:// or unix:///path")
     name = f"the Redis server {parts.scheme}://{place}"
-    password = environment.get(password_variable) if password_variable else None
+    password = os.environ.get(password_variable) if password_variable else None
     if password_variable and not password:
         raise ConfigError(f"{password_variable} is to hold the password of {name}, and is not set: set it")
     is_here = parts.scheme == "unix" or is_loopback(parts.hostname or "")

@@ -1,8 +1,9 @@
-"""Protocols of a weight bridge: `Publisher` (trainer), `Receiver` (engine), and `Bridge`, which is both."""
+"""A weight bridge: the protocols `Publisher` (trainer) and `Receiver` (engine), and `Bridge`, which is both."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -42,28 +43,16 @@ class Receiver(Protocol):
         ...
 
 
-class Bridge(Protocol):
+@dataclass(frozen=True)
+class Bridge:
     """A way of the weights from trainer to engine."""
 
-    @property
-    def name(self) -> str:
-        """Its name in the setting `weights.bridge`."""
-        ...
-
-    @property
-    def publisher(self) -> Publisher:
-        """The trainer's half."""
-        ...
-
-    @property
-    def receiver(self) -> Receiver:
-        """The engine's half."""
-        ...
-
-    @property
-    def fence(self) -> Fence | None:
-        """To be called before the optimizer writes the live weights; None where the engine has a copy of its own."""
-        ...
+    name: str
+    """Its name in the setting `weights.bridge`."""
+    publisher: Publisher
+    receiver: Receiver
+    fence: Fence | None = None
+    """To be called before the optimizer writes the live weights; None where the engine has a copy of its own."""
 
 
 def check_report(report: ApplyReport, ticket: Ticket) -> None:

@@ -38,7 +38,7 @@ class Configurations(NamedTuple):
     """The one that the card makes the default, if any."""
 
 
-def splits_of(folder: Path, setting: str = "data.path", subset: str = "") -> dict[str, list[Path]]:
+def splits_of(folder: Path, setting: str, subset: str) -> dict[str, list[Path]]:
     """The files of each split of a data folder, in order; files whose name has no split are under the empty name.
 
     If the folder has several configurations, it reads `subset`, or the card's default. Raises `DataError`, also if

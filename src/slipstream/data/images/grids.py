@@ -17,7 +17,7 @@ class GridProcessor(ImageProcessor):
 
     _arguments = ("pixel_values", "image_grid_thw")
 
-    def __init__(self, processor: Any, config: Any, *, max_pixels: int | None = None) -> None:
+    def __init__(self, processor: Any, config: Any, *, max_pixels: int | None) -> None:
         super().__init__(processor)
         self._factor: int = processor.patch_size * processor.merge_size
         self.token_id: int = config.image_token_id

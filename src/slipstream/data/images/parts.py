@@ -40,15 +40,13 @@ def joined(parts: Sequence[Any], where: str, folder: Path | None) -> tuple[str, 
             texts.append(IMAGE_MARK)
         elif kind != "text" or not isinstance(text, str):
             raise DataError(f"{place} is {entry!r:.60}: give parts of type text and image_url")
-        elif IMAGE_MARK in text and any(isinstance(other, Mapping) and _is_image(other) for other in parts):
+        elif IMAGE_MARK in text and any(
+            isinstance(other, Mapping) and other.get("type") in _IMAGE_PARTS for other in parts
+        ):
             raise DataError(f"{place} has the text {IMAGE_MARK}, which marks the place of an image: remove it")
         else:
             texts.append(text)
     return "".join(texts), tuple(images)
-
-
-def _is_image(part: Mapping[Any, Any]) -> bool:
-    return part.get("type") in _IMAGE_PARTS
 
 
 def refuse_open(images: Sequence[Media], where: str) -> None:
@@ -61,7 +59,8 @@ def with_images(turns: Sequence[Message], values: Mapping[str, Any], where: str,
     """The turns with the images of a row's columns (`COLUMNS`) in their places, in order: marks in texts, and open
     places. Without any place they come before the text of the first message of the user. Raises `DataError`."""
     column = next((name for name in COLUMNS if _is_given(values.get(name))), "")
-    sources = _sources(values[column]) if column else []
+    given: Any = values[column] if column else []
+    sources = list(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else [given]
     if column and not any(map(_num_open, turns)):
         first = next((place for place, turn in enumerate(turns) if turn.role == "user"), 0)
         turns = list(turns)
@@ -84,10 +83,6 @@ def with_images(turns: Sequence[Message], values: Mapping[str, Any], where: str,
 
 def _is_given(value: Any) -> bool:
     return value is not None and not (isinstance(value, str | bytes | list | tuple | dict) and not value)
-
-
-def _sources(value: Any) -> list[Any]:
-    return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
 
 def _num_open(turn: Message) -> int:

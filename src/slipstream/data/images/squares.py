@@ -24,7 +24,7 @@ class SquareProcessor(ImageProcessor):
 
     sees_itself = True
 
-    def __init__(self, processor: Any, config: Any, folder: Path, *, max_pixels: int | None = None) -> None:
+    def __init__(self, processor: Any, config: Any, folder: Path, *, max_pixels: int | None) -> None:
         super().__init__(processor)
         self._side, self._num_tokens = int(config.vision_config.image_size), int(config.mm_tokens_per_image)
         self.token_id: int = config.boi_token_id

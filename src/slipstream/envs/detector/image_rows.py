@@ -41,10 +41,10 @@ class Detection(Environment):
 
     max_turns = 1
 
-    def __init__(self, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, seed: int, settings: Mapping[str, Any]) -> None:
         super().__init__(seed)
         self.name = NAME
-        self._settings = _checked(settings or {})
+        self._settings = _checked(settings)
 
     @property
     def num_train_tasks(self) -> int:

@@ -3,7 +3,8 @@
 Code that blocks there holds up neither the engine nor other work of the run. A synchronous call that blocks for half of
 `environment.run_timeout_s` is interrupted: its episode fails, with the line in the error. Where that does not help and
 an episode has done nothing for all that time, the process is killed; its stacks are in the error, and all its episodes
-count as failed. Tasks, rewards and tools stay where they are.
+count as failed. Tasks, rewards and tools stay where they are:
+rewards and tools in their workers, which construct the environment itself.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import base64
 import itertools
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
-from slipstream.envs.base import ContextFull, Environment, Episode, Limits, Policy, Score, Split
+from slipstream.envs.base import ContextFull, Environment, Episode, Limits, Policy, Split
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
 from slipstream.envs.hosted.verifiers_package import Verifiers
@@ -89,7 +89,7 @@ class Apart(Environment):
         self.max_turns = environment.max_turns
         self.max_tool_calls = environment.max_tool_calls
         self.tools = environment.tools
-        self.scores_groups = environment.scores_groups  # pyright: ignore[reportAttributeAccessIssue]
+        self.scores_groups = environment.scores_groups
         self.tools_in_prompts = environment.tools_in_prompts  # pyright: ignore[reportAttributeAccessIssue]
         self.given_settings = environment.given_settings
         self.keeper = Keeper(self.name, self._started, self._where)
@@ -140,22 +140,6 @@ class Apart(Environment):
     def gold(self, task: Task) -> str | Sequence[Message] | None:
         """See `Environment`."""
         return self._environment.gold(task)
-
-    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """See `Environment`."""
-        return self._environment.score(task, completion)
-
-    def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
-        """See `Environment`."""
-        return self._environment.score_episode(task, episode)
-
-    def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
-        """See `Environment`."""
-        return self._environment.score_group(task, episodes)
-
-    def call_tool(self, name: str, arguments: dict[str, Any], task: Task) -> Any:
-        """See `Environment`."""
-        return self._environment.call_tool(name, arguments, task)
 
     async def setup(self) -> None:
         """Starts the process, in which the environment is set up."""

@@ -49,7 +49,7 @@ class HostDied(Exception):
 class HostFailed(Exception):
     """The environment process refuses; the text is its own, and `details` a traceback, if there is one."""
 
-    def __init__(self, message: str, details: str = "") -> None:
+    def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
         self.details = details
 
@@ -116,7 +116,7 @@ class Host:
         """Sends a request that is not an episode's, and returns the answer; one at a time. Raises as `start`."""
         self._send(frame)
         async with asyncio.timeout(timeout_s):
-            answer = await self._next("")
+            answer = await self.next_of("")
         if answer["op"] == "failed":
             raise HostFailed(answer["message"], answer.get("details") or "")
         return answer
@@ -125,10 +125,6 @@ class Host:
         """Starts an episode."""
         self._frames[episode] = asyncio.Queue()
         self._send({"op": "run", "id": episode, "task": task})
-
-    async def next_of(self, episode: str) -> Frame:
-        """The episode's next frame. Raises `HostDied`."""
-        return await self._next(episode)
 
     def answer(self, episode: str, frame: Frame) -> None:
         """Answers a `chat` frame."""
@@ -149,7 +145,7 @@ class Host:
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(within_s):
-                        while (await self._next(episode))["op"] not in LAST:
+                        while (await self.next_of(episode))["op"] not in LAST:
                             pass
                     return True
                 if not self.is_held_up():
@@ -162,7 +158,8 @@ class Host:
     def _send(self, frame: Frame) -> None:
         self._process.channel.send(json.dumps(frame).encode())
 
-    async def _next(self, episode: str) -> Frame:
+    async def next_of(self, episode: str) -> Frame:
+        """The episode's next frame, or the answer to `ask` for "". Raises `HostDied`."""
         frame = await self._frames[episode].get() if not self._end or self._frames[episode].qsize() else None
         if frame is None:
             raise HostDied(f"{self._end}{self.last_lines()}")

@@ -23,7 +23,7 @@ from slipstream.envs.hosted.conversation import Conversation, as_message
 from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper
 from slipstream.envs.hosted.process import ROWS_TIMEOUT_S, Frame, Host, HostDied, HostFailed
 from slipstream.envs.single_turn import shown_settings
-from slipstream.envs.split import split_of
+from slipstream.envs.split import split_of, text_of
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 from slipstream.records import Stop, Task
 
@@ -215,7 +215,7 @@ class Verifiers(Environment):
             before = len(first)
             for place, row in enumerate(rows, start):
                 task = _as_task(row, f"{source}/{place}", self.name)
-                found[split_of(_text(task)) if is_divided else asked].append(task)
+                found[split_of(text_of(task)) if is_divided else asked].append(task)
             start += len(rows)
             fruitless = fruitless + 1 if len(first) == before else 0
             ends = len(rows) < count
@@ -233,10 +233,6 @@ def _as_task(row: Mapping[str, Any], id_: str, where: str) -> Task:
     if not prompt:
         raise DataError(f"row {id_} of {where} has no prompt: give every row one")
     return Task(id_, prompt, row["answer"], {"task": row["task"]})
-
-
-def _text(task: Task) -> str:
-    return "\n".join(message.content for message in task.prompt if message.role != "system")
 
 
 def _interpreter(python: str) -> str:

@@ -313,13 +313,10 @@ def same_output(found: str, expected: str) -> bool:
     """Whether two outputs are equal, white space at the ends aside and numbers as numbers."""
     ours, theirs = found.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(ours) == len(theirs) and all(
-        left.rstrip() == right.rstrip() or _same_words(left.split(), right.split())
+        left.rstrip() == right.rstrip()
+        or (len(left.split()) == len(right.split()) and all(map(_same_word, left.split(), right.split())))
         for left, right in zip(ours, theirs, strict=True)
     )
-
-
-def _same_words(ours: list[str], theirs: list[str]) -> bool:
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
 def _same_word(our: str, their: str) -> bool:

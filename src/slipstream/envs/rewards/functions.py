@@ -29,7 +29,7 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 class VerlFunction(Reward):
     """A function with verl's signature."""
 
-    def __init__(self, function: Callable[..., Any], *, strip_thinking: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], *, strip_thinking: bool) -> None:
         self._function = function
         self._strip = strip_thinking
         self.name = getattr(function, "__name__", "reward")

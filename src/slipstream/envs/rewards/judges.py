@@ -29,6 +29,7 @@ from slipstream.config.addresses import key_variable_problem
 from slipstream.envs.answers import final_answer, last_number
 from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards.contract import Graded, right_answer
+from slipstream.envs.split import text_of
 from slipstream.errors import ConfigError, one_line
 from slipstream.records import NON_FINITE, Task
 from slipstream.regular_files import read_regular
@@ -302,7 +303,7 @@ def _filled(template: str, task: Task, answer: str) -> str:
     """The template with its names replaced, once: what stands in a completion is not replaced again."""
     right = right_answer(task)
     values = {
-        "prompt": "\n".join(message.content for message in task.prompt if message.role != "system"),
+        "prompt": text_of(task),
         "completion": answer,
         "answer": right if isinstance(right, str) else "" if right is None else json.dumps(right),
     }

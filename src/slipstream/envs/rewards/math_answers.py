@@ -47,7 +47,7 @@ class Math(Graded):
 
     name = "math"
 
-    def __init__(self, setting: str = "reward") -> None:
+    def __init__(self, setting: str) -> None:
         try:
             import math_verify  # noqa: F401  # pyright: ignore[reportUnusedImport]
         except ImportError as error:

@@ -38,7 +38,8 @@ def named(given: Any, options: Options | None = None, setting: str = "reward") -
     if callable(given):
         return by_signature(cast("Callable[..., Any]", given), f"{setting}()")
     if isinstance(given, list | tuple):
-        made = _rubric(cast("Sequence[Any]", given), options, setting)
+        rows = enumerate(cast("Sequence[Any]", given))
+        made = WeightedParts([_part(part, options, f"{setting}[{number}]") for number, part in rows], setting)
     elif isinstance(given, str):
         made = _by_name(given, options, setting)
     else:
@@ -68,10 +69,6 @@ def _by_name(name: str, options: Options, setting: str) -> Reward:
     if name.partition(":")[0].endswith(".py"):
         return function_of_file(name, setting, strip_thinking=options.strip_thinking)
     raise ConfigError(f"{setting} = {name!r:.80} is not a reward: use {FORMS}")
-
-
-def _rubric(parts: Sequence[Any], options: Options, setting: str) -> Reward:
-    return WeightedParts([_part(part, options, f"{setting}[{number}]") for number, part in enumerate(parts)], setting)
 
 
 class _PartSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

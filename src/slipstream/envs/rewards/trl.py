@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from slipstream.envs.base import RewardFailed, Score
+from slipstream.envs.base import RewardFailed, Score, scored
 from slipstream.envs.rewards.contract import COLUMNS, Checked, NotApplicable, Reward
 from slipstream.envs.rewards.functions import function_in
 from slipstream.errors import ConfigError, DataError, one_line
@@ -39,7 +39,7 @@ class TrlFunction(Reward):
     needs_columns = True
     needs_answers = False
 
-    def __init__(self, function: Callable[..., Any], setting: str, tokenizer: str = "") -> None:
+    def __init__(self, function: Callable[..., Any], setting: str, tokenizer: str) -> None:
         self._function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         try:
@@ -71,13 +71,7 @@ class TrlFunction(Reward):
         """What the function gives for one completion. Raises `NotApplicable` where that is None."""
         metrics: dict[str, float] = {}
         found = self._call(task, [completion], metrics)
-        if not inspect.isawaitable(found):
-            return self._one(self._scores(found, 1, metrics), task)
-
-        async def later() -> Score:
-            return self._one(self._scores(await found, 1, metrics), task)
-
-        return later()
+        return scored(found, lambda given: self._one(self._scores(given, 1, metrics), task))
 
     async def score_applicable(self, task: Task, completions: Sequence[str]) -> list[Score | None]:
         """What the function gives for all completions together."""

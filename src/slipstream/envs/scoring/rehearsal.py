@@ -36,9 +36,7 @@ class Rehearsal:
     """Plays and grades episodes of `environment`, which is set up; `timeout_s` is `environment.run_timeout_s`."""
 
     def __init__(self, environment: Environment, scorer: Scorer, timeout_s: float) -> None:
-        self._environment = environment
-        self._scorer = scorer
-        self._timeout_s = timeout_s
+        self._environment, self._scorer, self._timeout_s = environment, scorer, timeout_s
         self.differences: list[str] = []
         """Of gold answers whose messages between the policy's turns are not what the environment says there."""
 

@@ -5,11 +5,12 @@ Each function calls the environment in this process and returns what came of it,
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,55 +19,48 @@ from slipstream.envs.base import Environment, Episode, RewardError, RewardFailed
 from slipstream.envs.tools.tool_calls import CallRefused, as_content
 from slipstream.records import Task, ToolCall
 
+T = TypeVar("T")
 _MAX_MESSAGE, _MAX_DETAILS = 1000, 20_000
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def judge(environment: Environment, task: Task, episode: Episode | str) -> Score | Awaitable[Score]:
     """Runs the environment's `score_episode`. Exceptions become `RewardFailed`, except those meant for the process."""
-    episode = Episode(episode) if isinstance(episode, str) else episode
-    try:
-        found = environment.score_episode(task, episode)
-        if not inspect.isawaitable(found):
-            return as_score(found)
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:  # a reward that raises is an outcome that the caller counts
-        raise explained(environment, error) from error
-
-    async def later() -> Score:
-        try:
-            return as_score(await found)
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise explained(environment, error) from error
-
-    return later()
+    whole = Episode(episode) if isinstance(episode, str) else episode
+    return _graded(environment, lambda: environment.score_episode(task, whole), as_score)
 
 
 def judge_group(
     environment: Environment, task: Task, episodes: Sequence[Episode]
 ) -> list[Score] | Awaitable[list[Score]]:
     """Runs the environment's `score_group`; otherwise as `judge`."""
-    try:
-        found = environment.score_group(task, episodes)
+    return _graded(
+        environment, lambda: environment.score_group(task, episodes), lambda found: as_scores(found, len(episodes))
+    )
+
+
+def _graded(environment: Environment, grade: Callable[[], Any], convert: Callable[[Any], T]) -> T | Awaitable[T]:
+    with _explaining(environment):
+        found = grade()
         if not inspect.isawaitable(found):
-            return as_scores(found, len(episodes))
+            return convert(found)
+
+    async def later() -> T:
+        with _explaining(environment):
+            return convert(await found)
+
+    return later()
+
+
+@contextlib.contextmanager
+def _explaining(environment: Environment) -> Generator[None]:
+    """Context manager: exceptions of the reward become `RewardFailed`, an outcome that the caller counts."""
+    try:
+        yield
     except RewardError:
         raise
     except (Exception, SystemExit) as error:
         raise explained(environment, error) from error
-
-    async def later() -> list[Score]:
-        try:
-            return as_scores(await found, len(episodes))
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise explained(environment, error) from error
-
-    return later()
 
 
 def as_scores(value: object, num_episodes: int) -> list[Score]:

@@ -105,8 +105,8 @@ class Workers:
         num_workers: int,
         one_by_one: bool,
         start_timeout_s: float,
-        variables: Sequence[str] = (),
-        stacks: Path | None = None,
+        variables: Sequence[str],
+        stacks: Path | None,
     ) -> None:
         """`role`: what its messages call a worker. `one_by_one`: a worker gets a call when it has answered the last."""
         self._name = name

@@ -25,7 +25,7 @@ START_S = 60.0
 """How long a server may take to say which tools it has."""
 
 
-def tools_of(command: str, variables: Iterable[str] = ()) -> list[Tool]:
+def tools_of(command: str, variables: Iterable[str]) -> list[Tool]:
     """The tools of the server that `command` starts; it gets these environment variables too. Raises `ConfigError` if
     it does not start or has none."""
     setting = f"environment.tools: {hide_in_command(f'mcp:{command}')}"

@@ -73,7 +73,8 @@ def schema_of(tool: Tool) -> Schema:
         raise ConfigError(
             f"the parameters of tool {name} have no JSON schema ({one_line(error):.200}): use types of JSON"
         ) from error
-    parameters = {"type": "object", "properties": schema.get("properties", {}), **_rest(schema)}
+    rest = {key: schema[key] for key in ("required", "$defs") if key in schema}
+    parameters = {"type": "object", "properties": schema.get("properties", {}), **rest}
     return {
         "type": "function",
         "function": {"name": name, "description": description, "parameters": cast("Schema", _untitled(parameters))},
@@ -137,10 +138,6 @@ def _hints(tool: Tool) -> Mapping[str, Any]:
         ) from None
     except TypeError:  # an object with __call__
         return typing.get_type_hints(type(tool).__call__, include_extras=True)
-
-
-def _rest(schema: Schema) -> Schema:
-    return {key: schema[key] for key in ("required", "$defs") if key in schema}
 
 
 def _untitled(value: Any) -> Any:

@@ -186,7 +186,8 @@ class InProcessHost:
         if future is not None and future.set_running_or_notify_cancel():
             future.set_result(output)
 
-    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        """The result of a call that the thread makes between two steps."""
         future: Future[Any] = Future()
 
         def command() -> None:
@@ -198,10 +199,13 @@ class InProcessHost:
             except Exception as error:  # noqa: BLE001 (the caller gets it)
                 future.set_exception(error)
 
+        self._check_alive()
+        self._commands.put(command)
+        return await asyncio.wrap_future(future)
+
+    def _check_alive(self) -> None:
         if self._death is not None:
             raise RuntimeError(f"the engine died: {self._death!r}")
-        self._commands.put(command)
-        return future
 
     async def generate(
         self,
@@ -228,8 +232,7 @@ class InProcessHost:
             if self._waiting.pop(request_id, None) is not None:
                 self._engine.abort_request([request_id])
 
-        if self._death is not None:
-            raise RuntimeError(f"the engine died: {self._death!r}")
+        self._check_alive()
         self._labels.begin(request_id)
         num_tokens = 0
         self._commands.put(add)
@@ -245,11 +248,11 @@ class InProcessHost:
 
     async def rpc(self, method: str, *args: str) -> list[str]:
         """See `Host`."""
-        return await asyncio.wrap_future(self._submit(lambda: self._engine.collective_rpc(method, args=args)))
+        return await self._call(lambda: self._engine.collective_rpc(method, args=args))
 
     async def pause(self) -> None:
         """See `Host`."""
-        await asyncio.wrap_future(self._submit(self._stop_stepping))
+        await self._call(self._stop_stepping)
 
     def _stop_stepping(self) -> None:
         self._paused = True
@@ -263,22 +266,20 @@ class InProcessHost:
 
     async def resume(self) -> None:
         """See `Host`."""
-        await asyncio.wrap_future(self._submit(lambda: setattr(self, "_paused", False)))
+        await self._call(lambda: setattr(self, "_paused", False))
 
     async def num_tokens(self) -> dict[str, int]:
         """See `Host`."""
-        return await asyncio.wrap_future(
-            self._submit(lambda: _num_tokens(self._engine.output_processor, list(self._waiting)))
-        )
+        return await self._call(lambda: _num_tokens(self._engine.output_processor, list(self._waiting)))
 
     async def reset_prefix_cache(self) -> bool:
         """See `Host`."""
-        return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.reset_prefix_cache(True))))
+        return bool(await self._call(lambda: self._engine.reset_prefix_cache(True)))
 
     async def reset_encoder_cache(self) -> None:
         """See `Host`."""
         if self._engine.model_config.is_multimodal_model:
-            await asyncio.wrap_future(self._submit(self._engine.reset_encoder_cache))
+            await self._call(self._engine.reset_encoder_cache)
 
     async def set_version(self, name: str) -> None:
         """See `Host`."""
@@ -286,19 +287,19 @@ class InProcessHost:
 
     async def sleep(self) -> None:
         """See `Host`."""
-        await asyncio.wrap_future(self._submit(lambda: self._engine.sleep(level=1)))
+        await self._call(lambda: self._engine.sleep(level=1))
 
     async def wake(self) -> None:
         """See `Host`."""
-        await asyncio.wrap_future(self._submit(self._engine.wake_up))
+        await self._call(self._engine.wake_up)
 
     async def load_adapter(self, adapter: LoadedAdapter) -> bool:
         """See `Host`."""
-        return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.add_lora(adapter.request()))))
+        return bool(await self._call(lambda: self._engine.add_lora(adapter.request())))
 
     async def remove_adapter(self, adapter: LoadedAdapter) -> None:
         """See `Host`."""
-        await asyncio.wrap_future(self._submit(lambda: self._engine.remove_lora(adapter.id)))
+        await self._call(lambda: self._engine.remove_lora(adapter.id))
 
     def shutdown(self) -> None:
         """Stop stepping, and remove the rendezvous file of vLLM's workers; the process ends right after."""

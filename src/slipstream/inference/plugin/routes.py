@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, cast
 
 import msgspec
@@ -126,47 +126,25 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
 def _weights(server: EngineServer) -> list[web.RouteDef]:
     """Routes of weight updates, and of sleep and wake."""
 
-    async def apply(request: web.Request) -> web.Response:
-        ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
-        return web.Response(body=encode(await server.apply(ticket)))
+    def post(path: str, call: Callable[..., Awaitable[Any]], takes: Any = None) -> web.RouteDef:
+        """A route whose body is the argument of `call`, if that takes one; the answer is its result, or true."""
 
-    async def sleep(_: web.Request) -> web.Response:
-        await server.sleep()
-        return web.Response(body=msgspec.msgpack.encode(True))
+        async def handler(request: web.Request) -> web.Response:
+            arguments = () if takes is None else (msgspec.msgpack.decode(await request.read(), type=takes),)
+            found = await call(*arguments)
+            return web.Response(body=msgspec.msgpack.encode(True if found is None else found))
 
-    async def wake(_: web.Request) -> web.Response:
-        await server.wake()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def share(request: web.Request) -> web.Response:
-        parameters = msgspec.msgpack.decode(await request.read(), type=tuple[ParameterSpec, ...])
-        return web.Response(body=msgspec.msgpack.encode(await server.share(parameters)))
-
-    async def fence(_: web.Request) -> web.Response:
-        await server.fence()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def go_on(request: web.Request) -> web.Response:
-        await server.go_on(msgspec.msgpack.decode(await request.read(), type=Version))
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def leave(_: web.Request) -> web.Response:
-        await server.leave()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def verify(request: web.Request) -> web.Response:
-        ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
-        return web.Response(body=encode(await server.verify(ticket)))
+        return web.post(path, handler)
 
     return [
-        web.post("/apply", apply),
-        web.post("/verify", verify),
-        web.post("/share", share),
-        web.post("/fence", fence),
-        web.post("/go-on", go_on),
-        web.post("/leave", leave),
-        web.post("/sleep", sleep),
-        web.post("/wake", wake),
+        post("/apply", server.apply, Ticket),
+        post("/verify", server.verify, Ticket),
+        post("/share", server.share, tuple[ParameterSpec, ...]),
+        post("/fence", server.fence),
+        post("/go-on", server.go_on, Version),
+        post("/leave", server.leave),
+        post("/sleep", server.sleep),
+        post("/wake", server.wake),
     ]
 
 

@@ -249,13 +249,10 @@ class EngineServer:
     async def _pause(self) -> None:
         """Pause vLLM; with in_flight = drain only after the last running request. No request begins meanwhile."""
         while not self.steps.is_paused and self.settings.in_flight == "drain" and self.num_running:
-            await self._wait_for_request_end()
+            # Bounded by the requests' deadlines, and by the client of the call that waits.
+            self._request_ended.clear()
+            await self._request_ended.wait()
         await self.steps.pause()
-
-    async def _wait_for_request_end(self) -> None:
-        """Bounded by the requests' deadlines, and by the client of the call that waits."""
-        self._request_ended.clear()
-        await self._request_ended.wait()
 
     @property
     def _keeps_context(self) -> bool:
@@ -384,14 +381,11 @@ class EngineServer:
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, num_discarded = self.version.name if self.version else "", self.service.num_discarded
         output, spans = await self._output(request)
-        reading = await self._calls(request, output)
+        reading: Reading | None = None
+        if self._tool_reader is not None and request.tools and not request.scores_prompt:
+            reading = await self._tool_reader.read(request, output)
         await self.service.until_proved(num_discarded)
         return completion(request, output, spans or [(0, before)], reading)
-
-    async def _calls(self, request: GenerateRequest, output: Any) -> Reading | None:
-        if self._tool_reader is None or not request.tools or request.scores_prompt:
-            return None
-        return await self._tool_reader.read(request, output)
 
     def _check_tools(self, request: GenerateRequest) -> None:
         if not request.tools:

@@ -71,7 +71,7 @@ def tasks_of(prepared: Prepared) -> str:
 class Queues:
     """The three queues between trainer and one orchestrator."""
 
-    def __init__(self, config: PlannedConfig, folder: Path, lineage: int, number: int = 0) -> None:
+    def __init__(self, config: PlannedConfig, folder: Path, lineage: int, number: int) -> None:
         self._streams = streams = _streams(config, folder, lineage)
         trainer, orchestrator = "the trainer", name_of(config, number)
         suffix, places = f"-{number}" if number else "", remote.PLACES
@@ -110,7 +110,7 @@ def name_of(config: PlannedConfig, number: int) -> str:
 class OrchestratorProcess:
     """The process, and the caller that brings it commands."""
 
-    def __init__(self, run: RunContext, number: int = 0) -> None:
+    def __init__(self, run: RunContext, number: int) -> None:
         self._run, self._number = run, number
         self._name = name_of(run.config, number)
         self._log = run.folder / "logs" / f"orchestrator{f'-{number}' if run.config.run.orchestrators > 1 else ''}.log"
@@ -205,7 +205,7 @@ class OrchestratorProcess:
                     self._process.wait(_END_S)
         except SlipstreamError as error:  # the error that ended the run is worth more
             with suppress(SlipstreamError):  # a full disk, which takes no warning either
-                self._run.warn(f"the ledger may lack how the last groups ended: {error}")
+                self._run.log.warning(f"the ledger may lack how the last groups ended: {error}")
         finally:
             self.caller.close()
             self._process.end(0.0)

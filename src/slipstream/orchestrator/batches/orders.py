@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from slipstream.data.draws import Draws
 from slipstream.orchestrator.batches.batcher import Batcher, group_name
@@ -28,31 +29,28 @@ _ROUNDING = 1e-9
 Put = Callable[[Batch], Awaitable[None]]
 
 
+@dataclass
 class InDataOrder:
     """One batch after the other."""
 
-    def __init__(
-        self, batcher: Batcher, versions: Versions, tasks_of_step: Callable[[int], Sequence[Task]], hooks: Hooks
-    ) -> None:
-        self._batcher = batcher
-        self._versions = versions
-        self._tasks_of_step = tasks_of_step
-        self._hooks = hooks
+    batcher: Batcher
+    versions: Versions
+    tasks_of_step: Callable[[int], Sequence[Task]]
+    hooks: Hooks
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
         for step in range(first, num_steps):
             # A resumed run's first version is the one it begins with.
-            # No deadline: when the trainer ends, so does this wait.
-            version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
+            version = await self.versions.wait_for(oldest_version(step, self.batcher.staleness, first))
             if step == first:
-                self._batcher.idle.begin(step)
-            self._batcher.trained(self._versions.released)
-            tasks = self._batcher.share.part(self._tasks_of_step(step))
-            self._hooks.round_began(self._batcher.num_rollouts(tasks))
-            async with self._versions.generating():
-                batch = await self._batcher.make(step, version, tasks)
-            self._hooks.batch_ended()
+                self.batcher.idle.begin(step)
+            self.batcher.trained(self.versions.released)
+            tasks = self.batcher.share.part(self.tasks_of_step(step))
+            self.hooks.round_began(self.batcher.num_rollouts(tasks))
+            async with self.versions.generating():
+                batch = await self.batcher.make(step, version, tasks)
+            self.hooks.batch_ended()
             await put(batch)
 
 
@@ -92,7 +90,7 @@ class ReadyFirst:
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """See `InDataOrder`."""
         # No deadlines here: the trainer's wait for a batch has one.
-        await self._versions.wait_for(first, None)
+        await self._versions.wait_for(first)
         slots = Slots(self._size, self._batcher.staleness, first, num_steps, self._further)
         self._pace.begin(time.monotonic())
         self._batcher.idle.begin(first)
@@ -113,7 +111,7 @@ class ReadyFirst:
     async def _watch(self, slots: Slots) -> None:
         """Free the slots of batches whose version is released."""
         while True:
-            await self._versions.wait_for(self._versions.released + 1, None)
+            await self._versions.wait_for(self._versions.released + 1)
             slots.release(self._versions.released)
             self._batcher.trained(self._versions.released)
             self._changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Values
+from dataclasses import KW_ONLY, dataclass, field
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import RunEngine, ends_soon
@@ -17,88 +18,66 @@ from slipstream.records import Rollout, Sequence
 _DONE = commands.Done()
 
 
+@dataclass
 class Executor:
     """Answers commands; they may overlap."""
 
-    def __init__(
-        self,
-        engine: RunEngine,
-        versions: Versions,
-        *,
-        probe: Callable[[], Awaitable[list[Sequence]]],
-        evaluate: Callable[[commands.Evaluate], Awaitable[Evaluation]],
-        roll_out: Callable[[commands.RollOut], Awaitable[list[Rollout]]],
-        engine_ready: Callable[[], Awaitable[object]],
-        start: Callable[[], Awaitable[None]],
-        open_ledger: Callable[[int], None],
-        make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
-        close: Callable[[commands.Close], None],
-        num_ended: Callable[[], int] = lambda: 0,
-        change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None,
-        teacher_digest: str = "",
-        idle: IdleTime | None = None,
-    ) -> None:
-        """`engine_ready` and `start` end when the engine, or everything, is ready; `change_weights` gets those of a
-        mixture, with the first step of the order of the tasks for which they hold."""
-        self._engine = engine
-        self._versions = versions
-        self._idle = idle or IdleTime()
-        self._probe = probe
-        self._evaluate = evaluate
-        self._roll_out = roll_out
-        self._engine_ready = engine_ready
-        self._start = start
-        self._open_ledger = open_ledger
-        self._make_batches = make_batches
-        self.close = close
-        """Writes what is left to be written, once nothing else is done here."""
-        self._change_weights = change_weights
-        self._teacher_digest = teacher_digest
-        self.num_ended = num_ended
-        """Counts turns and rollouts that have ended; any thread may ask."""
-        self.saved_step = 0
-        """The step of the newest whole checkpoint, as far as is known here."""
+    engine: RunEngine
+    versions: Versions
+    _: KW_ONLY
+    probe: Callable[[], Awaitable[list[Sequence]]]
+    evaluate: Callable[[commands.Evaluate], Awaitable[Evaluation]]
+    roll_out: Callable[[commands.RollOut], Awaitable[list[Rollout]]]
+    engine_ready: Callable[[], Awaitable[object]]
+    """Ends when the engine is ready."""
+    start: Callable[[], Awaitable[None]]
+    """Ends when everything is."""
+    open_ledger: Callable[[int], None]
+    make_batches: Callable[[commands.MakeBatches], Awaitable[None]]
+    close: Callable[[commands.Close], None]
+    """Writes what is left to be written, once nothing else is done here."""
+    num_ended: Callable[[], int] = lambda: 0
+    """Counts turns and rollouts that have ended; any thread may ask."""
+    change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None
+    """Gets those of a mixture, with the first step of the order of the tasks for which they hold."""
+    teacher_digest: str = ""
+    idle: IdleTime = field(default_factory=IdleTime)
+    saved_step: int = 0
+    """The step of the newest whole checkpoint, as far as is known here."""
 
     async def do(self, command: commands.AnyCommand) -> commands.AnyAnswer:
         """Carry out a command. Raises what the command fails with."""
+        engine = self.engine
         match command:
             case commands.AwaitEngine():
-                await self._engine_ready()
+                await self.engine_ready()
             case commands.Start():
-                await self._start()
+                await self.start()
             case commands.OpenLedger(first):
-                self._open_ledger(first)
+                self.open_ledger(first)
             case commands.MakeBatches():
-                await self._make_batches(command)
+                await self.make_batches(command)
             case commands.Apply(ticket):
-                with self._idle.updates:
-                    report = await self._versions.apply(ticket)
-                    return commands.Applied(report, await self._probe(), self._engine.take_metrics())
+                with self.idle.updates:
+                    report = await self.versions.apply(ticket)
+                    return commands.Applied(report, await self.probe(), engine.take_metrics())
             case commands.Fence():
-                with self._idle.updates:
-                    await self._versions.fence()
+                with self.idle.updates:
+                    await self.versions.fence()
             case commands.GoOn(version, timeout_s):
-                await self._engine.go_on(version, timeout_s)
+                await engine.go_on(version, timeout_s)
             case commands.Release(step, saved_step, change):
                 self.saved_step = saved_step
                 if change is not None:
-                    self._change_weights(*change)
-                self._idle.released(step)
-                await self._versions.release(step)
+                    self.change_weights(*change)
+                self.idle.released(step)
+                await self.versions.release(step)
             case commands.RollOut():
-                return commands.RolledOut(await self._roll_out(command))
+                return commands.RolledOut(await self.roll_out(command))
             case commands.Evaluate():
-                return commands.Evaluated(await self._evaluate(command))
+                return commands.Evaluated(await self.evaluate(command))
             case commands.Close():
                 self.close(command)
-            case _:
-                return await self._ask(command)
-        return _DONE
-
-    async def _ask(self, command: commands.AnyCommand) -> commands.AnyAnswer:
-        """Commands to the engine alone."""
-        engine = self._engine
-        match command:
             case commands.AskHeld():
                 return commands.Held(await engine.held())
             case commands.AskJoined():
@@ -106,7 +85,7 @@ class Executor:
             case commands.AskState(settles):
                 return await asyncio.to_thread(self.engine_state, settles=settles)
             case commands.AskTeacher():
-                return commands.TeacherDigest(self._teacher_digest)
+                return commands.TeacherDigest(self.teacher_digest)
             case commands.Share():
                 return await share(engine, command)
             case commands.Sleep(timeout_s):
@@ -116,13 +95,13 @@ class Executor:
             case commands.Leave(timeout_s):
                 await engine.leave(timeout_s)
             case _:
-                raise TypeError(f"{type(command).__name__} is no command to the engine")
+                raise TypeError(f"{type(command).__name__} is no command")
         return _DONE
 
     def engine_state(self, *, settles: bool) -> commands.EngineState:
         """Whether the engine runs; with `settles`, after a moment in which a dying one ends. From any thread."""
-        has_ended = ends_soon(self._engine) if settles else not self._engine.is_up
-        return commands.EngineState(not has_ended, self._engine.is_in_memory_only)
+        has_ended = ends_soon(self.engine) if settles else not self.engine.is_up
+        return commands.EngineState(not has_ended, self.engine.is_in_memory_only)
 
 
 async def share(engine: RunEngine, command: commands.Share) -> commands.Shared | commands.NotShared:

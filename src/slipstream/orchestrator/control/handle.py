@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, WeightsError
@@ -124,42 +124,34 @@ class _Beside:
         return (self.ended or time.monotonic()) - self.began
 
 
+@dataclass
 class Orchestrator:
     """Implements the training loop's `Engine`: publishes versions to the engine, evaluates them, releases them."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        *,
-        publish: Callable[[int, Announce], Ticket],
-        saved_step: Callable[[], int] = lambda: 0,
-        waits: Waits,
-        hooks: TrainerHooks,
-        hold: Callable[[int | None], None] = lambda step: None,
-    ) -> None:
-        """`saved_step`: the step of the newest whole checkpoint. `hold` is told of which step the files must stay, as
-        an engine stays on that version; None: of none."""
-        self._caller = caller
-        self._publish = publish
-        self._saved_step = saved_step
-        self._waits = waits
-        self._hooks = hooks
-        self._hold = hold
-        self._has_started = False
-        self._beside: _Beside | None = None
-        self.last_evaluation: Evaluation | None = None
+    caller: Caller
+    _: KW_ONLY
+    publish: Callable[[int, Announce], Ticket]
+    saved_step: Callable[[], int] = lambda: 0
+    """The step of the newest whole checkpoint."""
+    waits: Waits
+    hooks: TrainerHooks
+    hold: Callable[[int | None], None] = lambda step: None
+    """Told of which step the files must stay, as an engine stays on that version; None: of none."""
+    last_evaluation: Evaluation | None = None
+    _has_started: bool = False
+    _beside: _Beside | None = None
 
     def update(self, step: int) -> list[TokenSequence]:
         """See the loop's `Engine`."""
         if not self._has_started:
             self._has_started = True
-            with self._hooks.waiting_for_engine():
-                self._caller.call(commands.Start(), commands.Done, self._waits.start_s, "the engine to start")
-        self._hooks.before_update()
+            with self.hooks.waiting_for_engine():
+                self.caller.call(commands.Start(), commands.Done, self.waits.start_s, "the engine to start")
+        self.hooks.before_update()
         try:
             return self._publish_and_probe(step)
         except (EngineError, WeightsError) as error:
-            if not self._hooks.repeats_update(error):
+            if not self.hooks.repeats_update(error):
                 raise
         return self._publish_and_probe(step)
 
@@ -169,11 +161,11 @@ class Orchestrator:
         applying: list[Future[commands.AnyAnswer]] = []
 
         def announce(ticket: Ticket) -> Callable[[], bool]:
-            applying.append(self._caller.submit(commands.Apply(ticket)))
+            applying.append(self.caller.submit(commands.Apply(ticket)))
             return applying[0].done
 
         try:
-            ticket = self._publish(step, announce)
+            ticket = self.publish(step, announce)
         except WeightsError as error:
             # Where the receiver failed too, that is the cause, and the sender's error a consequence.
             for future in applying:
@@ -183,16 +175,16 @@ class Orchestrator:
                 future.cancel()
             raise
         waits_for = f"the engine to apply version {ticket.version.name}"
-        answer = self._caller.wait(applying[0], commands.Applied, self._waits.apply_s, waits_for, while_silent=True)
-        self._hooks.version_applied(answer.report, answer.metrics)
+        answer = self.caller.wait(applying[0], commands.Applied, self.waits.apply_s, waits_for, while_silent=True)
+        self.hooks.version_applied(answer.report, answer.metrics)
         return answer.probe
 
     def fence(self) -> None:
         """See the loop's `Engine`. A stop request does not end this wait: the update has begun."""
-        self._caller.call(
+        self.caller.call(
             commands.Fence(),
             commands.Done,
-            self._waits.apply_s,
+            self.waits.apply_s,
             "the engine to pause",
             while_silent=True,
             may_stop=False,
@@ -200,12 +192,12 @@ class Orchestrator:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""
-        return self._evaluated(step, self._caller.submit(commands.Evaluate(step)))
+        return self._evaluated(step, self.caller.submit(commands.Evaluate(step)))
 
     def begin_evaluation(self, step: int) -> None:
         """See the loop's `Engine`. Does not wait."""
-        self._hold(step)
-        self._beside = _Beside(step, self._caller.submit(commands.Evaluate(step, beside=True)))
+        self.hold(step)
+        self._beside = _Beside(step, self.caller.submit(commands.Evaluate(step, beside=True)))
         self._beside.answer.add_done_callback(self._beside.has_ended)
 
     def take_evaluation(self, *, waits: bool) -> dict[str, float] | None:
@@ -215,30 +207,30 @@ class Orchestrator:
             return None
         metrics = self._evaluated(beside.step, beside.answer, ", beside training")
         self._beside = None
-        self._hold(None)
+        self.hold(None)
         return {**metrics, "eval/beside_s": beside.seconds}
 
     def _evaluated(self, step: int, answer: Future[commands.AnyAnswer], how: str = "") -> dict[str, float]:
         """Wait for the answer; returns the metrics."""
         waits_for = f"the evaluation of step {step}{how}"
-        limit_s = self._waits.rollouts_s
-        found = self._caller.wait(answer, commands.Evaluated, limit_s, waits_for, while_silent=True).evaluation
+        limit_s = self.waits.rollouts_s
+        found = self.caller.wait(answer, commands.Evaluated, limit_s, waits_for, while_silent=True).evaluation
         self.last_evaluation = found
-        self._hooks.version_evaluated(step, found)
+        self.hooks.version_evaluated(step, found)
         return found.metrics()
 
     def roll_out(self, step: int, items: Sequence[int], *, seed: int, temperature: float) -> list[Rollout]:
         """One rollout of each of these training tasks by version `step`, which the engine holds, in their order."""
         command = commands.RollOut(step, list(items), seed, temperature)
         waits_for = f"the rollouts of step {step}"
-        answer = self._caller.call(command, commands.RolledOut, self._waits.rollouts_s, waits_for, while_silent=True)
-        self._hooks.batch_taken()
+        answer = self.caller.call(command, commands.RolledOut, self.waits.rollouts_s, waits_for, while_silent=True)
+        self.hooks.batch_taken()
         return answer.rollouts
 
     def release(self, step: int, change: tuple[int, list[float]] | None = None) -> None:
         """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
-        self._caller.submit(commands.Release(step, self._saved_step(), change))
-        self._hooks.version_released(step)
+        self.caller.submit(commands.Release(step, self.saved_step(), change))
+        self.hooks.version_released(step)
 
 
 class Takes(Protocol):
@@ -257,34 +249,27 @@ class Takes(Protocol):
         ...
 
 
+@dataclass
 class RolloutReader:
     """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        transport: Takes,
-        *,
-        waits: Waits,
-        hooks: TrainerHooks,
-    ) -> None:
-        """`transport` brings the batches."""
-        self._caller = caller
-        self._transport = transport
-        self._waits = waits
-        self._hooks = hooks
-        self._making: Future[commands.AnyAnswer] | None = None
+    caller: Caller
+    transport: Takes
+    """Brings the batches."""
+    waits: Waits
+    hooks: TrainerHooks
+    _making: Future[commands.AnyAnswer] | None = None
 
     def start(self, command: commands.MakeBatches) -> None:
         """Have batches made, each as soon as a version that is new enough is released."""
-        self._making = self._caller.submit(command)
+        self._making = self.caller.submit(command)
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""
-        silence, limit_s = Silence(self._caller.activity), self._waits.rollouts_s
+        silence, limit_s = Silence(self.caller.activity), self.waits.rollouts_s
         while True:
             try:
-                receipt, batch = self._transport.take(POLL_S)
+                receipt, batch = self.transport.take(POLL_S)
             except DeadlineError:
                 self._refuse_stop(step)  # first: what makes the batches may have got the same signal
                 self._raise_failure(0.0)
@@ -294,10 +279,10 @@ class RolloutReader:
                 self._raise_failure(_CAUSE_S)
                 raise
             else:
-                self._transport.ack(receipt)
+                self.transport.ack(receipt)
                 with suppress(DeadlineError):  # a server that is away cannot say
-                    batch.metrics["rollout/batches_ready"] = float(len(self._transport))
-                self._hooks.batch_taken()
+                    batch.metrics["rollout/batches_ready"] = float(len(self.transport))
+                self.hooks.batch_taken()
                 return batch
             if silence.seconds >= limit_s:
                 raise DeadlineError(
@@ -305,7 +290,7 @@ class RolloutReader:
                 )
 
     def _refuse_stop(self, step: int) -> None:
-        if self._caller.should_stop():
+        if self.caller.should_stop():
             raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
 
     def _raise_failure(self, within_s: float) -> None:

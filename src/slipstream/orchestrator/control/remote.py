@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
 from slipstream.processes import heartbeat
+from slipstream.progress import Progress
 from slipstream.runlog.files import without_surrogates
 from slipstream.transport import Transport, TransportAway, TransportClosed, TransportLost, Unreachable
 
@@ -305,17 +307,17 @@ class Outbox:
             self._items = [*items, *self._items]
 
 
+@dataclass
 class NoticeLog:
     """An `EventLog` whose lines another process writes."""
 
-    def __init__(self, outbox: Outbox, folder: Path, lineage: int) -> None:
-        self._outbox = outbox
-        self.folder = folder
-        self.lineage = lineage
+    outbox: Outbox
+    folder: Path
+    lineage: int
 
     def event(self, kind: str, **fields: Any) -> None:
         """See `RunLog`."""
-        self._outbox.add(Event(kind, without_surrogates(msgspec.to_builtins(fields, enc_hook=str))))
+        self.outbox.add(Event(kind, without_surrogates(msgspec.to_builtins(fields, enc_hook=str))))
 
     def warning(self, message: str, **fields: Any) -> None:
         """See `RunLog`."""
@@ -323,30 +325,18 @@ class NoticeLog:
 
     def count(self, values: Mapping[str, float]) -> None:
         """See `RunLog`."""
-        self._outbox.add(Counted(dict(values)))
+        self.outbox.add(Counted(dict(values)))
 
     def sample(self, record: Mapping[str, Any]) -> None:
         """See `RunLog`."""
-        self._outbox.add(Sampled(without_surrogates(msgspec.to_builtins(record, enc_hook=str))))
+        self.outbox.add(Sampled(without_surrogates(msgspec.to_builtins(record, enc_hook=str))))
 
 
-class NoticeProgress:
-    """A `Progress` that another process shows; of a run's whole it shows nothing."""
+class NoticeProgress(Progress):
+    """What another process shows; of a run's whole it shows nothing, as the protocol itself."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-
-    def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """Nothing."""
-
-    def ready(self) -> None:
-        """Nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `Progress`."""
@@ -361,9 +351,6 @@ class NoticeProgress:
         """See `Progress`."""
         heartbeat.doing(_SERVING)
         self._outbox.add(Progressed("end_phase", []))
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
 
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""

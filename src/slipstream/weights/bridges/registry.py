@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +15,6 @@ from slipstream.weights.bridges.delta import DeltaPublisher
 from slipstream.weights.bridges.disk import FolderPublisher, RestartReceiver
 from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.bridges.single_copy import SharedPublisher
-
-
-@dataclass(frozen=True)
-class _Bridge:
-    name: str
-    publisher: Publisher
-    receiver: Receiver
-    fence: Fence | None = None
-
 
 BridgeName = Literal["disk", "restart", "broadcast", "single_copy"]
 
@@ -69,14 +59,14 @@ def receiver_of(name: BridgeName | Literal["lora"], engine: TakesWeights) -> tup
 def create_bridge(name: BridgeName, *, engine: TakesWeights, **options: Any) -> Bridge:
     """Both halves of the bridge called `name`; `options` as for `create_publisher`."""
     receiver, fence = receiver_of(name, engine)
-    return _Bridge(name, create_publisher(name, **options), receiver, fence)
+    return Bridge(name, create_publisher(name, **options), receiver, fence)
 
 
 def create_adapter_bridge(
     *, folder: Path, engine: TakesWeights, adapter: AdapterConfig, base_weights: NamedWeights
 ) -> Bridge:
     """The bridge `lora`: only the adapter's tensors are published; the engine starts on the base."""
-    return _Bridge("lora", create_adapter_publisher(folder, adapter, base_weights), engine)
+    return Bridge("lora", create_adapter_publisher(folder, adapter, base_weights), engine)
 
 
 def create_adapter_publisher(folder: Path, adapter: AdapterConfig, base_weights: NamedWeights) -> Publisher:

@@ -77,7 +77,8 @@ class Legacy:
     def __init__(self, environment: Any, max_turns: int | None) -> None:
         self._environment = environment
         self._rows: dict[str, Any] = {}
-        if _has_group_rewards(environment.rubric):
+        rubrics = _rubrics(environment.rubric)
+        if any(each._is_group_func(function) for each in rubrics for function in each.funcs):
             raise Refused(
                 "its rubric grades the rollouts of a group together, which is not supported: use another reward"
             )
@@ -85,16 +86,15 @@ class Legacy:
             if max_turns is not None:
                 each.max_turns = max_turns
             _watch_tools(each)
-        _watch_rubric(environment.rubric)
+        for each in rubrics:  # notes what reward functions raise, which the rubric itself would count as 0
+            each.funcs[:] = [_watched(function) for function in each.funcs]
 
     def facts(self) -> dict[str, Any]:
         """See `Hosted`."""
         splits = [split for split in ("train", "eval") if self._data(split) is not None]
         turns = [getattr(each, "max_turns", 1) for each in _members(self._environment)]
-        return {"max_turns": max(turns) if min(turns) > 0 else 0, "splits": splits, "num_rows": self._sizes(splits)}
-
-    def _sizes(self, splits: list[str]) -> dict[str, int]:
-        return {split: len(self._data(split)) for split in splits}
+        sizes = {split: len(self._data(split)) for split in splits}
+        return {"max_turns": max(turns) if min(turns) > 0 else 0, "splits": splits, "num_rows": sizes}
 
     def _data(self, split: str) -> Any:
         if split not in self._rows:
@@ -159,16 +159,6 @@ def _members(environment: Any) -> list[Any]:
 
 def _rubrics(rubric: Any) -> list[Any]:
     return [rubric, *(found for each in getattr(rubric, "rubrics", None) or [] for found in _rubrics(each))]
-
-
-def _has_group_rewards(rubric: Any) -> bool:
-    return any(each._is_group_func(function) for each in _rubrics(rubric) for function in each.funcs)
-
-
-def _watch_rubric(rubric: Any) -> None:
-    """Notes what reward functions raise, which the rubric itself would count as 0."""
-    for each in _rubrics(rubric):
-        each.funcs[:] = [_watched(function) for function in each.funcs]
 
 
 def _watched(function: Any) -> Any:

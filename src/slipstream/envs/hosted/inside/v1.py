@@ -113,8 +113,8 @@ def _config(loaders: Any, block: dict[str, Any], max_turns: int | None) -> Any:
         if "runtime" not in agent.model_fields_set:
             harness = loaders.load_harness(config.agent_harnesses()[name])
             if not harness.EXECUTES_CODE and not harness.NEEDS_CONTAINER:
-                changes["runtime"] = _subprocess()
-            elif not _has_prime_key():
+                changes["runtime"] = importlib.import_module("verifiers.v1.runtimes").SubprocessConfig()
+            elif "PRIME_API_KEY" not in os.environ and not (Path.home() / ".prime" / "config.json").exists():
                 raise Refused(
                     f"{path}.runtime is verifiers' default, Prime's sandboxes, and there is no PRIME_API_KEY: set "
                     f'{path}.runtime.type, "docker" say ("subprocess" runs what the model asks for on this machine)'
@@ -129,16 +129,8 @@ def _config(loaders: Any, block: dict[str, Any], max_turns: int | None) -> Any:
 _WHY = "; the run itself repeats a lost turn"
 
 
-def _has_prime_key() -> bool:
-    return "PRIME_API_KEY" in os.environ or (Path.home() / ".prime" / "config.json").exists()
-
-
 def _agents(config: Any) -> dict[str, Any]:
     return importlib.import_module("verifiers.v1.configs.agent").agent_config_fields(config)
-
-
-def _subprocess() -> Any:
-    return importlib.import_module("verifiers.v1.runtimes").SubprocessConfig()
 
 
 def _row(task: Any) -> dict[str, Any]:

@@ -60,7 +60,26 @@ def schedule_plainly() -> None:
     """Patch `Scheduler.schedule`: make steps of plain decode alone without vLLM's own code."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    _schedule_plainly(Scheduler)
+    kind: Any = Scheduler
+    schedule = kind.schedule
+
+    def plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            steps = self._slipstream_plain_steps
+        except AttributeError:
+            steps = self._slipstream_plain_steps = PlainSteps.of(self, schedule)
+        if steps is not None and not any(args) and not any(kwargs.values()):
+            output = steps.schedule(self)
+            if output is not None:
+                return output
+        if steps is not None:
+            flush(self)
+            self._slipstream_deferred_steps.clear()
+        return schedule(self, *args, **kwargs)
+
+    kind.schedule = plainly
+    for name in _READERS:
+        _flush_before(kind, name)
 
 
 def sole_manager(kv_cache_manager: Any, kind: Any) -> Any:
@@ -133,28 +152,6 @@ def _is_simple(request: Any) -> bool:
         and not request.resumable
         and not request.spec_token_ids
     )
-
-
-def _schedule_plainly(kind: Any) -> None:
-    schedule = kind.schedule
-
-    def schedule_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            steps = self._slipstream_plain_steps
-        except AttributeError:
-            steps = self._slipstream_plain_steps = PlainSteps.of(self, schedule)
-        if steps is not None and not any(args) and not any(kwargs.values()):
-            output = steps.schedule(self)
-            if output is not None:
-                return output
-        if steps is not None:
-            flush(self)
-            self._slipstream_deferred_steps.clear()
-        return schedule(self, *args, **kwargs)
-
-    kind.schedule = schedule_plainly
-    for name in _READERS:
-        _flush_before(kind, name)
 
 
 def _flush_before(kind: Any, name: str) -> None:

@@ -32,11 +32,39 @@ FLUSH = "slipstream_flush"
 def deliver_at_the_end() -> None:
     """Patch `Scheduler.update_from_output`: hold a request's tokens back until it ends or is flushed."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
 
     scheduler = _patchable(Scheduler)
     if not hasattr(scheduler, "update_from_output"):
         raise Absent("Scheduler.update_from_output")
-    _deliver_at_the_end(scheduler)
+    update = scheduler.update_from_output
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        lists, step = model_runner_output.logprobs, None
+        if lists is not None and lists.cu_num_generated_tokens is None:
+            model_runner_output.logprobs = step = StepLogprobs(lists)
+        undelivered, plain = _state(self)
+        clients = set[int]()
+        if (
+            plain is not None
+            and (lists is None or step is not None)
+            and decoding.is_usual(self, scheduler_output, model_runner_output)
+        ):
+            scheduled = scheduler_output.num_scheduled_tokens
+            rest, clients = plain.collect(self, scheduled, model_runner_output, step, undelivered)
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.num_scheduled_tokens = rest
+        else:
+            decoding.flush(self)
+        answers = update(self, scheduler_output, model_runner_output)
+        for client in clients - answers.keys():
+            answers[client] = EngineCoreOutputs(outputs=[])
+        for client, answer in answers.items():
+            if answer.outputs or client in clients:
+                answer.outputs = undelivered.deliver(self, client, answer.outputs, step)
+        return answers
+
+    scheduler.update_from_output = update_from_output
 
 
 def add_flush() -> None:
@@ -86,39 +114,6 @@ def _patchable(kind: Any) -> Any:
 def flush(core: Any) -> list[Any]:
     """Everything undelivered of an engine core in this process, for its one client."""
     return _drain(core.scheduler).get(0, [])
-
-
-def _deliver_at_the_end(scheduler: Any) -> None:
-    from vllm.v1.engine import EngineCoreOutputs
-
-    update = scheduler.update_from_output
-
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        lists, step = model_runner_output.logprobs, None
-        if lists is not None and lists.cu_num_generated_tokens is None:
-            model_runner_output.logprobs = step = StepLogprobs(lists)
-        undelivered, plain = _state(self)
-        clients = set[int]()
-        if (
-            plain is not None
-            and (lists is None or step is not None)
-            and decoding.is_usual(self, scheduler_output, model_runner_output)
-        ):
-            scheduled = scheduler_output.num_scheduled_tokens
-            rest, clients = plain.collect(self, scheduled, model_runner_output, step, undelivered)
-            scheduler_output = copy.copy(scheduler_output)
-            scheduler_output.num_scheduled_tokens = rest
-        else:
-            decoding.flush(self)
-        answers = update(self, scheduler_output, model_runner_output)
-        for client in clients - answers.keys():
-            answers[client] = EngineCoreOutputs(outputs=[])
-        for client, answer in answers.items():
-            if answer.outputs or client in clients:
-                answer.outputs = undelivered.deliver(self, client, answer.outputs, step)
-        return answers
-
-    scheduler.update_from_output = update_from_output
 
 
 def _max_in_flight(scheduler: Any) -> int:

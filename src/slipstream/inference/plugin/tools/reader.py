@@ -57,7 +57,9 @@ class ToolReader:
         self.num_failures = 0
         self._tokenizer = tokenizer
         self._format = FORMATS.get(name)
-        self._cleanup = {"clean_up_tokenization_spaces": False} if _takes_cleanup(tokenizer) else {}
+        self._cleanup = (
+            {"clean_up_tokenization_spaces": False} if hasattr(tokenizer, "clean_up_tokenization_spaces") else {}
+        )
         self._special = _special_tokens(tokenizer)
         self._special_ids = frozenset(self._special)
         self._known: dict[bytes, _Tools] = {}
@@ -190,7 +192,3 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     marked = {id_: str(token) for id_, token in added.items() if getattr(token, "special", False)}
     return dict(zip(ids, map(str, texts), strict=False)) | marked
-
-
-def _takes_cleanup(tokenizer: Any) -> bool:
-    return hasattr(tokenizer, "clean_up_tokenization_spaces")

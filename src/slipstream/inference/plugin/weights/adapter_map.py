@@ -35,7 +35,7 @@ def record(manager: Any, slot: int, parameters: tuple[ParameterSpec, ...]) -> Te
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    recorder = Recorder(list(_buffers(manager)))
+    recorder = Recorder([buffer for module in manager.modules.values() for buffer in _stacked(module)])
     tensors = dict(recorder.feed(parameters))
     rank = next(spec.shape[0] for spec in parameters if spec.name.endswith(".lora_A.weight"))
     with recorder:
@@ -101,11 +101,6 @@ def without_adapters(model: Any, manager: Any) -> Generator[None]:
 def _set_module(model: Any, name: str, module: Any) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
-
-
-def _buffers(manager: Any) -> Iterator[Tensor]:
-    for module in manager.modules.values():
-        yield from _stacked(module)
 
 
 def _stacked(module: Any) -> Iterator[Tensor]:

@@ -232,7 +232,8 @@ class Recorder(TorchDispatchMode):
         source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else None
         found = self.sources.get(source.untyped_storage().data_ptr()) if source is not None else None
         if source is None or found is None or func.overloadpacket.__name__ != "copy_":
-            if func.overloadpacket.__name__ not in {"fill_", "zero_"} or self._is_scalar():
+            is_scalar = any(name == self.current and whole.numel() == 1 for name, whole in self.sources.values())
+            if func.overloadpacket.__name__ not in {"fill_", "zero_"} or is_scalar:
                 self.map.opaque.add(self.current)
             return target
         name, whole = found
@@ -243,9 +244,6 @@ class Recorder(TorchDispatchMode):
         piece = Piece(source.storage_offset(), tuple(source.shape), tuple(source.stride()), target.detach())
         self.map.pieces.setdefault(name, []).append(piece)
         return target
-
-    def _is_scalar(self) -> bool:
-        return any(name == self.current and whole.numel() == 1 for name, whole in self.sources.values())
 
 
 def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
