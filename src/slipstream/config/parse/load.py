@@ -262,9 +262,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
         return os.path.realpath((existing or candidates)[0])
 
     def text_at(section: str, name: str) -> str:
-        table = tree.get(section)
-        value = table.get(name) if isinstance(table, dict) else None
-        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
+        return _text_at(tree.get(section), name)
 
     if text := text_at("model", "path"):
         is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
@@ -290,14 +288,16 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 
 
+def _text_at(table: Any, name: str) -> str:
+    """The text under `name`; empty where it is none, or cannot be a path."""
+    value = table.get(name) if isinstance(table, dict) else None
+    return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
+
+
 def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[..., str]) -> None:
     """Resolves the paths of [environment], or of one part of its mixture, which stands at `prefix`."""
 
-    def text_at(name: str) -> str:
-        value = table.get(name)
-        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
-
-    if text := text_at("name"):
+    if text := _text_at(table, "name"):
         kind = "verifiers/" if text.startswith("verifiers/") else ""
         file, colon, name = text.removeprefix(kind).partition(".py:")
         if colon or text.endswith(".py"):
@@ -305,7 +305,7 @@ def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[.
             table["name"] = f"{file}:{name}" if colon else file
         elif text in ("rows", "detection"):
             _resolve_rows(table.get("settings"), f"{prefix}.settings", resolve)
-    if "/" in (text := text_at("python")):
+    if "/" in (text := _text_at(table, "python")):
         # Only its folder's links are followed: the program of a virtual environment is a link itself.
         bin_folder, program = os.path.split(text)
         table["python"] = os.path.join(resolve(f"{prefix}.python", bin_folder, always=True), program)
