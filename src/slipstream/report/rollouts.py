@@ -14,6 +14,7 @@ from slipstream.report.headline import setting
 from slipstream.report.markup import Child, Html, h, join, number
 from slipstream.report.tokens import Key, key_of, token_views
 from slipstream.runlog import RunRecord
+from slipstream.runlog.files import Row
 from slipstream.runlog.samples import sample_id
 
 _MAX_PAIRS = 6
@@ -21,8 +22,6 @@ _MAX_CHARACTERS, _MIN_CHARACTERS = 4000, 300
 _ALL_CHARACTERS = 6_000_000
 """About how much text all entries together may have; of longer texts the middle is left out."""
 _EXCERPT_CHARACTERS = 120
-
-Sample = dict[str, Any]
 
 
 def rollouts(record: RunRecord) -> Html:
@@ -43,7 +42,7 @@ def _threshold(record: RunRecord) -> float:
         return 1.0
 
 
-def _before_and_after(samples: Sequence[Sample]) -> Html | None:
+def _before_and_after(samples: Sequence[Row]) -> Html | None:
     """The same tasks early and late, those whose reward changed first; None if no task was kept at two such steps."""
     held_out = [sample for sample in samples if sample.get("split") == "eval"]
     trained = [sample for sample in samples if sample.get("split") != "eval"]
@@ -63,10 +62,10 @@ def _before_and_after(samples: Sequence[Sample]) -> Html | None:
     return join(h("h3", "Before and after"), h("p", note, class_="note"), shown)
 
 
-def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list[tuple[Sample, Sample]]:
+def _pairs(samples: Sequence[Row], apart: Callable[[int, int], bool]) -> list[tuple[Row, Row]]:
     """First and last rollout of each task that was sampled at two such steps."""
-    first: dict[str, Sample] = {}
-    last: dict[str, Sample] = {}
+    first: dict[str, Row] = {}
+    last: dict[str, Row] = {}
     for sample in samples:
         task = str(sample.get("task"))
         first.setdefault(task, sample)
@@ -76,13 +75,13 @@ def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list
     return sorted(pairs, key=_change)
 
 
-def _change(pair: tuple[Sample, Sample]) -> int:
+def _change(pair: tuple[Row, Row]) -> int:
     """Sort key: 0 if the reward changed, 1 if only the text did, 2 if neither."""
     before, after = pair
     return 0 if before.get("reward") != after.get("reward") else int(before["completion"] == after["completion"]) + 1
 
 
-def _pair(before: Sample, after: Sample) -> Html:
+def _pair(before: Row, after: Row) -> Html:
     columns = [
         h("div", h("p", f"{word}, step {sample['step']}", class_="note"), h("pre", _cut(sample["completion"])),
           h("p", _facts(sample), class_="note"), class_="attempt")
@@ -91,7 +90,7 @@ def _pair(before: Sample, after: Sample) -> Html:
     return h("article", _prompt(after), _answer(after), h("div", columns, class_="pair"), class_="rollout")
 
 
-def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, Html], missing: str) -> Html:
+def _browser(samples: Sequence[Row], threshold: float, tokens: Mapping[Key, Html], missing: str) -> Html:
     """Every kept rollout as a folded entry, in the order of their steps."""
     ordered = sorted(samples, key=lambda sample: (sample["step"], sample.get("split") != "eval"))
     limit = min(_MAX_CHARACTERS, max(_MIN_CHARACTERS, _ALL_CHARACTERS // (2 * len(ordered))))
@@ -136,7 +135,7 @@ def _choice(name: str, options: Sequence[tuple[str, str]], every: str) -> Html:
     return h("select", shown, data_by=name, aria_label=f"which {name}", autocomplete="off")
 
 
-def _choice_of(name: str, samples: Sequence[Sample], key: str, every: str) -> Html | None:
+def _choice_of(name: str, samples: Sequence[Row], key: str, every: str) -> Html | None:
     """The filter by a text that samples have; None where they do not differ in it."""
     found = sorted({str(sample.get(key) or "") for sample in samples} - {""})
     return _choice(name, [(text, text.replace("_", " ")) for text in found], every) if len(found) > 1 else None
@@ -159,7 +158,7 @@ def _shared_start(prompts: Sequence[str]) -> int:
     return first.rfind(" ", 0, end) + 1
 
 
-def _entry(sample: Sample, threshold: float, limit: int, shared: int, tokens: Html | None) -> Html:
+def _entry(sample: Row, threshold: float, limit: int, shared: int, tokens: Html | None) -> Html:
     is_right = isinstance(reward := sample.get("reward"), int | float) and reward >= threshold
     grade = "failed" if _has_failed(sample) else "right" if is_right else "wrong"
     summary = h(
@@ -189,16 +188,16 @@ def _excerpt(text: str) -> str:
     return " ".join(text.split())[:_EXCERPT_CHARACTERS]
 
 
-def _kind(sample: Sample) -> str:
+def _kind(sample: Row) -> str:
     return "held-out" if sample.get("split") == "eval" else "training"
 
 
-def _has_failed(sample: Sample) -> bool:
+def _has_failed(sample: Row) -> bool:
     """Whether it was lost, and so neither graded nor trained on."""
     return sample.get("outcome", "done") not in TRAINABLE_OUTCOMES
 
 
-def _tools(sample: Sample) -> str:
+def _tools(sample: Row) -> str:
     """`failed` if a call of a tool failed in it."""
     metrics = sample.get("metrics")
     return "failed" if isinstance(metrics, dict) and metrics.get("tool_failures") else ""
@@ -217,18 +216,18 @@ def _block(name: str, text: object, limit: int) -> Html | None:
     return h("div", h("p", name, class_="note"), h("pre", _cut(text, limit) or h("i", "empty")))
 
 
-def _prompt(sample: Sample, limit: int = _MAX_CHARACTERS) -> Html:
+def _prompt(sample: Row, limit: int = _MAX_CHARACTERS) -> Html:
     prompt = sample.get("prompt")
     name = h("p", str(sample.get("task", "")), class_="task")
     return join(name, h("pre", _cut(prompt, limit), class_="prompt") if isinstance(prompt, str) and prompt else None)
 
 
-def _answer(sample: Sample) -> Html | None:
+def _answer(sample: Row) -> Html | None:
     answer = sample.get("answer")
     return h("p", "right answer: ", h("code", _cut(answer)), class_="note") if isinstance(answer, str) else None
 
 
-def _facts(sample: Sample) -> Child:
+def _facts(sample: Row) -> Child:
     """Reward with its parts, outcome, turns and id, on one line."""
     reward, parts, turns = sample.get("reward"), sample.get("metrics"), sample.get("num_turns")
     measured = parts.items() if isinstance(parts, dict) else ()

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from slipstream.errors import DataError
 from slipstream.orchestrator.retries import BUDGET
@@ -17,6 +16,7 @@ from slipstream.report.markup import NONE, Child, Html, breakable, details, dura
 from slipstream.report.plot import linear_scale
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord, RunSummary
+from slipstream.runlog.files import Row
 from slipstream.runlog.ledger import balance
 
 _STATE_WORDS = {
@@ -201,14 +201,14 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
     return join(h("h3", "Engines"), table(head, rows, caption="What each engine did"))
 
 
-def warnings_of(events: Sequence[dict[str, Any]]) -> dict[str, int]:
+def warnings_of(events: Sequence[Row]) -> dict[str, int]:
     """The run's warnings in their order, with how often each was given."""
     found = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
     found += [str(text) for event in events if event["kind"] == "start" for text in _listed(event.get("warnings"))]
     return Counter(found)
 
 
-def _warnings(events: Sequence[dict[str, Any]]) -> Html:
+def _warnings(events: Sequence[Row]) -> Html:
     found = warnings_of(events)
     for event in events:
         if event["kind"] == "start":

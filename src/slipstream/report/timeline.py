@@ -6,12 +6,12 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.report.markup import NONE, Html, data, details, duration, h, join, number, table
 from slipstream.report.plot import HEIGHT, WIDTH, linear_scale, tick_text
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
+from slipstream.runlog.files import Row
 
 MAX_BARS = 150
 OTHER = "other"
@@ -43,7 +43,7 @@ def step_times(record: RunRecord) -> list[StepTime]:
     """One entry for each row that has times."""
     opened = {event["lineage"]: event["time"] for event in record.events if event["kind"] == "opened"}
     found: list[StepTime] = []
-    before: dict[str, Any] | None = None
+    before: Row | None = None
     for row in record.rows:
         phases = {
             name.removeprefix("time/").removesuffix("_s"): value

@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.report.headline import setting
 from slipstream.report.markup import Html, h
 from slipstream.runlog import RunRecord, checkpoints_of, samples_with_tokens
+from slipstream.runlog.files import Row
 from slipstream.runlog.samples import are_ranges
 
 MAX_TOKENS = 60_000
@@ -17,7 +18,7 @@ Key = tuple[int, str]
 """Step and id of a sample."""
 
 
-def key_of(sample: dict[str, Any]) -> Key:
+def key_of(sample: Row) -> Key:
     """The key of a sample."""
     return sample["step"], str(sample.get("id", ""))
 
@@ -52,7 +53,7 @@ def _is_whole(sequence: Any) -> bool:
 _FIELDS = ("token_ids", "sampled", "logprobs", "versions")
 
 
-def _sequence(sequence: dict[str, Any], sample: dict[str, Any], texts: _Texts) -> Html:
+def _sequence(sequence: Row, sample: Row, texts: _Texts) -> Html:
     ids: list[int] = sequence["token_ids"]
     logprobs, own = iter(sequence["logprobs"]), iter(sequence.get("advantages") or ())
     versions = sorted(sequence["versions"], reverse=True)
