@@ -82,7 +82,7 @@ def tiles(record: RunRecord, head: Headline) -> Html:
         found.append(
             _tile("largest probe difference", number(head.probe), "", "mean of a step, engine against trainer")
         )
-    return h("dl", found, class_="tiles")
+    return h("dl.tiles", found)
 
 
 def before_and_after(head: Headline) -> Html | None:
@@ -93,23 +93,21 @@ def before_and_after(head: Headline) -> Html | None:
     rows = [
         h(
             "div",
-            h("span", f"{word}, step {measured.step}", class_="who"),
+            h("span.who", f"{word}, step {measured.step}"),
             h(
-                "div",
-                h("span", class_="whisker",
+                "div.track",
+                h("span.whisker",
                   style=f"left:{100 * measured.low:.2f}%;width:{100 * (measured.high - measured.low):.2f}%"),
-                h("span", class_="dot", style=f"left:{100 * measured.value:.2f}%"),
-                class_="track",
+                h("span.dot", style=f"left:{100 * measured.value:.2f}%"),
             ),
-            h("span", accuracy_text(measured), class_="value"),
+            h("span.value", accuracy_text(measured)),
             class_=f"measure {word}",
         )
         for word, measured in (("before", head.before), ("after", head.after))
     ]  # fmt: skip
     ticks = [h("span", f"{100 * tick:.0f} %", style=f"left:{100 * tick:.0f}%") for tick in scale.ticks]
-    axis = h("div", h("span", class_="who"), h("div", ticks, class_="track axis"), h("span", class_="value"),
-             class_="measure", aria_hidden="true")  # fmt: skip
-    return h("div", rows, axis, class_="accuracy")
+    axis = h("div.measure", h("span.who"), h("div.track.axis", ticks), h("span.value"), aria_hidden="true")  # fmt: skip
+    return h("div.accuracy", rows, axis)
 
 
 def ending(record: RunRecord) -> Html:
@@ -118,7 +116,7 @@ def ending(record: RunRecord) -> Html:
     parts: list[Child] = []
     if record.damage:
         sentences = h("ul", [h("li", sentence) for sentence in record.damage])
-        parts.append(h("div", h("p", "Not everything in the run folder could be read:"), sentences, class_="alert"))
+        parts.append(h("div.alert", h("p", "Not everything in the run folder could be read:"), sentences))
     if report is None:
         words = {
             "running": "The run is still going on; it writes its exit report when it ends.",
@@ -130,7 +128,7 @@ def ending(record: RunRecord) -> Html:
         how = f"{report.status} at step {report.step} with exit code {report.exit_code}"
         parts.append(h("p", f"The run {how}, {duration(report.seconds)} after its last start."))
         if report.message:
-            parts.append(h("p", f"{report.error}: {report.message}", class_="alert"))
+            parts.append(h("p.alert", f"{report.error}: {report.message}"))
         if report.traceback:
             parts.append(details("Traceback", h("pre", report.traceback)))
     parts.append(_warnings(record.events))
@@ -164,7 +162,7 @@ def groups(record: RunRecord) -> Html | None:
     try:
         found = balance(record.summary.folder)
     except DataError as error:
-        return h("p", str(error), class_="alert")
+        return h("p.alert", str(error))
     if found is None or not found.num_begun:
         return None
     rows: list[list[Child]] = [
@@ -224,15 +222,15 @@ def _warnings(events: Sequence[Row]) -> Html:
     more = len(lines) - _MAX_WARNINGS
     return join(
         h("h3", "Warnings and changes"),
-        h("ul", lines[:_MAX_WARNINGS], class_="warnings"),
-        h("p", f"and {more} more in events.jsonl", class_="note") if more > 0 else None,
+        h("ul.warnings", lines[:_MAX_WARNINGS]),
+        h("p.note", f"and {more} more in events.jsonl") if more > 0 else None,
     )
 
 
 def settings(record: RunRecord) -> Html:
     """Every setting with its origin; those that the user set first."""
     if not record.settings:
-        return h("p", "The run has not written its settings.", class_="missing")
+        return h("p.missing", "The run has not written its settings.")
 
     def rows(wanted: bool) -> list[list[Child]]:
         return [
@@ -259,7 +257,7 @@ def versions(record: RunRecord, head: Headline) -> Html:
     if software:
         parts.append(table(["software", "version"], software, numbers=False, caption="Software versions"))
     else:
-        parts.append(h("p", "Software versions are recorded when a run ends.", class_="missing"))
+        parts.append(h("p.missing", "Software versions are recorded when a run ends."))
     applied = [event for event in record.events if event["kind"] == "apply"]
     if applied:
         last = f"The engine last held version {head.digest.partition(' ')[0]}, digest "
@@ -321,8 +319,8 @@ def _differing(records: Sequence[RunRecord]) -> list[list[Child]]:
 
 
 def _tile(name: str, value: str, unit: str, note: str) -> Html:
-    shown = h("dd", h("span", value, class_="big"), h("span", f" {unit}", class_="unit") if unit else None,
-              h("span", note, class_="note"))  # fmt: skip
+    shown = h("dd", h("span.big", value), h("span.unit", f" {unit}") if unit else None,
+              h("span.note", note))  # fmt: skip
     return h("div", h("dt", name), shown)
 
 

@@ -36,7 +36,7 @@ def token_views(record: RunRecord) -> tuple[dict[Key, Html], str]:
         if size and size <= left:
             left -= size
             texts = texts or _Texts(_tokenizer_of(record, folder))
-            found[key_of(sample)] = h("div", [_sequence(each, sample, texts) for each in sequences], class_="sequences")
+            found[key_of(sample)] = h("div.sequences", [_sequence(each, sample, texts) for each in sequences])
     return found, "" if texts is None or texts.are_known else "Tokens have their ids: no tokenizer can be read."
 
 
@@ -61,7 +61,7 @@ def _sequence(sequence: Row, sample: Row, texts: _Texts) -> Html:
     at = 0
     for start, end in sequence["sampled"]:
         if at < start:
-            parts.append(h("span", texts.of_all(ids[at:start]), class_="given"))
+            parts.append(h("span.given", texts.of_all(ids[at:start])))
         for place in range(start, end):
             version = next((name for first, name in versions if first <= place), None)
             parts.append(
@@ -69,13 +69,12 @@ def _sequence(sequence: Row, sample: Row, texts: _Texts) -> Html:
             )
         at = end
     if at < len(ids):
-        parts.append(h("span", texts.of_all(ids[at:]), class_="given"))
+        parts.append(h("span.given", texts.of_all(ids[at:])))
     advantage = sample.get("advantage")
     whole = round(advantage, 3) if isinstance(advantage, int | float) else None
     return h(
-        "pre",
+        "pre.tokens",
         parts,
-        class_="tokens",
         hidden=True,
         data_a=whole,
         data_trained="" if sample.get("carries_loss", True) else "no",
