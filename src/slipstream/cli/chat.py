@@ -85,8 +85,7 @@ def chat(
     from slipstream.commands.chat import Conversation, chat_tokenizer, model_at, started_server
     from slipstream.commands.evaluate_address import key_of
     from slipstream.commands.evaluation_target import is_address
-    from slipstream.commands.serve import ServeOptions
-    from slipstream.plan.deployable import find_deployable
+    from slipstream.plan.deployable import ServeOptions, find_deployable
 
     request: dict[str, Any] = {"temperature": temperature}
     request |= {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -224,8 +223,8 @@ def serve_model(
     if max_num_seqs is not None and max_num_seqs < 1:
         raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
     from slipstream.commands.chat import chat_tokenizer
-    from slipstream.commands.serve import KEY_SOURCE, Address, ServeOptions, serve
-    from slipstream.plan.deployable import find_deployable
+    from slipstream.commands.serve import KEY_SOURCE, Address, serve
+    from slipstream.plan.deployable import ServeOptions, find_deployable
 
     options = ServeOptions(
         name=name,

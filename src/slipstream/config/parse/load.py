@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from slipstream.config.addresses import is_address
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
-from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections
+from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, with_values
 from slipstream.config.parse.messages import located, rewrite, shortened, show
 from slipstream.config.parse.paths import path_problems, unusable_path
 from slipstream.config.parse.run_file import RunFile, read_run_file
@@ -42,6 +42,10 @@ class Loaded:
     origins: dict[str, str]
     warnings: tuple[str, ...] = ()
     """Notes on keys of the file that have no effect because of the command line."""
+
+    def with_values(self, values: Mapping[str, Any]) -> Loaded:
+        """The same with these `section.key` values, see `keys.with_values`."""
+        return replace(self, config=with_values(self.config, values))
 
 
 def load_config(
