@@ -20,7 +20,7 @@ from slipstream.plan.measure import read_model
 from slipstream.plan.memory.sizes import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
 from slipstream.plan.memory.split import MAX_KV_PART, MIN_KV_CACHE_GIB
 from slipstream.plan.preflight.model_folder import check_hub_id, check_model, hub_id
-from slipstream.runlog import read_settings
+from slipstream.runlog import holds_run, read_settings
 
 if TYPE_CHECKING:
     from slipstream.weights.adapter_folder import AdapterConfig
@@ -64,7 +64,7 @@ def weights_folder(path: Path) -> Path:
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
     from slipstream.weights.adapter_folder import is_adapter_folder
 
-    if (path / "events.jsonl").is_file():
+    if holds_run(path):
         store = CheckpointStore(path / "checkpoints")
         checkpoint = store.best() or store.latest(resumable=False)
         if checkpoint is None:
@@ -84,7 +84,7 @@ def weights_folder(path: Path) -> Path:
 
 def _holds_weights(folder: Path) -> bool:
     """Whether it is the folder of a run or of a checkpoint."""
-    return any((folder / name).is_file() for name in ("events.jsonl", "manifest.json"))
+    return holds_run(folder) or (folder / "manifest.json").is_file()
 
 
 def with_weights_folder(loaded: Loaded) -> Loaded:
@@ -171,7 +171,7 @@ def _name_of(path: Path) -> str:
 def run_settings(weights: Path) -> dict[str, Any]:
     """Read the settings of the run that these weights are a checkpoint of; empty where there is none."""
     run = weights.resolve().parent.parent.parent
-    is_checkpoint = weights.name == "weights" and (run / "events.jsonl").is_file()
+    is_checkpoint = weights.name == "weights" and holds_run(run)
     return read_settings(run) if is_checkpoint else {}
 
 

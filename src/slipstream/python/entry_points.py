@@ -25,6 +25,7 @@ _NEW_MODEL_S = 600.0
 Table = Mapping[str, Any]
 """A section of the run file: its keys and values."""
 Tree = dict[str, Any]
+"""A run file's tables."""
 Rows = Iterable[Mapping[str, Any]]
 """A list of dictionaries, a Hugging Face data set, or a pandas or polars table."""
 Tasks = str | Rows | Environment | type[Environment] | Callable[..., Iterable[Any]]

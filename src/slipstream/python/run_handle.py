@@ -22,6 +22,7 @@ from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.python.protocol import Call, Outcome
 from slipstream.runlog import (
     checkpoints_of,
+    holds_run,
     read_events,
     read_metrics,
     read_run,
@@ -281,7 +282,7 @@ class Run:
 def load_run(folder: str | Path) -> Run:
     """The run in `folder`, also one that goes on in another process. Raises ConfigError where there is none."""
     folder = Path(folder).expanduser().resolve()
-    if not (folder / "events.jsonl").is_file():
+    if not holds_run(folder):
         raise ConfigError(f"{folder} is no run folder: it has no events.jsonl")
     return Run(folder)
 

@@ -231,7 +231,7 @@ def _numbers(panel: Panel, series: Sequence[Series]) -> Html:
     every = math.ceil(len(steps) / _MAX_TABLE_ROWS)
     kept = sorted({*steps[::every], steps[-1]})
     found = [{x: _reading(line, place, panel.unit) for place, x in enumerate(line.x)} for line in series]
-    rows: list[list[Child]] = [[number(step), *(readings.get(step, NONE) for readings in found)] for step in kept]
+    rows = [[number(step), *(readings.get(step, NONE) for readings in found)] for step in kept]
     return table(["step", *(line.label for line in series)], rows, caption=f"{panel.title}, numbers")
 
 

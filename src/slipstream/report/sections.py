@@ -165,7 +165,7 @@ def groups(record: RunRecord) -> Html | None:
         return h("p.alert", str(error))
     if found is None or not found.num_begun:
         return None
-    rows: list[list[Child]] = [
+    rows = [
         [f"{entry.state}{entry.reason and f': {entry.reason}'}", f"{entry.num_groups:,}", f"{entry.num_tokens:,}"]
         for entry in found.entries
     ]
@@ -185,7 +185,7 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
         found = (row.get(f"replica_{number}/{name}") for row in metrics)
         return [value for value in found if value is not None]
 
-    rows: list[list[Child]] = [
+    rows = [
         [
             str(replica),
             f"{sum(values(replica, 'requests')):,.0f}",
@@ -250,9 +250,7 @@ def settings(record: RunRecord) -> Html:
 
 def versions(record: RunRecord, head: Headline) -> Html:
     """Software versions, and the digest of every version that the engine proved to hold."""
-    software: list[list[Child]] = [
-        [name, h("code", version)] for name, version in (record.exit.versions if record.exit else {}).items()
-    ]
+    software = [[name, h("code", version)] for name, version in (record.exit.versions if record.exit else {}).items()]
     parts: list[Child] = []
     if software:
         parts.append(table(["software", "version"], software, numbers=False, caption="Software versions"))
@@ -262,7 +260,7 @@ def versions(record: RunRecord, head: Headline) -> Html:
     if applied:
         last = f"The engine last held version {head.digest.partition(' ')[0]}, digest "
         parts.append(h("p", last, h("code", head.digest.partition(" ")[2]), "."))
-        rows: list[list[Child]] = [
+        rows = [
             [
                 str(event.get("version", "")),
                 h("code", str(event.get("digest", ""))),
@@ -344,7 +342,7 @@ def startup(record: RunRecord) -> Html | None:
     words = "The run did not come to the end of its first step."
     if total is not None:
         words = f"The first step ended {total:.1f} s after the command began; stages overlap."
-    rows: list[list[Child]] = [
+    rows = [
         [str(event.get("name", "")), *(number(value_of(event, name), "s") for name in ("began_s", "seconds"))]
         for event in stages
     ]

@@ -17,6 +17,7 @@ from slipstream.runlog.files import Row, Rows, read_lines, read_toml
 from slipstream.runlog.reader import (
     ExitReport,
     RunSummary,
+    holds_run,
     is_running,
     metrics_of,
     read_exit,
@@ -61,7 +62,7 @@ class RunRecord:
 def read_run(folder: str | Path) -> RunRecord:
     """Reads the run in `folder`. Raises `ConfigError` if it holds no run."""
     folder = Path(folder)
-    if not (folder / "events.jsonl").is_file():
+    if not holds_run(folder):
         raise ConfigError(f"{folder} holds no run: name a folder that `slipstream train` wrote")
     damage: list[str] = []
     # Checked first: if the run ends in between, its `exit.json` exists when that is read.
