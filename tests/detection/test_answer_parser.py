@@ -18,9 +18,9 @@ DOG = f'{{"desc": "dog", "bbox_2d": [{A}]}}'
 THREE = A.rpartition(",")[0]
 
 
-def read(text, *, polygons=False):
+def read(text):
     pieces = Pieces()
-    found = parse(pieces.encode(text), pieces.tokens(), polygons=polygons)
+    found = parse(pieces.encode(text), pieces.tokens())
     kept = pieces.text(found.prefix_ids)
     assert kept == "{" or text.startswith(kept)
     return found, kept
@@ -143,11 +143,9 @@ def test_checklist_13_an_empty_answer_is_not_an_invalid_one():
     assert (closed.is_empty, closed.is_invalid, closed.objects) == (False, False, [])
 
 
-def test_polygons_are_read_where_they_are_wanted():
-    found, _ = read(f'{{"object_1": {{"desc": "a", "poly": [{P}]}}}}', polygons=True)
-    assert found.objects[0].value == SceneObject("a", "poly", (1, 1, 2, 2, 3, 3))
+def test_a_polygon_has_pairs_and_three_corners():
     for values in (A, f'{P}, ["{literal(1)}"]', P.rpartition(", [")[0], "{}", f'{{"{literal(1)}": "{literal(2)}"}}'):
-        found, _ = read(f'{{"object_1": {{"desc": "a", "poly": [{values}]}}}}', polygons=True)
+        found, _ = read(f'{{"object_1": {{"desc": "a", "poly": [{values}]}}}}')
         assert [each.reason for each in found.dropped] == ["coordinates"], values
 
 
@@ -232,10 +230,7 @@ DESCS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<")
     str.strip
 )
 BOXES = st.builds(SceneObject, DESCS, st.just("bbox_2d"), st.tuples(BINS, BINS, BINS, BINS))
-POLYGONS = st.lists(st.tuples(BINS, BINS), min_size=3, max_size=5).map(
-    lambda pairs: tuple(bin_ for pair in pairs for bin_ in pair)
-)
-OBJECTS = st.lists(BOXES | st.builds(SceneObject, DESCS, st.just("poly"), POLYGONS), max_size=4)
+OBJECTS = st.lists(BOXES, max_size=4)
 
 
 @st.composite
@@ -256,7 +251,7 @@ def test_what_is_written_is_read_however_it_is_cut_into_tokens(objects, data):
     pieces = Pieces()
     text = answer_text(objects)
     for ids in (pieces.encode(text), data.draw(cut(text, pieces))):
-        found = parse(ids, pieces.tokens(), polygons=True)
+        found = parse(ids, pieces.tokens())
         assert [each.value for each in found.objects] == objects
         assert (found.dropped, found.is_truncated, found.is_empty) == ([], False, not objects)
         assert found.next_index == len(objects) + 1
@@ -284,11 +279,7 @@ def reference(text):
         fields = dict(value)
         kind = (set(fields) - {"desc"}).pop()
         values = fields[kind]
-        if kind == "poly" and isinstance(values, list):
-            values = [
-                each for pair in values for each in (pair if isinstance(pair, list) and len(pair) == 2 else [None])
-            ]
-        if kind not in ("bbox_2d", "poly") or not isinstance(values, list) or not isinstance(fields["desc"], str):
+        if kind != "bbox_2d" or not isinstance(values, list) or not isinstance(fields["desc"], str):
             continue
         bins = [literal_bin(each) if isinstance(each, str) else None for each in values]
         if fields["desc"].strip() and None not in bins and has_arity(kind, len(bins)):
@@ -298,7 +289,7 @@ def reference(text):
 
 def check(ids, pieces):
     """What holds for every answer."""
-    found = parse(ids, pieces.tokens(), polygons=True)
+    found = parse(ids, pieces.tokens())
     text = b"".join(pieces.bytes[id_] for id_ in ids)
     kept = b"".join(pieces.bytes[id_] for id_ in found.prefix_ids)
     # Checklist 9: verbatim but for the last.
@@ -313,7 +304,7 @@ def check(ids, pieces):
         assert tuple(pieces.tokens().bins[found.prefix_ids[slot]] for slot in each.slots) == each.value.coordinates
         assert all(slot in each.tokens and slot not in each.desc_tokens for slot in each.slots)
         if "<|" not in each.value.desc:  # else the serialiser refuses it
-            again = parse(pieces.encode(answer_text([each.value])), pieces.tokens(), polygons=True)
+            again = parse(pieces.encode(answer_text([each.value])), pieces.tokens())
             assert [other.value for other in again.objects] == [each.value]
     return found
 

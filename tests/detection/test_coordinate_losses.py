@@ -15,7 +15,6 @@ from slipstream.detection.coordinate_losses import (
     gate_loss,
     soft_cross_entropy,
     soft_targets,
-    wasserstein,
     with_expected_embeddings,
 )
 
@@ -93,7 +92,6 @@ def test_gradients_are_those_of_finite_differences():
     for function in (
         expected_coordinates,
         lambda given: soft_cross_entropy(given, targets),
-        lambda given: wasserstein(given, targets),
         lambda given: gate_loss(given, ids),
     ):
         assert torch.autograd.gradcheck(function, logits, fast_mode=True)
@@ -123,23 +121,14 @@ def test_soft_targets_are_gaussians_over_the_bins():
     assert narrow.max(-1).values.tolist() == [1.0] * 3
 
 
-def test_soft_cross_entropy_and_wasserstein_by_their_formulas():
+def test_soft_cross_entropy_by_its_formula():
     bins = torch.tensor([3, 400, 999])
     targets = soft_targets(bins).double()
-    for row, target, cross_entropy, distance in zip(
-        LOGITS.numpy(), targets.numpy(), soft_cross_entropy(LOGITS, targets), wasserstein(LOGITS, targets), strict=True
+    for row, target, cross_entropy in zip(
+        LOGITS.numpy(), targets.numpy(), soft_cross_entropy(LOGITS, targets), strict=True
     ):
         probs = softmax(row)
         assert cross_entropy.item() == pytest.approx(-sum(t * math.log(p) for t, p in zip(target, probs, strict=True)))
-        cumulated = np.abs(np.add.accumulate(probs) - np.add.accumulate(target))
-        assert distance.item() == pytest.approx(cumulated.sum() / 999)
-
-
-def test_wasserstein_of_two_points_is_their_distance():
-    points = torch.full((2, 1000), -torch.inf)
-    points[0, 100] = points[1, 999] = 0.0
-    targets = torch.nn.functional.one_hot(torch.tensor([400, 0]), 1000).float()
-    assert wasserstein(points, targets).tolist() == pytest.approx([300 / 999, 1.0], abs=1e-5)
 
 
 @settings(max_examples=10)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.detection.scripted_tokens import Pieces
 
 from slipstream.detection.answer import answer_text
+from slipstream.detection.coordinates import literal
 from slipstream.detection.figures import DetectionCounts, counts_of
 from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import SceneObject
@@ -28,7 +29,8 @@ def counts(text, truths):
 
 def test_figures_of_samples_are_those_of_their_sums():
     half = SceneObject("cat", "bbox_2d", (0, 0, 400, 499))
-    polygon = answer_text([SceneObject("a", "poly", (1, 2, 3, 4, 5, 6))])
+    corners = ", ".join(f'["{literal(x)}", "{literal(y)}"]' for x, y in ((1, 2), (3, 4), (5, 6)))
+    polygon = f'{{"object_1": {{"desc": "a", "poly": [{corners}]}}}}'
     each = [
         counts(answer_text([LEFT, half]).replace("{", "{" + LINE + BROKEN, 1), [LEFT, RIGHT]),
         counts(answer_text([half])[:-1], [LEFT]),

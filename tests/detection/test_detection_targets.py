@@ -13,7 +13,6 @@ from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import SceneObject
 from slipstream.detection.parser import parse
 from slipstream.detection.row_targets import BoxTarget, from_rollout, teacher_forced
-from slipstream.errors import DataError
 
 RULES = MatchSettings(maskiou_resolution=64)
 CAT = SceneObject("black cat", "bbox_2d", (100, 100, 400, 400))
@@ -264,12 +263,3 @@ def test_descriptions_weigh_what_they_are_to():
         assert {w for w, region in zip(target.ce_weights(weight), target.regions, strict=True) if region == "desc"} == {
             weight
         }
-
-
-def test_checklist_2_polygons_cannot_be_trained_on():
-    pieces = Pieces()
-    polygon = SceneObject("sail", "poly", (1, 2, 3, 4, 5, 6))
-    with pytest.raises(DataError, match="'sail' is a polygon, and only boxes can be trained on"):
-        teacher_forced(PROMPT, [polygon], pieces.tokens())
-    with pytest.raises(DataError, match="'sail' is a polygon"):
-        channel_b("{}", [polygon], pieces)

@@ -15,7 +15,6 @@ def test_objects_are_read_from_bins_and_tokens():
         SceneObject("black cat", "bbox_2d", (110, 310, 410, 705)),
         SceneObject("Ü", "bbox_2d", (0, 5, 0, 999)),  # without a width, which is allowed
     ]
-    assert true_objects([SAIL], "row 1", polygons=True) == [SceneObject("sail", "poly", (1, 2, 30, 4, 5, 60))]
 
 
 @pytest.mark.parametrize(
@@ -53,12 +52,6 @@ def test_checklist_2_what_is_wrong_is_named_with_its_sample(given, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]])
-def test_checklist_2_polygons_have_pairs_and_three_corners(values):
-    with pytest.raises(DataError, match="give an even number of at least 6 values"):
-        true_objects([{"desc": "sail", "poly": values}], "row 7", polygons=True)
-
-
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "a\tb", "a ,b", "a, b", "a /b", "a/ b", "a :b", "a: b", "a  b"])
 def test_checklist_2_ambiguous_descriptions(text):
     with pytest.raises(DataError, match="which answers cannot hold"):
@@ -70,16 +63,15 @@ def test_reading_order_is_by_y_then_x_of_the_top_left_corner():
         SceneObject(str(i), "bbox_2d", c)
         for i, c in enumerate([(5, 5, 9, 9), (7, 1, 9, 9), (2, 5, 3, 6), (5, 5, 6, 6)])
     ]
-    polygon = SceneObject("p", "poly", (6, 9, 1, 3, 8, 5))
-    assert "".join(each.desc for each in in_reading_order([*boxes, polygon])) == "1p203"
+    assert "".join(each.desc for each in in_reading_order(boxes)) == "1203"
 
 
 def test_answers_are_one_line_of_json():
-    objects = true_objects([CAT, SAIL | {"desc": 'a "Ü"\\'}], "row 1", polygons=True)
-    pairs = ", ".join(f'["{literal(x)}", "{literal(y)}"]' for x, y in ((1, 2), (30, 4), (5, 60)))
+    objects = true_objects([CAT, CAT | {"desc": 'a "Ü"\\', "bbox_2d": [1, 2, 30, 4]}], "row 1")
+    bins = ", ".join(f'"{literal(bin_)}"' for bin_ in (1, 2, 30, 4))
     assert answer_text(objects) == (
         '{"object_1": {"desc": "black cat", "bbox_2d": ["<|coord_110|>", "<|coord_310|>", "<|coord_410|>", '
-        '"<|coord_705|>"]}, "object_2": {"desc": "a \\"Ü\\"\\\\", "poly": [' + pairs + "]}}"
+        '"<|coord_705|>"]}, "object_2": {"desc": "a \\"Ü\\"\\\\", "bbox_2d": [' + bins + "]}}"
     )
     assert answer_text([]) == "{}"
 

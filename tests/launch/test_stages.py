@@ -14,10 +14,11 @@ from slipstream.view import NullView
 
 class Shown(NullView):
     def __init__(self):
-        self.phases, self.messages = [], []
+        super().__init__()
+        self.seen, self.messages = [], []
 
     def phase(self, name, total=None):
-        self.phases.append(name)
+        self.seen.append(name)
 
     def message(self, text, level="info"):
         self.messages.append(text)
@@ -81,7 +82,7 @@ def test_an_engines_phases_are_stages_as_they_end(tmp_path):
         stages.end()
     found = [(event["name"], event["seconds"]) for event in told(tmp_path / "run")]
     assert found == [(f"{ENGINE}: import vLLM", 2.0), (f"{ENGINE}: load weights", 1.5), (ENGINE, 3.5)]
-    assert shown.phases[0] == f"{ENGINE}: load weights"
+    assert shown.seen[0] == f"{ENGINE}: load weights"
 
 
 def until(condition):

@@ -75,7 +75,7 @@ def test_a_run_a_checkpoint_and_its_weights_are_the_same_model(place):
     assert weights_folder(place / "whole").parent.name == "step-000001"
     best.unlink()
     best.symlink_to("step-000099")  # the newest one is not what was asked for
-    with pytest.raises(ConfigError, match="best checkpoint"):
+    with pytest.raises(ConfigError, match="step-000099"):
         weights_folder(place / "whole")
     best.unlink()
     plain = find_deployable(str(place / "model"))
@@ -160,13 +160,13 @@ def test_what_cannot_be_started_is_one_sentence(place, tmp_path):
 
 def test_lengths_and_types_follow_from_the_model(place):
     found = find_deployable(str(place / "model"))
-    settings = deployed_engine(found)
+    settings = deployed_engine(found, ServeOptions(max_num_seqs=1))
     assert (settings.dtype, settings.max_model_len, settings.kv_cache_bytes) == ("float32", 64, 2**28)
-    assert deployed_engine(found, max_model_len=48).max_model_len == 48
+    assert deployed_engine(found, ServeOptions(max_num_seqs=1, max_model_len=48)).max_model_len == 48
     with pytest.raises(ConfigError, match="above the model's context of 64 tokens: use at most"):
-        deployed_engine(found, max_model_len=65)
+        deployed_engine(found, ServeOptions(max_num_seqs=1, max_model_len=65))
     with pytest.raises(ConfigError, match="of KV cache, more than a quarter of the memory"):
-        deployed_engine(found, max_num_seqs=10**9)
+        deployed_engine(found, ServeOptions(max_num_seqs=10**9))
 
 
 def test_a_model_is_talked_to_as_its_run_did(place):

@@ -40,25 +40,21 @@ def chat(
     model: Annotated[str, Parameter(help=f"The address of an OpenAI-compatible server, up to /v1; or {_NAMED}.")],
     /,
     *,
-    message: Annotated[str | None, Parameter(help="Send this message, print the answer, and exit.")] = None,
-    system: Annotated[
-        str | None, Parameter(help="System prompt; default: that of the run, if the model is from one.")
-    ] = None,
-    temperature: Annotated[float, Parameter(help="Sampling temperature; 0 is greedy.")] = 0.7,
-    max_tokens: Annotated[
-        int | None, Parameter(help="Maximum tokens of an answer; default: the rest of the context.")
-    ] = None,
+    message: str | None = None,
+    system: str | None = None,
+    temperature: float = 0.7,
+    max_tokens: int | None = None,
     thinking: Thinking = None,
-    single_turn: Annotated[bool, Parameter(negative="", help="Answer each message without the earlier ones.")] = False,
+    single_turn: Annotated[bool, Parameter(negative="")] = False,
     base: Base = None,
-    seed: Annotated[int | None, Parameter(help="Sampling seed: the same seed gives the same answers.")] = None,
+    seed: int | None = None,
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: GpuMemory = 0.8,
     trust_remote_code: TrustRemoteCode = False,
-    start_timeout: Annotated[float, Parameter(help="Seconds to wait for vLLM to start.")] = 600.0,
-    served_name: Annotated[str, Parameter(help="The model's name at the address; default: the only one there.")] = "",
-    key_variable: Annotated[str, Parameter(help="Environment variable that holds the address's key.")] = "",
-    json: Annotated[Json, Parameter(help="Print one JSON object for each answer.")] = False,
+    start_timeout: float = 600.0,
+    served_name: str = "",
+    key_variable: str = "",
+    json: Json = False,
 ) -> int:
     """Chat with a model in the terminal: at an address, or served by vLLM on this machine meanwhile.
 
@@ -70,6 +66,18 @@ def chat(
         slipstream chat http://127.0.0.1:8000/v1
         slipstream chat runs/my-run --message "Hello" --temperature 0
         slipstream chat runs/my-run --single-turn < questions.txt > answers.txt
+
+    Args:
+        message: Send this message, print the answer, and exit.
+        system: System prompt; default: that of the run, if the model is from one.
+        temperature: Sampling temperature; 0 is greedy.
+        max_tokens: Maximum tokens of an answer; default: the rest of the context.
+        single_turn: Answer each message without the earlier ones.
+        seed: Sampling seed: the same seed gives the same answers.
+        start_timeout: Seconds to wait for vLLM to start.
+        served_name: The model's name at the address; default: the only one there.
+        key_variable: Environment variable that holds the address's key.
+        json: Print one JSON object for each answer.
     """
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"--temperature {temperature:g} is no temperature: use 0 for greedy answers, or more")
@@ -78,8 +86,7 @@ def chat(
     from slipstream.commands.chat import Conversation, chat_tokenizer, model_at, started_server
     from slipstream.commands.evaluate_address import key_of
     from slipstream.commands.evaluation_target import is_address
-    from slipstream.commands.serve import ServeOptions
-    from slipstream.plan.deployable import find_deployable
+    from slipstream.plan.deployable import ServeOptions, find_deployable
 
     request: dict[str, Any] = {"temperature": temperature}
     request |= {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -184,22 +191,16 @@ def serve_model(
     model: Annotated[str, Parameter(help=f"{_NAMED[0].upper()}{_NAMED[1:]}.")],
     /,
     *,
-    host: Annotated[
-        str, Parameter(help="Address to listen on; one that other machines can reach needs a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port to listen on; 0 chooses a free one.")] = 8000,
-    name: Annotated[
-        str | None, Parameter(help="Model name for clients; default: the name of its folder or run.")
-    ] = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
     thinking: Thinking = None,
     base: Base = None,
     max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[
-        int | None, Parameter(help="Maximum concurrent requests; default: 16 on a CPU, 256 on a GPU.")
-    ] = None,
+    max_num_seqs: int | None = None,
     gpu_memory_utilization: GpuMemory = 0.8,
     trust_remote_code: TrustRemoteCode = False,
-    json: Annotated[Json, Parameter(help="Print the address as one line of JSON.")] = False,
+    json: Json = False,
 ) -> NoReturn:
     """Serve a model over an OpenAI-compatible API: becomes vLLM's own server, with the arguments that the model needs.
 
@@ -210,14 +211,21 @@ def serve_model(
         slipstream serve-model runs/my-run
         slipstream serve-model runs/my-run --port 0 --json
         SLIPSTREAM_API_KEY=... slipstream serve-model runs/my-run --host 0.0.0.0
+
+    Args:
+        host: Address to listen on; one that other machines can reach needs a key.
+        port: Port to listen on; 0 chooses a free one.
+        name: Model name for clients; default: the name of its folder or run.
+        max_num_seqs: Maximum concurrent requests; default: 16 on a CPU, 256 on a GPU.
+        json: Print the address as one line of JSON.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
     if max_num_seqs is not None and max_num_seqs < 1:
         raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
     from slipstream.commands.chat import chat_tokenizer
-    from slipstream.commands.serve import KEY_SOURCE, Address, ServeOptions, serve
-    from slipstream.plan.deployable import find_deployable
+    from slipstream.commands.serve import KEY_SOURCE, Address, serve
+    from slipstream.plan.deployable import ServeOptions, find_deployable
 
     options = ServeOptions(
         name=name,

@@ -92,7 +92,7 @@ def sft(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    data: Annotated[str | None, Parameter(help="File or folder of conversations; sets data.path.")] = None,
+    data: str | None = None,
     resume: Resume = False,
     plain: Plain = False,
     json: Json = False,
@@ -101,6 +101,9 @@ def sft(
 
     The training data are the gold answers of the run file's environment, or the conversations in --data or data.path.
     The run file may leave out algorithm.kind. Writes and prints what `train` does.
+
+    Args:
+        data: File or folder of conversations; sets data.path.
     """
     extra = ("--data.path", data) if data else ()
     return _train(run_file, (*overrides, *extra), "sft", resume=resume, plain=plain, as_json=json)
@@ -237,10 +240,13 @@ def _loss_line(folder: Path) -> str:
     return f"{text}, {before:.4f} at step {first}" if len(found) > 1 else text
 
 
-def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:
+def init(folder: Path, /, *, json: Json = False) -> int:
     """Write a first task and its run files: environment.py, sft.toml and rl.toml.
 
     The folder must be new or empty. Prints the commands to run next, which take five minutes together on a CPU.
+
+    Args:
+        folder: New folder for the files.
     """
     from slipstream.cli.init_files import COMMANDS, FILES, write_files
 
@@ -256,9 +262,9 @@ def plan(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    device: Annotated[str | None, Parameter(help="Plan for such a GPU, as h100, which need not be here.")] = None,
-    device_memory: Annotated[float | None, Parameter(help="GiB of the GPU to plan for, whatever its name.")] = None,
-    gpus: Annotated[int, Parameter(help="How many of them.")] = 1,
+    device: str | None = None,
+    device_memory: float | None = None,
+    gpus: int = 1,
     json: Json = False,
 ) -> int:
     """Check a run file and print every setting that is derived from it, with the reason.
@@ -269,6 +275,11 @@ def plan(
 
         slipstream plan rl.toml --device h100 --gpus 2
         slipstream plan rl.toml --device-memory 24 --lora.rank 16
+
+    Args:
+        device: Plan for such a GPU, as h100, which need not be here.
+        device_memory: GiB of the GPU to plan for, whatever its name.
+        gpus: How many of them.
     """
     from slipstream.config import load_config
     from slipstream.plan.memory.cards import chosen_gpus
@@ -302,10 +313,14 @@ def _show_plan(plan: Plan, dropped: Mapping[str, int], *, as_json: bool, error: 
 
 
 def runs(
-    *folders: Annotated[Path, Parameter(help="Runs, or folders with runs at any depth; default: runs.", show=True)],
+    *folders: Annotated[Path, Parameter(show=True)],
     json: Json = False,
 ) -> int:
-    """List the runs in folders and all folders below them, newest first, with their state and latest metrics."""
+    """List the runs in folders and all folders below them, newest first, with their state and latest metrics.
+
+    Args:
+        folders: Runs, or folders with runs at any depth; default: runs.
+    """
     from slipstream.runlog import find_runs
     from slipstream.view import render_runs
 
@@ -330,17 +345,22 @@ def runs(
 
 
 def export(
-    checkpoint: Annotated[Path, Parameter(help="A checkpoint, or a run: its best checkpoint, or else its latest.")],
-    out: Annotated[Path, Parameter(help="New folder for the weights.")],
+    checkpoint: Path,
+    out: Path,
     /,
     *,
-    merged: Annotated[bool, Parameter(negative="", help="Merge a LoRA adapter into its base model.")] = False,
+    merged: Annotated[bool, Parameter(negative="")] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> int:
     """Copy a checkpoint's weights to a new folder, as a model or a LoRA adapter that other tools can load.
 
     With --merged, merges the adapter into its base and writes a whole model. Prints the new folder.
+
+    Args:
+        checkpoint: A checkpoint, or a run: its best checkpoint, or else its latest.
+        out: New folder for the weights.
+        merged: Merge a LoRA adapter into its base model.
     """
     from slipstream.commands.export import export as write
     from slipstream.commands.export import remarks
@@ -353,13 +373,17 @@ def export(
 
 
 def report(
-    *folders: Annotated[Path, Parameter(help="Run folders; several are compared in one report.", show=True)],
-    out: Annotated[Path | None, Parameter(help="HTML file to write; default: report.html in this folder.")] = None,
+    *folders: Annotated[Path, Parameter(show=True)],
+    out: Path | None = None,
     json: Json = False,
 ) -> int:
     """Write one HTML file that shows a run, or compares several.
 
     The file needs no network and no other file. Prints its path.
+
+    Args:
+        folders: Run folders; several are compared in one report.
+        out: HTML file to write; default: report.html in this folder.
     """
     if not folders:
         raise ConfigError("report needs a run folder: name one or more, as `slipstream runs` lists them")
@@ -372,37 +396,43 @@ def report(
 
 @model_app.command(name="new")
 def model_new(
-    folder: Annotated[Path, Parameter(help="New folder for the model.")],
+    folder: Path,
     /,
     *,
-    tokenizer: Annotated[
-        Literal["byte", "char"], Parameter(help="One token for each byte (any text) or character (printable ASCII).")
-    ] = "char",
-    hidden_size: Annotated[int, Parameter(help="Width of the residual stream.")] = 128,
-    num_layers: Annotated[int, Parameter(help="Decoder layers.")] = 4,
-    num_heads: Annotated[int, Parameter(help="Attention heads.")] = 4,
-    num_kv_heads: Annotated[int, Parameter(help="Key-value heads; must divide --num-heads.")] = 2,
-    head_dim: Annotated[int, Parameter(help="Dimension of a head, a multiple of 32.")] = 32,
-    intermediate_size: Annotated[
-        int | None, Parameter(help="Width of the MLP; default: three times the hidden size.")
-    ] = None,
-    context_length: Annotated[int, Parameter(help="Maximum tokens of prompt and completion together.")] = 512,
-    rope_theta: Annotated[
-        float | None, Parameter(help="Base of the rotary embeddings; default: derived from --context-length.")
-    ] = None,
-    seed: Annotated[int, Parameter(help="The same seed gives the same weights.")] = 0,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], Parameter(help="Data type of the weights.")
-    ] = "float32",
-    vision: Annotated[bool, Parameter(help="A Qwen2-VL, which reads images too; without --head-dim.")] = False,
-    coordinates: Annotated[
-        bool, Parameter(help="With --vision: 1000 coordinate tokens, for a detector (docs/detection.md).")
-    ] = False,
+    tokenizer: Literal["byte", "char"] = "char",
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    intermediate_size: int | None = None,
+    context_length: int = 512,
+    rope_theta: float | None = None,
+    seed: int = 0,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    vision: bool = False,
+    coordinates: bool = False,
     json: Json = False,
 ) -> int:
     """Create a small Qwen3 with random weights, a byte- or character-level tokenizer and a chat template.
 
     The folder must be new or empty. Prints it.
+
+    Args:
+        folder: New folder for the model.
+        tokenizer: One token for each byte (any text) or character (printable ASCII).
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        num_heads: Attention heads.
+        num_kv_heads: Key-value heads; must divide --num-heads.
+        head_dim: Dimension of a head, a multiple of 32.
+        intermediate_size: Width of the MLP; default: three times the hidden size.
+        context_length: Maximum tokens of prompt and completion together.
+        rope_theta: Base of the rotary embeddings; default: derived from --context-length.
+        seed: The same seed gives the same weights.
+        dtype: Data type of the weights.
+        vision: A Qwen2-VL, which reads images too; without --head-dim.
+        coordinates: With --vision: 1000 coordinate tokens, for a detector (docs/detection.md).
     """
     from slipstream.plan.preflight.torch_builds import check_torch_builds
 

@@ -60,10 +60,13 @@ class _Trial:
 
 
 @env_app.command(name="new")
-def env_new(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:
+def env_new(folder: Path, /, *, json: Json = False) -> int:
     """Write a working folder: environment.py, tasks.jsonl, a test, sft.toml, rl.toml, and AGENTS.md for a coding agent.
 
     The folder must be new or empty. Prints the commands to run next.
+
+    Args:
+        folder: New folder for the files.
     """
     from slipstream.cli.env_files import environment_files, next_commands
     from slipstream.cli.init_files import write_files
@@ -79,19 +82,22 @@ def env_new(folder: Annotated[Path, Parameter(help="New folder for the files.")]
 
 @env_app.command(name="push")
 def env_push(
-    folder: Annotated[Path, Parameter(help="The environment's folder, with environment.py in it.")],
-    registry: Annotated[
-        str, Parameter(help="What keeps environments: a folder, made if it is not there, or s3://bucket/prefix.")
-    ],
+    folder: Path,
+    registry: str,
     /,
     *,
-    name: Annotated[str, Parameter(help="Its name there; default: the folder's.")] = "",
+    name: str = "",
     json: Json = False,
 ) -> int:
     """Keep an environment in a folder or S3 bucket by its content's digest, and print the name for a run file.
 
     Hidden files, compiled Python, and the folders runs and models are left out and counted. Links are refused. A bucket
     needs the extra s3 (pip install 'slipstream[s3]'), and credentials where botocore looks for them.
+
+    Args:
+        folder: The environment's folder, with environment.py in it.
+        registry: What keeps environments: a folder, made if it is not there, or s3://bucket/prefix.
+        name: Its name there; default: the folder's.
     """
     from slipstream.config.parse.dump import toml_value
     from slipstream.envs.store.registry import push
@@ -108,9 +114,9 @@ def env_push(
 
 @env_app.command(name="pull")
 def env_pull(
-    reference: Annotated[str, Parameter(help="name@digest, as `slipstream env push` printed it.")],
-    registry: Annotated[str, Parameter(help="The folder or bucket (s3://bucket/prefix) that it was pushed to.")],
-    folder: Annotated[Path, Parameter(help="New folder for the environment.")],
+    reference: str,
+    registry: str,
+    folder: Path,
     /,
     *,
     json: Json = False,
@@ -118,6 +124,11 @@ def env_pull(
     """Copy an environment out of the folder or S3 bucket that keeps it, to work on it.
 
     Verifies it, and executes nothing.
+
+    Args:
+        reference: name@digest, as `slipstream env push` printed it.
+        registry: The folder or bucket (s3://bucket/prefix) that it was pushed to.
+        folder: New folder for the environment.
     """
     from slipstream.envs.store.registry import pull
 
@@ -131,13 +142,9 @@ def env_test(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    num_tasks: Annotated[int, Parameter(help="Training tasks to grade, of each part of a mixture.")] = 64,
-    model: Annotated[
-        bool, Parameter(negative="", help="Also sample the run file's model, and judge whether RL can learn.")
-    ] = False,
-    samples: Annotated[
-        int | None, Parameter(help="With --model: completions for each task; default: algorithm.group_size.")
-    ] = None,
+    num_tasks: int = 64,
+    model: Annotated[bool, Parameter(negative="")] = False,
+    samples: int | None = None,
     plain: Plain = False,
     json: Json = False,
 ) -> int:
@@ -148,6 +155,11 @@ def env_test(
 
     With --model, vLLM samples completions of the run file's model as training does, which prints pass@1, pass@k, the
     groups with signal, and a verdict: ready for RL; ready, but slow; more SFT first; task too easy; or reward broken.
+
+    Args:
+        num_tasks: Training tasks to grade, of each part of a mixture.
+        model: Also sample the run file's model, and judge whether RL can learn.
+        samples: With --model: completions for each task; default: algorithm.group_size.
     """
     from slipstream.config import load_config
 

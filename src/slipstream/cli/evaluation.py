@@ -22,22 +22,13 @@ Results = Annotated[
 
 
 def evaluate(
-    run: Annotated[Path, Parameter(help="The run file, a run or a checkpoint of one: whose tasks, and whose model.")],
+    run: Path,
     /,
     *overrides: Overrides,
-    model: Annotated[
-        str | None,
-        Parameter(
-            help="What to evaluate instead: a run, a checkpoint, the folder of a model or adapter, a hub id, or the "
-            "address of an OpenAI-compatible server, up to /v1."
-        ),
-    ] = None,
-    served_name: Annotated[str, Parameter(help="The model's name at the address; default: the only one there.")] = "",
-    key_variable: Annotated[str, Parameter(help="Environment variable that holds the address's key.")] = "",
-    out: Annotated[
-        Path | None,
-        Parameter(help="New file for the results; default: in evaluations/ of the run that the weights come from."),
-    ] = None,
+    model: str | None = None,
+    served_name: str = "",
+    key_variable: str = "",
+    out: Path | None = None,
     plain: Plain = False,
     json: Json = False,
 ) -> int:
@@ -46,6 +37,14 @@ def evaluate(
     Starts vLLM with the run file's model, or with --model; an address is asked as it is. Needs [environment];
     [evaluation] sets the number of tasks, of completions of each (samples_per_task) and the temperature. Every sample
     is kept in the results, which `slipstream compare` reads; an existing file is not overwritten.
+
+    Args:
+        run: The run file, a run or a checkpoint of one: whose tasks, and whose model.
+        model: What to evaluate instead: a run, a checkpoint, the folder of a model or adapter, a hub id, or the address
+            of an OpenAI-compatible server, up to /v1.
+        served_name: The model's name at the address; default: the only one there.
+        key_variable: Environment variable that holds the address's key.
+        out: New file for the results; default: in evaluations/ of the run that the weights come from.
     """
     from slipstream.commands.evaluation_target import find_target
     from slipstream.commands.results import place_of

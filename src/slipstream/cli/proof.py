@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from slipstream.cli.output import Json, print_json, print_table, tell
 
@@ -16,12 +14,10 @@ if TYPE_CHECKING:
 
 
 def verify(
-    path: Annotated[Path, Parameter(help="A run folder, one of its checkpoints, or a version in its folder weights/.")],
+    path: Path,
     /,
     *,
-    engine: Annotated[
-        Path | None, Parameter(help="Socket of the engine to check; default: that of the run while it is running.")
-    ] = None,
+    engine: Path | None = None,
     json: Json = False,
 ) -> int:
     """Check that a run's checkpoints, published versions and live engine hold exactly the weights that were trained.
@@ -31,6 +27,10 @@ def verify(
     in the engine's memory, which pauses generation for the time that the table shows. It prints a table of all that
     was compared. If anything differs, by as little as one bit, it names the parameter and the exit code is 6. It
     changes nothing. Files of the optimizer state it compares with their checksums.
+
+    Args:
+        path: A run folder, one of its checkpoints, or a version in its folder weights/.
+        engine: Socket of the engine to check; default: that of the run while it is running.
     """
     from slipstream.commands.verify import raise_unless_right
     from slipstream.commands.verify import verify as find
@@ -39,20 +39,21 @@ def verify(
     if json:
         print_json([dataclasses.asdict(verdict) | {"gb_per_s": verdict.gb_per_s} for verdict in verdicts])
     else:
-        rows: list[dict[str, object]] = [
-            {
-                "what": verdict.what,
-                "version": verdict.version or None,
-                "digest": verdict.digest or None,
-                "parameters": verdict.num_parameters,
-                "MB": round(verdict.num_bytes / 1e6, 2),
-                "seconds": verdict.seconds,
-                "GB/s": verdict.gb_per_s,
-                "verdict": "differs" if verdict.problems else "not compared" if verdict.note else "the same",
-            }
-            for verdict in verdicts
-        ]
-        print_table(rows)
+        print_table(
+            [
+                {
+                    "what": verdict.what,
+                    "version": verdict.version or None,
+                    "digest": verdict.digest or None,
+                    "parameters": verdict.num_parameters,
+                    "MB": round(verdict.num_bytes / 1e6, 2),
+                    "seconds": verdict.seconds,
+                    "GB/s": verdict.gb_per_s,
+                    "verdict": "differs" if verdict.problems else "not compared" if verdict.note else "the same",
+                }
+                for verdict in verdicts
+            ]
+        )
         for verdict in verdicts:
             if verdict.note:
                 tell(f"{verdict.what}: {verdict.note}")
@@ -61,13 +62,11 @@ def verify(
 
 
 def trace(
-    run: Annotated[Path, Parameter(help="The run folder.")],
-    sample: Annotated[
-        str, Parameter(help="Id of a saved rollout: STEP.PLACE.NUMBER, such as 38.0.1, or eval.STEP.PLACE.")
-    ],
+    run: Path,
+    sample: str,
     /,
     *,
-    token: Annotated[int | None, Parameter(help="Also show this sampled token of the rollout, counted from 0.")] = None,
+    token: int | None = None,
     json: Json = False,
 ) -> int:
     """Show which policy version sampled each token of a rollout, and which version training on it produced.
@@ -76,6 +75,11 @@ def trace(
     rollout's reward and advantage and, for every span of tokens, the version that sampled it (0.38: after 38 steps, in
     a run that was never resumed), that version's digest, whether the engine's fingerprints were verified, and the
     folder that holds it. Reads only the run folder.
+
+    Args:
+        run: The run folder.
+        sample: Id of a saved rollout: STEP.PLACE.NUMBER, such as 38.0.1, or eval.STEP.PLACE.
+        token: Also show this sampled token of the rollout, counted from 0.
     """
     from slipstream.runlog import read_run
     from slipstream.runlog.trace import trace as follow
@@ -88,11 +92,14 @@ def trace(
     return 0
 
 
-def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: Json = False) -> int:
+def ledger(run: Path, /, *, json: Json = False) -> int:
     """Show where every group of rollouts of a run has ended: trained, dropped or cancelled, with the reason.
 
     A group is begun once in each attempt of the run, and ends exactly once. Groups that are running, ready or batched
     have not ended: the run is running, or `--resume` goes on with those that are ready. Reads only the run folder.
+
+    Args:
+        run: The run folder.
     """
     from slipstream.errors import DataError
     from slipstream.runlog import read_run
@@ -125,11 +132,8 @@ def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: 
 
 
 def replay(
-    run: Annotated[Path, Parameter(help="The run folder.")],
-    step: Annotated[
-        int,
-        Parameter(help="The batch, counted from 0: that of the update from version STEP to STEP + 1."),
-    ],
+    run: Path,
+    step: int,
     /,
     *,
     json: Json = False,
@@ -146,6 +150,10 @@ def replay(
     bit on the CPU of the same machine with the same versions, elsewhere to 1e-4 in float32 and 1e-2 in bfloat16,
     relative to the loss or to 1, whichever is larger. A step that ended the run with an error ends the replay with the
     same. It changes nothing in the run folder.
+
+    Args:
+        run: The run folder.
+        step: The batch, counted from 0: that of the update from version STEP to STEP + 1.
     """
     from slipstream.commands.replay import raise_unless_equal
     from slipstream.commands.replay import replay as train_again
@@ -197,17 +205,18 @@ def _show_trace(found: Trace) -> None:
     if found.note:
         tell(found.note)
     if found.spans:
-        rows: list[dict[str, object]] = [
-            {
-                "sampled tokens": f"{span.first} to {span.first + span.end - span.start - 1}",
-                "of sequence": span.sequence,
-                "positions": f"{span.start} to {span.end - 1}",
-                "version": span.version,
-                "mean log-probability": span.mean_logprob,
-            }
-            for span in found.spans
-        ]
-        print_table(rows)
+        print_table(
+            [
+                {
+                    "sampled tokens": f"{span.first} to {span.first + span.end - span.start - 1}",
+                    "of sequence": span.sequence,
+                    "positions": f"{span.start} to {span.end - 1}",
+                    "version": span.version,
+                    "mean log-probability": span.mean_logprob,
+                }
+                for span in found.spans
+            ]
+        )
     if found.token is not None:
         token = found.token
         logprob = "unknown" if token.logprob is None else f"{token.logprob:.6g}"

@@ -17,15 +17,16 @@ def smoke(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    channels: Annotated[
-        tuple[Literal["a_only", "b_only", "ab"], ...],
-        Parameter(help="Which runs are made: channel A alone, channel B alone, both in turn.", consume_multiple=True),
-    ] = ("a_only", "b_only", "ab"),
-    steps: Annotated[int, Parameter(help="Steps of each run.")] = 4,
-    max_invalid: Annotated[float, Parameter(help="Largest healthy share of invalid rollouts.")] = 0.1,
-    max_truncated: Annotated[float, Parameter(help="Largest healthy share of truncated rollouts.")] = 0.3,
-    timeout_s: Annotated[float, Parameter(help="Longest time of each run, in seconds.")] = 1800.0,
-    folder: Annotated[Path | None, Parameter(help="Folder of the runs; default: a new one in runs/.")] = None,
+    channels: Annotated[tuple[Literal["a_only", "b_only", "ab"], ...], Parameter(consume_multiple=True)] = (
+        "a_only",
+        "b_only",
+        "ab",
+    ),
+    steps: int = 4,
+    max_invalid: float = 0.1,
+    max_truncated: float = 0.3,
+    timeout_s: float = 1800.0,
+    folder: Path | None = None,
     json: Json = False,
 ) -> int:
     """Try a run file with [matching]: a few steps of each channel, and a verdict on their health.
@@ -33,6 +34,14 @@ def smoke(
     Healthy are runs that finish, whose rollouts are valid and whole but for the given shares and match a true object
     now and then, and whose channels have losses of one order. Prints a table; if anything speaks against a run, the
     exit code is 7. Runs are made without evaluation, each in a process of its own; they keep their folders.
+
+    Args:
+        channels: Which runs are made: channel A alone, channel B alone, both in turn.
+        steps: Steps of each run.
+        max_invalid: Largest healthy share of invalid rollouts.
+        max_truncated: Largest healthy share of truncated rollouts.
+        timeout_s: Longest time of each run, in seconds.
+        folder: Folder of the runs; default: a new one in runs/.
     """
     from slipstream.commands.smoke import Limits, across, run_channels
     from slipstream.config import load_config
@@ -53,20 +62,21 @@ def smoke(
     if json:
         print_json({"folder": str(own), "runs": [dataclasses.asdict(each) for each in found], "healthy": not problems})
     else:
-        rows: list[dict[str, object]] = [
-            {
-                "run": each.channels,
-                "steps": each.num_steps,
-                "loss A": each.loss_a,
-                "loss B": each.loss_b,
-                "invalid": each.invalid_rate,
-                "truncated": each.truncated_rate,
-                "any match": each.any_match_rate,
-                "verdict": "healthy" if each.is_healthy else "unhealthy",
-            }
-            for each in found
-        ]
-        print_table(rows)
+        print_table(
+            [
+                {
+                    "run": each.channels,
+                    "steps": each.num_steps,
+                    "loss A": each.loss_a,
+                    "loss B": each.loss_b,
+                    "invalid": each.invalid_rate,
+                    "truncated": each.truncated_rate,
+                    "any match": each.any_match_rate,
+                    "verdict": "healthy" if each.is_healthy else "unhealthy",
+                }
+                for each in found
+            ]
+        )
         tell(f"run folders: {own}")
     if problems:
         raise TrainingError(f"the runs are not healthy: {'; '.join(problems)}")

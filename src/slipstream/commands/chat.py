@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from slipstream.commands.serve import ServeOptions, free_port, vllm_arguments
+from slipstream.commands.serve import free_port, vllm_arguments
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN, final_answer
 from slipstream.errors import ConfigError, DataError, EngineError
 from slipstream.inference.chat_server import ChatServer
 from slipstream.inference.openai_server import ServerChild
 from slipstream.openai_client import OpenAIClient, Unanswered
-from slipstream.plan.deployable import Deployable
+from slipstream.plan.deployable import Deployable, ServeOptions
 from slipstream.processes.temporary import temporary
 
 _REQUEST_TIMEOUT_S = 600.0

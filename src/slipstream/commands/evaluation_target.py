@@ -60,7 +60,7 @@ def _without_a_trainer(loaded: Loaded) -> Loaded:
     what the command line asks for stays."""
     left = {"model.shared_kernels": "auto", "run.exact": False}
     values = {name: value for name, value in left.items() if loaded.origins.get(name) != COMMAND_LINE}
-    return replace(loaded, config=with_values(loaded.config, values))
+    return loaded.with_values(values)
 
 
 def is_address(model: str) -> bool:
@@ -102,7 +102,7 @@ def with_model(loaded: Loaded, model: str) -> Loaded:
         values = {"model.path": found, **({} if loaded.config.lora is None else {"lora.path": None})}
         if found != loaded.config.model.path:
             values["model.revision"] = None  # it is another repository's
-        return replace(loaded, config=with_values(loaded.config, values))
+        return loaded.with_values(values)
     from slipstream.weights.adapter_folder import read_adapter_config
 
     adapter = read_adapter_config(folder)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError
 from slipstream.inference.openai_server import become_server
-from slipstream.plan.deployable import Deployable, adapter_config_of, deployed_engine
+from slipstream.plan.deployable import Deployable, ServeOptions, adapter_config_of, deployed_engine
 from slipstream.plan.machine import measure_gpus
 from slipstream.weights.usage import GENERATION_CONFIG
 
@@ -25,23 +25,6 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`."""
 KEY_SOURCE = "SLIPSTREAM_API_KEY"
 """The environment variable that holds the API key."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Where to listen and how to run vLLM."""
-
-    name: str | None = None
-    """The model's name for clients; None: the deployable's name."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any free port."""
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    """Concurrent conversations; None: 16 on a CPU, 256 on a GPU."""
-    gpu_memory_utilization: float = 0.8
-    enforce_eager: bool | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,14 +54,7 @@ def serve(
 def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
     """The arguments of `vllm serve`, except host, port and key."""
     on_cpu = measure_gpus()[0] == 0
-    settings = deployed_engine(
-        deployable,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs or (16 if on_cpu else 256),
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enforce_eager=options.enforce_eager,
-        trust_remote_code=options.trust_remote_code,
-    )
+    settings = deployed_engine(deployable, options)
     name = options.name or deployable.name
     adapter = adapter_config_of(deployable, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError, DataError, DeadlineError, EngineError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.records import ParameterSpec, Ticket
-from slipstream.runlog import checkpoints_of, is_running, read_events, read_settings, read_tickets
+from slipstream.runlog import checkpoints_of, holds_run, is_running, read_events, read_settings, read_tickets
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
 from slipstream.weights.adapter_folder import is_adapter_folder
 from slipstream.weights.bridges.broadcast import num_bytes
@@ -59,7 +59,7 @@ class Verdict:
 def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) -> list[Verdict]:
     """Verify the run in `path`, or one checkpoint or published version; with a run also its engine while it runs, or
     the one that answers at the socket `engine`."""
-    if (path / "events.jsonl").is_file():
+    if holds_run(path):
         return _verify_run(path, engine, timeout_s)
     if engine is not None:
         raise ConfigError(f"{path} is no run, and --engine needs its run's tickets: name the run's folder")

@@ -5,7 +5,8 @@ A bound is where a value is certainly a typing error, or where a library below w
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,7 +26,14 @@ class Section(BaseModel):
     )
 
 
+Problems = Iterator[tuple[str, str]]
+"""(key, sentence) for each combination of settings that cannot be run."""
+Auto = Literal["auto"]
+"""The plan replaces it by a value."""
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """As NumPy and vLLM take them."""
 LONGEST_S = 604_800.0
@@ -33,6 +41,8 @@ Seconds = Annotated[float, Field(gt=0.0, le=LONGEST_S)]
 """Up to a week: the operating system counts the milliseconds of a wait in 31 bits."""
 Temperature = Annotated[float, Field(ge=0.01, le=2.0)]
 """What vLLM draws at; a lower one it would raise to 0.01."""
+GreedyTemperature = Annotated[float, Field(ge=0.0, le=2.0)]
+"""The same, and 0 for the likeliest token."""
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 """A learning rate."""
 Factor = Annotated[float, Field(gt=0.0, le=1e12)]
@@ -40,6 +50,7 @@ Factor = Annotated[float, Field(gt=0.0, le=1e12)]
 NonNegativeFactor = Annotated[float, Field(ge=0.0, le=1e12)]
 Times = Annotated[int, Field(gt=0, le=1000)]
 """How often something is repeated."""
+UpToThousand = Annotated[int, Field(ge=0, le=1000)]
 Processes = Annotated[int, Field(gt=0, le=256)]
 """Of one machine."""
 Threads = Annotated[int, Field(gt=0, le=1024)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from slipstream.config import bounds
-from slipstream.config.bounds import Section
+from slipstream.config.bounds import Auto, Section
 from slipstream.config.mixture import MixturePart, PartName
 
 
@@ -38,10 +36,10 @@ class EnvironmentConfig(Section):
     python: str = ""
     """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
     be installed beside vLLM's. Empty: the run's own."""
-    tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    tools: bounds.Texts = ()
     """Tools that the policy may call, beside those of the environment: `path/to/file.py:function`, or `mcp:COMMAND`, a
     server of the Model Context Protocol that COMMAND starts."""
-    max_turns: bounds.Items | Literal["auto"] = "auto"
+    max_turns: bounds.Items | Auto = "auto"
     """The most turns of one episode. `auto`: what the environment says; 4 where `tools` are given to one of a single
     turn."""
     system_prompt: str = ""
@@ -49,13 +47,13 @@ class EnvironmentConfig(Section):
     seed: bounds.Seed = 0
     """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
     seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
-    num_train_tasks: bounds.Items | Literal["auto"] = "auto"
+    num_train_tasks: bounds.Items | Auto = "auto"
     """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 of
     what is made by a program."""
     reward_timeout_s: bounds.Seconds = 10.0
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
-    reward_workers: bounds.Processes | Literal["auto"] = "auto"
+    reward_workers: bounds.Processes | Auto = "auto"
     """Processes that grade side by side, and as many that run tools; the second and further ones start when rewards or
     calls of tools have to wait. `auto`: one less than there are cores, at least 1."""
     reward_concurrency: bounds.Items = 32
@@ -78,10 +76,10 @@ class EnvironmentConfig(Section):
     """Rewards and tools run in a Linux user namespace of their own, where the kernel allows it: same user, same files,
     but the memory and environment of other processes, with the run's keys in them, cannot be read. `false` where they
     need `sudo`, or start containers without root."""
-    variables: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    variables: bounds.Texts = ()
     """Environment variables that reward workers get, such as a judge's key. By themselves they get PATH, HOME, the
     locale, TMPDIR and the like, those of Python and its environments, CUDA and OpenMP, and no keys or tokens."""
-    apart: bool | Literal["auto"] = "auto"
+    apart: bool | Auto = "auto"
     """Play episodes in a process of their own, so that code that blocks there holds up nothing else: it is named, and
     interrupted after half of `run_timeout_s`. `auto`: where the environment has a `run` (or a `setup`, `close`,
     `setup_episode` or `close_episode`) of its own. What these methods need must be in the task or follow from the

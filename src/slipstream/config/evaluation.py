@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from slipstream.config import bounds
-from slipstream.config.bounds import Section
+from slipstream.config.bounds import Auto, Problems, Section
 
 MAX_SAMPLES = 128
 """Completions of one task; `algo.validation` computes majorities of so many exactly."""
@@ -27,9 +26,9 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0: only before the first and after the last step."""
     at_start: bool = True
     """Also evaluate before the first step: what the starting model can do."""
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | Literal["auto"] = "auto"
+    temperature: bounds.GreedyTemperature | Auto = "auto"
     """0 is greedy. `auto`: the same as `sampling.temperature`, under [matching] as `matching.temperature`."""
-    beside: bool | Literal["auto"] = "auto"
+    beside: bool | Auto = "auto"
     """Under RL, whether an evaluation is made by one of several engines while the others go on with rollouts and the
     trainer with steps; its figures come some steps later, in the row of the step that was evaluated. The one after the
     last step is made by all engines. `auto`: with `inference.replicas` of 2 or more, a `weights.bridge` whose versions
@@ -44,7 +43,7 @@ class EvaluationConfig(Section):
     """... and after this many evaluations in a row without a better accuracy. The best checkpoint is kept, and
     `checkpoints/best` leads to it."""
 
-    def problems(self, training_temperature: float) -> Iterator[tuple[str, str]]:
+    def problems(self, training_temperature: float) -> Problems:
         """(key, sentence) for each contradiction; `training_temperature` is that of [sampling]."""
         temperature = training_temperature if self.temperature == "auto" else self.temperature
         if self.samples_per_task > 1 and temperature == 0.0:

@@ -7,45 +7,45 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slipstream.config import bounds
-from slipstream.config.bounds import Section
+from slipstream.config.bounds import Auto, Section
 
 
 class InferenceConfig(Section):
     """The engine, or several of them."""
 
-    replicas: bounds.Processes | Literal["auto"] = "auto"
+    replicas: bounds.Processes | Auto = "auto"
     """Engines that generate side by side, each with a whole copy of the weights; a version is used when all of them
     have proved it. `auto`: on GPUs with `run.placement = "separate"` as many as the cards left by the trainer hold, but
     not more than there are prompts in a batch; otherwise 1."""
     tensor_parallel_size: bounds.Processes = 1
     """GPUs (on a CPU: processes) that share each engine's weights."""
-    max_model_len: bounds.Tokens | Literal["auto"] = "auto"
+    max_model_len: bounds.Tokens | Auto = "auto"
     """Longest prompt plus completion. `auto`: what the tasks need, within the model's context. Of a model with two sets
     of rotary factors (longrope), a value above its original context chooses the long ones."""
-    max_num_seqs: bounds.Items | Literal["auto"] = "auto"
+    max_num_seqs: bounds.Items | Auto = "auto"
     """Sequences generated at once, by each engine."""
-    kv_cache_gib: bounds.Gibibytes | Literal["auto"] = "auto"
+    kv_cache_gib: bounds.Gibibytes | Auto = "auto"
     """Memory for the KV cache, on each GPU of an engine or in each of its processes. `auto`: what `max_num_seqs`
     sequences need, if there is room for it."""
-    gpu_memory_utilization: bounds.Fraction | Literal["auto"] = "auto"
+    gpu_memory_utilization: bounds.Fraction | Auto = "auto"
     """At most this part of its card's memory is the engine's, on a GPU. `auto`: what its weights and its KV cache
     need."""
-    sleep: bool | Literal["auto"] = "auto"
+    sleep: bool | Auto = "auto"
     """While a batch is trained on, the engine moves its weights to CPU memory and frees its KV cache, so that the
     trainer has the GPU to itself. `auto`: on a shared GPU where both do not fit otherwise."""
-    enforce_eager: bool | Literal["auto"] = "auto"
+    enforce_eager: bool | Auto = "auto"
     """No compilation. `auto`: on a CPU yes, on a GPU no."""
-    start_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
+    start_timeout_s: bounds.Seconds | Auto = "auto"
     """How long the engine may take to start, to its first answer. `auto`: by the size of its weights, and of the
     teacher's, on a slow disk; at least 300."""
-    request_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
+    request_timeout_s: bounds.Seconds | Auto = "auto"
     """How long one completion may take. `auto`: several times what `sampling.max_tokens` take on a slow machine; at
     least 300. An engine that is dead or frozen is found long before."""
     request_retries: Annotated[int, Field(ge=0, le=100)] = 5
     """How often a rollout's request is tried again, with the same seed, that the engine aborted, refused for the moment
     or did not finish in time: after 1 s, 2 s, ... up to 30 s, and within twice `request_timeout_s`. What it refuses for
     good, such as a prompt longer than its context, is not tried again."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
+    max_restarts: bounds.UpToThousand = 1
     """How often each engine, once dead, is started again on the last published version before the run fails."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"
     """Which changes to vLLM are made in the engine's processes. `required`: those without which an update, a score or a

@@ -35,7 +35,7 @@ class MixturePart(Section):
     """Longest completion, at most `sampling.max_tokens`. Not set: as many tokens."""
     max_turns: bounds.Items | None = None
     """As `environment.max_turns`. Not set: `auto`."""
-    tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    tools: bounds.Texts = ()
     """As `environment.tools`."""
     python: str = ""
     """As `environment.python`."""

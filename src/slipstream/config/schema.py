@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from slipstream.config import bounds
-from slipstream.config.bounds import Section
+from slipstream.config.bounds import Auto, Section
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.evaluation import EvaluationConfig
 from slipstream.config.inference import InferenceConfig
@@ -39,23 +39,23 @@ class ModelConfig(Section):
     `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16. `float16` has
     three bits more than bfloat16, which brings engine and trainer closer (arXiv 2510.26788), and a smaller range: the
     loss is scaled (`train/loss_scale`, `train/overflows`), and models whose activations do not fit are refused."""
-    fp32_head: bool | Literal["auto"] = "auto"
+    fp32_head: bool | Auto = "auto"
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
     The weights stay as they are. The trainer computes them in chunks and keeps what the backward pass needs in the
     model's dtype. `auto`: under RL in 16 bits on one GPU, for the architectures for which this
     was tried (Llama, Mistral, Qwen 2 and 3, Gemma 3)."""
-    fp32_residual: bool | Literal["auto"] = "auto"
+    fp32_residual: bool | Auto = "auto"
     """Add up in float32 what the layers compute, in trainer and engine; the inputs of matrix products stay in the
     model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better
     (`probe/abs_logprob_diff`). `auto`: as `fp32_head`, and only if the engine compiles its layers
     (`inference.enforce_eager = false`), as the sums would take kernels of their own."""
-    shared_kernels: bool | Literal["auto"] = "auto"
+    shared_kernels: bool | Auto = "auto"
     """Have trainer and engine compute with the same kernels, whose results for a token do not depend on what else is in
     the batch: the log-probabilities of sampled tokens are equal bit for bit (BENCHMARKS.md). For full fine-tuning of
     Llama, Qwen 2 and 3 and Gemma 3 in bfloat16 on GPUs of compute capability 9 (H100, H200), in contexts that no
     sliding window cuts. `auto`: there, without critic or teacher, and in contexts of up to 8,192 tokens, as the
     engine's attention is not split over the keys."""
-    replay_experts: bool | Literal["auto"] = "auto"
+    replay_experts: bool | Auto = "auto"
     """In a mixture of experts, send each token in training to the experts that the engine chose for it (R3, arXiv
     2510.11370); their weights are the trainer's own. `auto`: under RL in 16 bits on a CPU, for Qwen 2 and 3 MoE. On a
     GPU, where it has not been tried, `true` asks for it, by vLLM's option `enable_return_routed_experts`."""
@@ -94,7 +94,7 @@ class RLConfig(Section):
     `batch_mean`."""
     reward_threshold: float | None = None
     """Train on right or wrong: a reward of at least this counts as 1, a lower one as 0. Not set: on the reward."""
-    overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
+    overlong_buffer: bounds.Share | Auto = "auto"
     """Soft punishment of long completions (DAPO, arXiv 2503.14476, equation 13): over this last part of
     `sampling.max_tokens` the reward falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
     overlong_penalty: bounds.Factor = 1.0
@@ -110,26 +110,26 @@ class RLConfig(Section):
     best_of: bounds.GroupSize | None = None
     """Of each group, only so many completions with the highest rewards carry loss; the others count in the baseline
     only. Not set: all."""
-    advantage: Literal["auto"] | AdvantageName | str = "auto"
+    advantage: Auto | AdvantageName | str = "auto"
     """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
     `batch_mean` (REINFORCE++), or what a critic expects before each token (`gae`, PPO: arXiv 1506.02438, with the
     settings in [critic]); `none`: with nothing, only a teacher teaches. Or your own: `path/to/file.py:function` or an
     entry point of the group `slipstream.advantages`, called with rewards and group numbers."""
-    scale_rewards: Literal["auto"] | Scale = "auto"
+    scale_rewards: Auto | Scale = "auto"
     """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO), of all the batch's
     rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++; under `gae`
     over its tokens), or left (`none`, Dr. GRPO)."""
-    loss: Literal["auto"] | LossName | str = "auto"
+    loss: Auto | LossName | str = "auto"
     """`clip` (PPO), `gspo` and `gspo_token` (one ratio for a sequence), `cispo`, `policy_gradient` (the ratio,
     never clipped); or your own: `path/to/file.py:function` or an entry point of the group `slipstream.losses`, called
     with a `slipstream.algo.surrogate_losses.LossInputs`."""
-    normalize: Literal["auto"] | Normalize = "auto"
+    normalize: Auto | Normalize = "auto"
     """Average the loss over all tokens of the batch (`token`, DAPO), first within each rollout (`sequence`, GRPO), or
     divide each rollout's sum by `sampling.max_tokens` (`constant`, Dr. GRPO). A rollout weighs the same however many
     token sequences its episode has."""
-    clip_low: bounds.Factor | Literal["auto"] = "auto"
+    clip_low: bounds.Factor | Auto = "auto"
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: bounds.Factor | Literal["auto"] = "auto"
+    clip_high: bounds.Factor | Auto = "auto"
     """The ratio is clipped above 1 + clip_high."""
     clip_dual: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
     """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
@@ -147,7 +147,7 @@ class RLConfig(Section):
     kl_in: Literal["auto", "loss", "reward"] = "auto"
     """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO); under `gae`
     each token's own from that token's."""
-    kl_estimator: Literal["auto"] | KLEstimator = "auto"
+    kl_estimator: Auto | KLEstimator = "auto"
     """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
     reward."""
     task_gradients: Literal["mean", "pcgrad"] = "mean"
@@ -156,15 +156,15 @@ class RLConfig(Section):
     The trainer then holds a gradient of the whole model for each part."""
     entropy_coef: bounds.NonNegativeFactor = 0.0
     """Weight of an entropy bonus: the policy's entropy, a mean over tokens, is raised."""
-    importance_sampling: Literal["auto"] | Correction = "auto"
+    importance_sampling: Auto | Correction = "auto"
     """Correct for the difference between engine and trainer by weights, which need the engine's log-probabilities: one
     for each token, cut at `importance_cap` (`truncated`) or set to 0 outside `importance_floor` and `importance_cap`
     (`masked`, IcePop), or the same with one weight for a whole sequence (`sequence_truncated`, `sequence_masked`)."""
-    importance_cap: bounds.Factor | Literal["auto"] = "auto"
+    importance_cap: bounds.Factor | Auto = "auto"
     """Largest importance weight. `auto`: 2, and 5 for `masked`."""
-    importance_floor: bounds.NonNegativeFactor | Literal["auto"] = "auto"
+    importance_floor: bounds.NonNegativeFactor | Auto = "auto"
     """Smallest one. `auto`: 0, and 0.5 for `masked`."""
-    max_refills: Annotated[int, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
+    max_refills: bounds.UpToThousand | Auto = "auto"
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
     often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
     0."""
@@ -179,7 +179,7 @@ class CriticConfig(Section):
     optimizer of its own; checkpoints hold it to resume from, not to deploy. Under [lora] an adapter of the same shape
     and the head are trained, on a frozen copy of their own."""
 
-    learning_rate: bounds.Rate | Literal["auto"] = "auto"
+    learning_rate: bounds.Rate | Auto = "auto"
     """Constant; betas, weight decay and the bound of the gradient's norm are those of [training]. `auto`:
     `training.learning_rate`."""
     warmup_steps: bounds.NonNegativeItems = 0
@@ -189,7 +189,7 @@ class CriticConfig(Section):
     limit."""
     gamma: bounds.Fraction = 1.0
     """What a reward is worth one token earlier."""
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    gae_lambda: bounds.Share = 0.95
     """Between one-step differences of the critic's predictions (0) and the rewards themselves, less the prediction
     (1)."""
 
@@ -244,7 +244,7 @@ AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
 class SamplingConfig(Section):
     """How completions are drawn."""
 
-    max_tokens: bounds.Tokens | Literal["auto"] = "auto"
+    max_tokens: bounds.Tokens | Auto = "auto"
     """Longest completion. `auto`: half of the context, at most 2,048; with a model of fewer than 20 M parameters, which
     says no more than the answer, from the gold answers' lengths, or what the context leaves. Under `auto` the longest
     prompts, one in 20 at most, are left out where they would make it shorter."""
@@ -254,9 +254,9 @@ class SamplingConfig(Section):
     """Draw from the likeliest tokens that have this probability together (nucleus sampling)."""
     top_k: bounds.NonNegativeItems = 0
     """Draw from so many of the likeliest tokens; 0: no limit."""
-    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    min_p: bounds.BelowOne = 0.0
     """Leave out tokens less likely than this part of the likeliest one's probability."""
-    stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    stop: bounds.Texts = ()
     """Stop strings, beside the model's own end tokens. Rewards and later turns see the one that ended a turn."""
 
 
@@ -297,9 +297,9 @@ class TrainingConfig(Section):
     2502.16982), with masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; embeddings,
     head, vectors and experts that a layer keeps in one parameter are AdamW's. It keeps one moment for two. Over
     `training.ranks` only `adamw` and `adamw_bf16`."""
-    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    muon_momentum: bounds.BelowOne = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
-    learning_rate: bounds.Rate | Literal["auto"] = "auto"
+    learning_rate: bounds.Rate | Auto = "auto"
     """Peak, reached at the end of the warm-up. `auto`: for all parameters 1e-6 in reinforcement learning and 1e-5 in
     SFT, for [lora] 1e-4; more for models of less than 500 M parameters, up to 1e-3, 4e-3 and 1e-2 at 1 M."""
     tower_learning_rate: bounds.Rate | None = None
@@ -310,15 +310,15 @@ class TrainingConfig(Section):
     """Optimizer steps over which the learning rate rises from zero; a batch makes `updates_per_batch` of them."""
     weight_decay: bounds.NonNegativeFactor = 0.0
     """Decoupled weight decay, of matrices only."""
-    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    adam_beta1: bounds.BelowOne = 0.9
     """Decay of the gradient's running mean."""
-    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    adam_beta2: bounds.BelowOne = 0.95
     """Decay of the running mean of its square."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
-    micro_batch_tokens: bounds.Tokens | Literal["auto"] = "auto"
+    micro_batch_tokens: bounds.Tokens | Auto = "auto"
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
-    packing: bool | Literal["auto"] = "auto"
+    packing: bool | Auto = "auto"
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row. `auto`: unless the
     model has layers in which they would see one another (recurrent ones), or attention that cannot keep them apart."""
     ranks: bounds.Processes = 1
@@ -339,7 +339,7 @@ class TrainingConfig(Section):
     offload_activations: bool = False
     """Keep the inputs of layers in CPU memory until the backward pass; the copies overlap with computation. For long
     sequences on a GPU; implies `gradient_checkpointing = true`."""
-    compile: bool | Literal["auto"] = "auto"
+    compile: bool | Auto = "auto"
     """Fuse what lies between a layer's matrix multiplications and its attention (torch.compile), for rows of any
     length; the last digits round otherwise. Where the compiler fails the run ends, because layers that are not compiled
     need more memory. `auto`: on a GPU, where training is long enough to win back the time that compiling takes; where
@@ -370,18 +370,18 @@ class WeightsConfig(Section):
     that of one version. `keep`: they continue at once, on the KV cache of the old weights; the difference between
     engine and trainer grows by what that changes. `drain`: the version waits until they have ended, and new ones wait
     for it. Adapters need none of it: a completion keeps the adapter that it began with."""
-    apply_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
+    apply_timeout_s: bounds.Seconds | Auto = "auto"
     """How long the engine may take to load a version and to verify it; under `drain` after the last completion. `auto`:
     by the size of the weights, on a slow disk; at least 300."""
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
     """Prompts that engine and trainer both score after every apply."""
     probe_tokens: bounds.Tokens = 64
     """Longest completion of the probe. How far apart they are in longer ones is seen in the rollouts."""
-    probe_warn: PositiveFloat | Literal["auto"] = "auto"
+    probe_warn: PositiveFloat | Auto = "auto"
     """Mean absolute log-probability difference per token that is reported as a warning, with what it looks like.
     `auto`, by `model.dtype`: 0.01 in float32, 0.02 in float16, 0.05 in bfloat16, more than rounding was seen to make
     (BENCHMARKS.md); 0.001 under `model.shared_kernels`."""
-    probe_stop: PositiveFloat | Literal["auto"] = "auto"
+    probe_stop: PositiveFloat | Auto = "auto"
     """... and that ends the run. `auto`: four times `probe_warn`; under `model.shared_kernels` four times 0.05."""
 
 
@@ -405,13 +405,13 @@ class RunSection(Section):
     keep_weights: bounds.Items = 2
     """Of how many of the newest checkpoints the weights are kept, for `chat`, `eval` and `export`; under
     `evaluation.patience` also those of the best one. At least as many as `keep_checkpoints`."""
-    keep_batches: Annotated[int, Field(ge=0, le=1000)] = 3
+    keep_batches: bounds.UpToThousand = 3
     """How many of the batches trained on last are kept, for `slipstream replay`; also those that follow the start model
     and each checkpoint that can be resumed from. A token takes about 20 bytes. 0: none."""
-    async_checkpoints: bool | Literal["auto"] = "auto"
+    async_checkpoints: bool | Auto = "auto"
     """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: with
     one rank, where the machine has memory for the copy."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    max_restarts: bounds.UpToThousand = 3
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast` (not when one died
     at the same step before), and with `streams` when the orchestrator died, the trainer was killed or a failure may be
@@ -441,7 +441,7 @@ class RunSection(Section):
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
     there are enough GPUs, but where `single_copy` is set."""
-    threads: bounds.Threads | Literal["auto"] = "auto"
+    threads: bounds.Threads | Auto = "auto"
     """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
     process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()

@@ -4,13 +4,12 @@ loss."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from slipstream.config import bounds
-from slipstream.config.bounds import Section
+from slipstream.config.bounds import Problems, Section
 
 TrainOn = Literal["last", "all", "everything"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -53,7 +52,7 @@ class DataConfig(Section):
     row that is in both is not trained on. Not set: those of `eval_split` or `eval_fraction`, or none."""
     eval_split: str = ""
     """The split of `eval_path`, or without it of `path`, that is held out."""
-    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    eval_fraction: bounds.BelowOne = 0.0
     """About this part of the rows of `path` is held out, each by its text alone, so in every run the same; 0: none."""
     max_length: bounds.Tokens | None = None
     """Most tokens of a conversation, within the model's context. Not set: the context."""
@@ -66,7 +65,7 @@ class DataConfig(Section):
         """Whether rows are held out."""
         return bool(self.eval_path or self.eval_split or self.eval_fraction)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """(key, sentence) for each contradiction."""
         for name in ("path", "eval_path"):
             value = getattr(self, name)
@@ -108,7 +107,7 @@ class MatchingConfig(Section):
 
     pattern: Annotated[tuple[Literal["A", "B"], ...], Field(strict=False, min_length=1)] = ("A",)
     """The channels of the steps, repeated."""
-    b_ratio: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    b_ratio: bounds.Share | None = None
     """In the place of `pattern`: the share of channel B; of the first n steps exactly `floor(n * b_ratio)`."""
     softctx_iterations: Annotated[int, Field(ge=1, le=16)] = 1
     """Channel A: forwards of a row. In each but the first the coordinates that the tokens after them read are those
@@ -148,7 +147,7 @@ class MatchingConfig(Section):
     """Cost of a prediction without a match; that of a match is 1 - IoU."""
     fn_cost: bounds.NonNegativeFactor = 1.0
     """Cost of a true object without a match."""
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    temperature: bounds.GreedyTemperature = 0.0
     """Of channel B's rollouts; 0 is greedy."""
     max_invalid: bounds.Fraction = 0.9
     """The run ends when more than this share of the rollouts of the last 10 steps of channel B holds nothing that can

@@ -2,7 +2,7 @@
 
 `{"object_1": {"desc": "black cat", "bbox_2d": ["<|coord_110|>", "<|coord_310|>", "<|coord_410|>", "<|coord_705|>"]}}`
 
-Keys count from 1, and a polygon is a list of pairs. Guarantees: the tokens stand for exactly the text, coordinates are
+Keys count from 1. Guarantees: the tokens stand for exactly the text, coordinates are
 one token each, and a token that holds a part of a description belongs to the description, whatever else it holds.
 """
 
@@ -22,19 +22,17 @@ Fragment = tuple[str, Region]
 
 
 def object_fragments(index: int, object_: SceneObject) -> list[Fragment]:
-    """The key and the value of one object."""
-    is_box = object_.kind == "bbox_2d"
-    first, after_x, after_y, last = ('["', '", "', '", "', '"]') if is_box else ('[["', '", "', '"], ["', '"]]')
+    """The key and the value of one object, a box."""
     found: list[Fragment] = [
         (f'"object_{index}": {{"desc": "', "structure"),
         (json.dumps(object_.desc, ensure_ascii=False)[1:-1], "desc"),
-        (f'", "{object_.kind}": {first}', "structure"),
+        ('", "bbox_2d": ["', "structure"),
     ]
     for place, bin_ in enumerate(object_.coordinates):
         if place:
-            found.append((after_x if place % 2 else after_y, "structure"))
+            found.append(('", "', "structure"))
         found.append((literal(bin_), "coordinate"))
-    found.append((f"{last}}}", "structure"))
+    found.append(('"]}', "structure"))
     return found
 
 

@@ -109,13 +109,6 @@ def soft_cross_entropy(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:
     return -(targets_NK * _wide(logits_NK).log_softmax(-1)).sum(-1)
 
 
-def wasserstein(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:
-    """The 1-Wasserstein distance of the two distributions over [0, 1], `[N]`: the sum of the absolute differences of
-    their cumulative distributions, over 999."""
-    difference_NK = _wide(logits_NK).softmax(-1) - targets_NK
-    return difference_NK.cumsum(-1).abs().sum(-1) / LAST_BIN
-
-
 def with_expected_embeddings(
     embeddings_TD: Tensor,
     slots_N: Tensor,

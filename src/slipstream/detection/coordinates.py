@@ -6,23 +6,15 @@ A coordinate c in [0, 1], a share of the image's width or height, is the bin `ro
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 
 NUM_BINS = 1000
 LAST_BIN = NUM_BINS - 1
 _LITERAL = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
-
-
-def bin_of(fraction: float) -> int:
-    """The bin nearest to a coordinate; those outside of [0, 1] are clamped."""
-    if not math.isfinite(fraction):
-        raise DataError(f"coordinate {fraction} has no bin: give a number, a share of the image's width or height")
-    return min(max(round(LAST_BIN * fraction), 0), LAST_BIN)
 
 
 def fraction_of(bin_: int) -> float:

@@ -58,28 +58,14 @@ class Matching:
 
 
 def mask_of(object_: SceneObject, resolution: int) -> Mask:
-    """The pixels of an object on a square canvas, `[resolution, resolution]`, by row and column.
+    """The pixels of a box on a square canvas, `[resolution, resolution]`, by row and column.
 
-    Corners are rounded to the nearest pixel, bin 999 being the last one. A pixel is set if its centre is in the polygon
-    (even-odd rule) or on its outline, so that no object is without pixels. In integers, thus exact.
+    Corners are rounded to the nearest pixel, bin 999 being the last one. Both edges are drawn, so that no object is
+    without pixels. In integers, thus exact.
     """
-    scaled = [
-        tuple((2 * bin_ * (resolution - 1) + LAST_BIN) // (2 * LAST_BIN) for bin_ in corner)
-        for corner in object_.corners
-    ]
-    xs, ys = [x for x, _ in scaled], [y for _, y in scaled]
-    left, top = min(xs), min(ys)
-    x = np.arange(left, max(xs) + 1)[None, :]
-    y = np.arange(top, max(ys) + 1)[:, None]
-    inside = np.zeros((y.size, x.size), np.bool_)
-    outline = np.zeros_like(inside)
-    for (x1, y1), (x2, y2) in zip(scaled, [*scaled[1:], scaled[0]], strict=True):
-        side = (x - x1) * (y2 - y1) - (y - y1) * (x2 - x1)  # 0 on the line, below 0 left of one that goes down
-        inside ^= ((y1 <= y) != (y2 <= y)) & ((side < 0) == (y2 > y1)) & (side != 0)
-        within = (x >= min(x1, x2)) & (x <= max(x1, x2)) & (y >= min(y1, y2)) & (y <= max(y1, y2))
-        outline |= within & (side == 0)
+    x1, y1, x2, y2 = ((2 * bin_ * (resolution - 1) + LAST_BIN) // (2 * LAST_BIN) for bin_ in object_.bounds)
     canvas = np.zeros((resolution, resolution), np.bool_)
-    canvas[top : top + y.size, left : left + x.size] = inside | outline
+    canvas[y1 : y2 + 1, x1 : x2 + 1] = True
     return canvas
 
 

@@ -22,7 +22,7 @@ _AMBIGUOUS = ("\n", "\r", "\t", " ,", ", ", " /", "/ ", " :", ": ", "  ", "<|")
 
 @dataclass(frozen=True)
 class SceneObject:
-    """A described box or polygon."""
+    """A described box; or a polygon, which an answer may hold and nothing is trained on."""
 
     desc: str
     kind: Kind
@@ -35,14 +35,6 @@ class SceneObject:
         xs, ys = self.coordinates[::2], self.coordinates[1::2]
         return min(xs), min(ys), max(xs), max(ys)
 
-    @property
-    def corners(self) -> list[tuple[int, int]]:
-        """(x, y) of all corners in order."""
-        if self.kind == "bbox_2d":
-            x1, y1, x2, y2 = self.bounds
-            return [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-        return list(zip(self.coordinates[::2], self.coordinates[1::2], strict=True))
-
 
 def has_arity(kind: Kind, num_values: int) -> bool:
     """Whether a geometry of this kind has so many values."""
@@ -54,25 +46,25 @@ def in_reading_order(objects: Iterable[SceneObject]) -> list[SceneObject]:
     return sorted(objects, key=lambda each: (each.bounds[1], each.bounds[0]))
 
 
-def true_objects(given: Any, sample: str, *, polygons: bool = False) -> list[SceneObject]:
-    """The objects of a sample as its row lists them: mappings of `desc` and either `bbox_2d` (x1, y1, x2, y2) or `poly`
-    (x, y, x, y, ...), in coordinate tokens or bins. `poly_points` beside `poly` is not read.
+def true_objects(given: Any, sample: str) -> list[SceneObject]:
+    """The objects of a sample as its row lists them: mappings of `desc` and `bbox_2d` (x1, y1, x2, y2), in coordinate
+    tokens or bins.
 
-    `sample` names the row in errors. Raises `DataError`, also for a sample without objects and, unless `polygons`, for
-    a polygon: the losses are those of boxes.
+    `sample` names the row in errors. Raises `DataError`, also for a sample without objects, and for a polygon (`poly`):
+    the losses are those of boxes.
     """
     if not _is_list(given):
         raise DataError(f"{sample}: objects is {given!r:.80}: give a list of objects")
     if not given:
         raise DataError(f"{sample} has no objects: leave it out, as nothing can be matched to it")
-    return [_true_object(each, f"{sample}, object {place}", polygons) for place, each in enumerate(given, 1)]
+    return [_true_object(each, f"{sample}, object {place}") for place, each in enumerate(given, 1)]
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _true_object(given: Any, where: str, polygons: bool) -> SceneObject:
+def _true_object(given: Any, where: str) -> SceneObject:
     if not isinstance(given, Mapping):
         raise DataError(f"{where} is {given!r:.80}: give desc, and bbox_2d or poly")
     fields = cast("Mapping[str, Any]", given)
@@ -81,14 +73,13 @@ def _true_object(given: Any, where: str, polygons: bool) -> SceneObject:
     kinds: list[Kind] = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
         raise DataError(f"{where} has {' and '.join(kinds) or 'no geometry'}: give exactly one of bbox_2d and poly")
-    kind = kinds[0]
-    if kind == "poly" and not polygons:
+    if kinds == ["poly"]:
         raise DataError(f"{where} is a polygon, and only boxes can be trained on: give its bbox_2d")
-    coordinates = _true_coordinates(fields[kind], kind, where)
-    x1, y1, x2, y2 = coordinates if kind == "bbox_2d" else (0, 0, 0, 0)
+    coordinates = _true_coordinates(fields["bbox_2d"], where)
+    x1, y1, x2, y2 = coordinates
     if x2 < x1 or y2 < y1:
         raise DataError(f"{where}: bbox_2d {list(coordinates)} has its corners in the wrong order: give x1, y1, x2, y2")
-    return SceneObject(_true_desc(fields.get("desc"), where), kind, coordinates)
+    return SceneObject(_true_desc(fields.get("desc"), where), "bbox_2d", coordinates)
 
 
 def _true_desc(desc: Any, where: str) -> str:
@@ -106,16 +97,15 @@ def _true_desc(desc: Any, where: str) -> str:
     return desc
 
 
-def _true_coordinates(values: Any, kind: Kind, where: str) -> tuple[int, ...]:
-    if not _is_list(values) or not has_arity(kind, len(values)):
-        wanted = "4 values, x1, y1, x2, y2" if kind == "bbox_2d" else "an even number of at least 6 values, x before y"
-        raise DataError(f"{where}: {kind} is {values!r:.80}: give {wanted}")
+def _true_coordinates(values: Any, where: str) -> tuple[int, ...]:
+    if not _is_list(values) or not has_arity("bbox_2d", len(values)):
+        raise DataError(f"{where}: bbox_2d is {values!r:.80}: give 4 values, x1, y1, x2, y2")
     found: list[int] = []
     for value in values:
         bin_ = literal_bin(value) if isinstance(value, str) else value
         if not isinstance(bin_, int) or isinstance(bin_, bool) or not 0 <= bin_ <= LAST_BIN:
             raise DataError(
-                f"{where}: {kind} has the coordinate {value!r:.80}, which is no bin: give integers from 0 to 999 or "
+                f"{where}: bbox_2d has the coordinate {value!r:.80}, which is no bin: give integers from 0 to 999 or "
                 "tokens <|coord_0|> to <|coord_999|>"
             )
         found.append(bin_)

@@ -30,7 +30,7 @@ Reason = Literal[
     "no_geometry",  # neither bbox_2d nor poly
     "keys",  # a key too many: both geometries, one twice, or an unknown one
     "coordinates",  # too few, too many, or not coordinate tokens
-    "polygon",  # where only boxes are wanted
+    "polygon",  # only boxes are wanted
     "trailing",  # text after the answer's end
     "divided",  # no tokens stand for the part of the last token to be kept; nothing of the answer is
 ]
@@ -108,8 +108,8 @@ class _Scan:
     """How many more were opened than closed."""
 
 
-def parse(ids: Sequence[int], tokens: AnswerTokens, *, polygons: bool = False) -> ParsedAnswer:
-    """Read a rollout's tokens up to the end of the turn. Without `polygons` they are dropped."""
+def parse(ids: Sequence[int], tokens: AnswerTokens) -> ParsedAnswer:
+    """Read a rollout's tokens up to the end of the turn. Polygons are dropped."""
     starts = [0, *accumulate(len(tokens.piece(id_)) for id_ in ids)]
     text = b"".join(map(tokens.piece, ids)).partition(tokens.end_text.encode())[0]
     opening = text.find(b"{")
@@ -127,7 +127,7 @@ def parse(ids: Sequence[int], tokens: AnswerTokens, *, polygons: bool = False) -
     seen: set[int] = set()
     for entry in scan.entries:
         found = _read(entry, text, prefix_ids, prefix_starts, tokens, seen)
-        if isinstance(found, ParsedObject) and found.value.kind == "poly" and not polygons:
+        if isinstance(found, ParsedObject) and found.value.kind == "poly":
             found = "polygon"
         if isinstance(found, ParsedObject):
             objects.append(found)

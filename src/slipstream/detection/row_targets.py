@@ -24,7 +24,6 @@ from slipstream.detection.coordinates import AnswerTokens
 from slipstream.detection.matching import Matching
 from slipstream.detection.objects import SceneObject
 from slipstream.detection.parser import ParsedAnswer
-from slipstream.errors import DataError
 
 
 class BoxTarget(NamedTuple):
@@ -59,7 +58,7 @@ class Target:
 def teacher_forced(prompt_ids: Sequence[int], truths: Sequence[SceneObject], tokens: AnswerTokens) -> Target:
     """Channel A: the prompt and the answer that lists all objects in the given order.
 
-    Raises `DataError` for a polygon, or if tokens cannot hold the answer.
+    Raises `DataError` if tokens cannot hold the answer.
     """
     tail = tokenized(answer_fragments(truths), tokens)
     context: list[Region] = ["context"] * len(prompt_ids)
@@ -76,8 +75,7 @@ def from_rollout(
     """Channel B: the prompt, what is kept of the rollout, and the objects that it missed, in the order of `truths` and
     under keys that follow its own.
 
-    `matching`: of `answer.objects` to `truths`. Raises `DataError` for a polygon, or if tokens cannot hold what is
-    appended.
+    `matching`: of `answer.objects` to `truths`. Raises `DataError` if tokens cannot hold what is appended.
     """
     regions: list[Region] = ["context"] * (len(prompt_ids) + len(answer.prefix_ids))
     boxes: list[BoxTarget] = []
@@ -90,7 +88,7 @@ def from_rollout(
             regions[len(prompt_ids) + place] = "context"
         for place in slots:
             regions[place] = "coordinate"
-        boxes.append(BoxTarget(slots, _box(truths[pair.truth]), is_appended=False))
+        boxes.append(BoxTarget(slots, truths[pair.truth].coordinates, is_appended=False))
     missed = [truths[place] for place in matching.missed]
     separator: list[Fragment] = [(", ", "structure")] if missed and answer.has_closed else []
     appended = objects_fragments(missed, answer.next_index)
@@ -111,7 +109,7 @@ def _target(
     """The context, the answer's rest that lists `objects`, and the end of the turn."""
     slots = [len(context) + place for place in tail.slots]
     appended = [
-        BoxTarget(tuple(slots[4 * place : 4 * place + 4]), _box(object_), is_appended=True)
+        BoxTarget(tuple(slots[4 * place : 4 * place + 4]), object_.coordinates, is_appended=True)
         for place, object_ in enumerate(objects)
     ]
     return Target(
@@ -121,9 +119,3 @@ def _target(
         [*regions, *tail.regions, "structure"],
         [*boxes, *appended],
     )
-
-
-def _box(object_: SceneObject) -> tuple[int, ...]:
-    if object_.kind != "bbox_2d":
-        raise DataError(f"{object_.desc!r:.80} is a polygon, and only boxes can be trained on: give its bbox_2d")
-    return object_.coordinates

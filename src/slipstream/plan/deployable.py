@@ -6,11 +6,11 @@ Guarantees: nothing is started and no weights are loaded; anything missing or in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import Loaded, ModelConfig, with_values
+from slipstream.config import Loaded, ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.plan.bridge import NOT_ADAPTED
@@ -20,7 +20,7 @@ from slipstream.plan.measure import read_model
 from slipstream.plan.memory.sizes import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
 from slipstream.plan.memory.split import MAX_KV_PART, MIN_KV_CACHE_GIB
 from slipstream.plan.preflight.model_folder import check_hub_id, check_model, hub_id
-from slipstream.runlog import read_settings
+from slipstream.runlog import holds_run, read_settings
 
 if TYPE_CHECKING:
     from slipstream.weights.adapter_folder import AdapterConfig
@@ -41,13 +41,30 @@ class Deployable:
     """Settings (`section.key`) of the run that made it; empty where no run did."""
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where to listen and how to run vLLM."""
+
+    name: str | None = None
+    """The model's name for clients; None: the deployable's name."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    """Concurrent conversations; None: 16 on a CPU, 256 on a GPU."""
+    gpu_memory_utilization: float = 0.8
+    enforce_eager: bool | None = None
+    trust_remote_code: bool = False
+
+
 def weights_folder(path: Path) -> Path:
     """Find the folder of a model or adapter in `path`: a run (its best checkpoint, else its latest), a checkpoint, or
     the folder itself. Raises ConfigError when it is none of them or incomplete."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
     from slipstream.weights.adapter_folder import is_adapter_folder
 
-    if (path / "events.jsonl").is_file():
+    if holds_run(path):
         store = CheckpointStore(path / "checkpoints")
         best, named = store.folder / "best", store.named()
         if not best.is_symlink() and not named:
@@ -71,7 +88,7 @@ def weights_folder(path: Path) -> Path:
 
 def _holds_weights(folder: Path) -> bool:
     """Whether it is the folder of a run or of a checkpoint."""
-    return any((folder / name).is_file() for name in ("events.jsonl", "manifest.json"))
+    return holds_run(folder) or (folder / "manifest.json").is_file()
 
 
 def with_weights_folder(loaded: Loaded) -> Loaded:
@@ -84,7 +101,7 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
         folder = weights_folder(adapter)
         if not is_adapter_folder(folder):
             raise ConfigError(f'lora.path = "{adapter}" holds a whole model: give it as model.path')
-        loaded = replace(loaded, config=with_values(loaded.config, {"lora.path": str(folder)}))
+        loaded = loaded.with_values({"lora.path": str(folder)})
     path = Path(loaded.config.model.path).expanduser()
     if not _holds_weights(path):
         return loaded
@@ -94,7 +111,7 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
             f'model.path = "{path}" holds a LoRA adapter: give its base as model.path and {folder} as lora.path, or '
             "make a whole model of it with slipstream export --merged"
         )
-    return replace(loaded, config=with_values(loaded.config, {"model.path": str(folder)}))
+    return loaded.with_values({"model.path": str(folder)})
 
 
 def find_deployable(
@@ -161,7 +178,7 @@ def _name_of(path: Path) -> str:
 def run_settings(weights: Path) -> dict[str, Any]:
     """Read the settings of the run that these weights are a checkpoint of; empty where there is none."""
     run = weights.resolve().parent.parent.parent
-    is_checkpoint = weights.name == "weights" and (run / "events.jsonl").is_file()
+    is_checkpoint = weights.name == "weights" and holds_run(run)
     return read_settings(run) if is_checkpoint else {}
 
 
@@ -201,27 +218,20 @@ def adapts_tower(model: str, modules: Iterable[str], *, trust_remote_code: bool 
     return bool(names_in_towers(model, modules, trust_remote_code=trust_remote_code))
 
 
-def deployed_engine(
-    deployable: Deployable,
-    *,
-    max_model_len: int | None = None,
-    max_num_seqs: int = 1,
-    gpu_memory_utilization: float = 0.8,
-    enforce_eager: bool | None = None,
-    trust_remote_code: bool = False,
-) -> EngineSettings:
+def deployed_engine(deployable: Deployable, options: ServeOptions) -> EngineSettings:
     """Settings of an engine for the model: dtype, context length and memory, without any `auto`.
 
     On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
     """
-    facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
+    facts = read_model(deployable.model, trust_remote_code=options.trust_remote_code)
     on_cpu = measure_gpus()[0] == 0
+    max_num_seqs = options.max_num_seqs or (16 if on_cpu else 256)
     dtype = "float16" if facts.dtype == "float16" else "bfloat16"
     if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS:
         dtype = "float32"
     # As vLLM does: beyond its original context, a model with scaled RoPE uses other factors for short sequences too.
     context = facts.original_context or facts.context_length
-    length = max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
+    length = options.max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
     if length > facts.context_length:
         raise ConfigError(
             f"--max-model-len {length} is above the model's context of {facts.context_length} tokens: use at most that"
@@ -240,9 +250,9 @@ def deployed_engine(
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
-        enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+        enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
         kv_cache_bytes=max(int(MIN_KV_CACHE_GIB * GIB), round_up(need, GIB // 16)),
-        gpu_memory_utilization=gpu_memory_utilization,
-        trust_remote_code=trust_remote_code,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        trust_remote_code=options.trust_remote_code,
         threads=usable_cpus() if on_cpu else None,
     )

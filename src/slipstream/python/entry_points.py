@@ -25,6 +25,8 @@ from slipstream.runlog.files import refuse_in_use
 _NEW_MODEL_S = 600.0
 Table = Mapping[str, Any]
 """A section of the run file: its keys and values."""
+Tree = dict[str, Any]
+"""A run file's tables."""
 Rows = Iterable[Mapping[str, Any]]
 """A list of dictionaries, a Hugging Face data set, or a pandas or polars table."""
 Tasks = str | Rows | Environment | type[Environment] | Callable[..., Iterable[Any]]
@@ -182,7 +184,7 @@ def new_model(
 
 def _run(
     command: Literal["train", "sft"],
-    tree: dict[str, Any],
+    tree: Tree,
     objects: list[PythonObject],
     on_step: OnStep | None,
     *,
@@ -221,11 +223,11 @@ def _tree(
     folder: str | Path | None,
     seed: int | None,
     epochs: float | None = None,
-) -> dict[str, Any]:
+) -> Tree:
     """The run file's tables."""
     if not isinstance(folder, str | os.PathLike | None):
         raise ConfigError(f"folder = {folder!r} is no path: give a text or a Path")
-    tree: dict[str, Any] = {name: _plain(content) for name, content in sections.items()}
+    tree: Tree = {name: _plain(content) for name, content in sections.items()}
     tree["model"] = _plain(model) if isinstance(model, Mapping) else {"path": str(model)}
     tree["algorithm"] = _plain(algorithm) if isinstance(algorithm, Mapping) else {"kind": algorithm}
     for section, key, value, argument in (
@@ -240,10 +242,10 @@ def _tree(
 
 
 def _add_data(
-    tree: dict[str, Any], data: str | Path | Rows | Table | None, eval_data: str | Path | Rows | None
+    tree: Tree, data: str | Path | Rows | Table | None, eval_data: str | Path | Rows | None
 ) -> list[PythonObject]:
     """Add [data]; the rows in it, packed."""
-    table: dict[str, Any] = {} if data is None else {"path": data}
+    table: Tree = {} if data is None else {"path": data}
     if isinstance(data, Mapping):
         table = dict(cast("Table", data))
     if eval_data is not None:
@@ -265,9 +267,7 @@ def _add_data(
     return objects
 
 
-def _add_environment(
-    tree: dict[str, Any], tasks: Tasks, eval_tasks: Rows | None, reward: Reward | None
-) -> list[PythonObject]:
+def _add_environment(tree: Tree, tasks: Tasks, eval_tasks: Rows | None, reward: Reward | None) -> list[PythonObject]:
     if isinstance(tasks, str):
         if reward is not None or eval_tasks is not None:
             raise ConfigError(f"tasks = {tasks!r} names an environment, which has its own reward: give it alone")
@@ -284,7 +284,7 @@ def _default_reward(tasks: Tasks) -> Literal["exact"] | None:
     return None if is_environment else "exact"
 
 
-def _put(tree: dict[str, Any], section: str, key: str, value: Any, argument: str) -> None:
+def _put(tree: Tree, section: str, key: str, value: Any, argument: str) -> None:
     table = tree.setdefault(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{argument} is given, and {section} is {table!r}: leave one of them out")

@@ -22,6 +22,7 @@ from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.python.protocol import Call, Outcome
 from slipstream.runlog import (
     checkpoints_of,
+    holds_run,
     read_events,
     read_metrics,
     read_run,
@@ -29,6 +30,7 @@ from slipstream.runlog import (
     read_settings,
     summarize,
 )
+from slipstream.runlog.files import Row, Rows
 
 _POLL_S = 0.1
 _OUTPUT_S = 10.0
@@ -163,7 +165,7 @@ class Run:
         return max((int(row["step"]) for row in self.rows), default=0)
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         """The metrics of every step so far, a flat dictionary each; docs/metrics.md explains the names."""
         return read_metrics(self.folder) if self._metrics_file.exists() else []
 
@@ -181,12 +183,12 @@ class Run:
         return pandas.DataFrame(self.rows)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
     @property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> Rows:
         """The rollouts that the run kept, prompts, completions and rewards."""
         return read_samples(self.folder)
 
     @property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> Rows:
         """What happened, in order: versions applied, checkpoints, warnings."""
         return read_events(self.folder)
 
@@ -255,7 +257,7 @@ class Run:
             if self._on_step is None:
                 return
             self._offset += len(line)
-            row: dict[str, Any] = msgspec.json.decode(line)
+            row: Row = msgspec.json.decode(line)
             step = int(row["step"])
             if step <= self._called:
                 continue
@@ -280,7 +282,7 @@ class Run:
 def load_run(folder: str | Path) -> Run:
     """The run in `folder`, also one that goes on in another process. Raises ConfigError where there is none."""
     folder = Path(folder).expanduser().resolve()
-    if not (folder / "events.jsonl").is_file():
+    if not holds_run(folder):
         raise ConfigError(f"{folder} is no run folder: it has no events.jsonl")
     return Run(folder)
 

@@ -24,14 +24,14 @@ def curves(records: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Html
     for group in groups:
         drawn, constant = _plots(group, records, names, across)
         if drawn or constant:
-            grid = h("div", drawn, class_="plots") if drawn else None
-            found[group.title] = join(h("p", group.note, class_="lead"), grid, _constants(constant), _missing(group))
+            grid = h("div.plots", drawn) if drawn else None
+            found[group.title] = join(h("p.lead", group.note), grid, _constants(constant), _missing(group))
     if not found:
         none = "No step has been finished yet, so there is nothing to draw."
-        return {groups[0].title: h("p", none, class_="missing")}
+        return {groups[0].title: h("p.missing", none)}
     if others.panels:
         drawn, constant = _plots(others, records, names, across)
-        grid = h("div", drawn, class_="plots") if drawn else None
+        grid = h("div.plots", drawn) if drawn else None
         last = next(reversed(found))
         title = f"{others.title} ({len(drawn) + len(constant)})"
         found[last] = join(found[last], details(title, grid, _constants(constant)))
@@ -85,10 +85,10 @@ def _constants(constant: Sequence[tuple[Panel, list[Series]]]) -> Html | None:
         if is_left_of_several or not _agree(series):
             lines = [line for line in series if line.y[0] != 0.0] or series
             value = ", ".join(f"{line.label} {number(line.y[0], panel.unit)}" for line in lines)
-        shown.append(h("span", f"{panel.title} ", h("b", value), class_="constant"))
+        shown.append(h("span.constant", f"{panel.title} ", h("b", value)))
     more = len(constant) - len(shown)
-    words: list[Child] = [h("span", "The same at every step:", class_="constant"), *shown]
-    return h("p", words, f"and {more} more" if more else None, class_="constants note")
+    words: list[Child] = [h("span.constant", "The same at every step:"), *shown]
+    return h("p.constants.note", words, f"and {more} more" if more else None)
 
 
 def _missing(group: Group) -> Html | None:
@@ -98,4 +98,4 @@ def _missing(group: Group) -> Html | None:
     missing = [
         f"{panel.title}: {panel.missing}" for panel in known.panels if panel.missing and panel.title not in shown
     ]
-    return h("p", "Not recorded: " + "; ".join(missing) + ".", class_="note") if missing else None
+    return h("p.note", "Not recorded: " + "; ".join(missing) + ".") if missing else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slipstream.algo import statistics as algo
 from slipstream.names import model_name
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
+from slipstream.runlog.files import Row
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def headline(record: RunRecord) -> Headline:
     )
 
 
-def _dropped(row: dict[str, Any], name: str) -> float:
+def _dropped(row: Row, name: str) -> float:
     """Rollouts dropped, but for those of skipped steps, which are counted as such."""
     counts = name.startswith("dropped/") and name != "dropped/skipped"
     return (value_of(row, name) or 0.0) if counts else 0.0
@@ -99,7 +99,7 @@ def _short(path: str) -> str:
     return path if len(parts) <= 3 and not path.startswith("/") else "…/" + "/".join(parts[-3:])
 
 
-def _accuracy(row: dict[str, Any]) -> Accuracy | None:
+def _accuracy(row: Row) -> Accuracy | None:
     value, low, high, tasks = (
         value_of(row, f"eval/{name}") for name in ("accuracy", "accuracy_low", "accuracy_high", "num_tasks")
     )

@@ -63,7 +63,7 @@ def page(records: Sequence[RunRecord]) -> str:
 
 def _single(record: RunRecord) -> Html:
     head = headline(record)
-    facts = [h("span", h("span", f"{name} ", class_="note"), value, class_="fact") for name, value in identity(record)]
+    facts = [h("span.fact", h("span.note", f"{name} "), value) for name, value in identity(record)]
     learning, *others = curves([record], [""]).items()
     before, after = _samples(record), _course(record, head)
     shown = [(title, content) for title, content in (learning, *before, *others, *after) if content is not None]
@@ -71,7 +71,7 @@ def _single(record: RunRecord) -> Html:
         h(
             "header",
             h("h1", record.summary.name, " ", state(record.summary)),
-            h("p", facts, class_="facts"),
+            h("p.facts", facts),
             _alarm(record),
             tiles(record, head),
             before_and_after(head),
@@ -108,15 +108,13 @@ def _alarm(record: RunRecord) -> Html | None:
         alerts.append(record.damage[0])
     if num_warnings := len(warnings_of(record.events)):
         alerts.append(f"{num_warnings} warning{'s' * (num_warnings > 1)}, listed below ({_ENDING}).")
-    return h("p", " ".join(alerts), class_="alert") if alerts else None
+    return h("p.alert", " ".join(alerts)) if alerts else None
 
 
 def _several(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
-    keys = [
-        h("span", h("i", class_=f"chip p{color % NUM_COLORS}"), name, class_="key") for color, name in enumerate(names)
-    ]
+    keys = [h("span.key", h("i", class_=f"chip p{color % NUM_COLORS}"), name) for color, name in enumerate(names)]
     return join(
-        h("header", h("h1", f"{len(records)} runs"), h("p", keys, class_="legend")),
+        h("header", h("h1", f"{len(records)} runs"), h("p.legend", keys)),
         _section("Compared", comparison(records, keys)),
         [_section(title, content) for title, content in curves(records, names).items()],
         [_section(name, _rest(record)) for name, record in zip(names, records, strict=True)],

@@ -29,9 +29,11 @@ Child = Html | str | int | None | Iterable["Child"]
 
 
 def h(name: str, /, *children: Child, **attributes: str | int | float | bool | None) -> Html:
-    """An element. An attribute `class_` is `class`, `data_x` is `data-x`; one that is None or False is left out."""
+    """An element; `p.note` is a `p` of the class `note`. An attribute `class_` is `class`, `data_x` is `data-x`; one
+    that is None or False is left out."""
+    name, *classes = name.split(".")
     parts: list[str] = []
-    for key, value in attributes.items():
+    for key, value in (attributes | ({"class": " ".join(classes)} if classes else {})).items():
         if value is None or value is False:
             continue
         key = key.rstrip("_").replace("_", "-") if key != "viewBox" else key
@@ -65,7 +67,7 @@ def text(value: str) -> Html:
 
 def key(name: str) -> Html:
     """The name of a setting, with line breaks allowed only between words."""
-    return h("code", breakable(name, "._"), class_="name")
+    return h("code.name", breakable(name, "._"))
 
 
 def breakable(value: str, after: str = "/._-") -> Html:
@@ -80,29 +82,28 @@ def data(value: Any) -> Html:
     return Html(dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: bool = True, caption: str = "") -> Html:
+def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: bool = True, caption: str) -> Html:
     """A table that scrolls sideways; its first column names the row."""
     body = [h("tr", [h("th" if i == 0 else "td", cell, scope="row" if i == 0 else None) for i, cell in enumerate(row)])
             for row in rows]  # fmt: skip
     return h(
-        "div",
+        "div.scroll",
         h(
             "table",
-            h("caption", caption, class_="hidden") if caption else None,
+            h("caption.hidden", caption),
             h("thead", h("tr", [h("th", cell, scope="col") for cell in head])),
             h("tbody", body),
             class_="numbers" if numbers else "words",
         ),
-        class_="scroll",
         tabindex=0,
         role="region",
-        aria_label=caption or "table",
+        aria_label=caption,
     )
 
 
-def details(summary: Child, *children: Child, open_: bool = False) -> Html:
+def details(summary: Child, *children: Child) -> Html:
     """A collapsible element."""
-    return h("details", h("summary", summary), *children, open=open_)
+    return h("details", h("summary", summary), *children)
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -39,7 +39,7 @@ class Scale:
         return min(1.0, max(0.0, part))
 
 
-def linear_scale(values: Sequence[float], *, from_zero: bool = False, whole: bool = False) -> Scale:
+def linear_scale(values: Sequence[float], *, from_zero: bool = False) -> Scale:
     """A linear axis with round ticks."""
     low, high = min(values), max(values)
     if from_zero and low >= 0:
@@ -48,7 +48,6 @@ def linear_scale(values: Sequence[float], *, from_zero: bool = False, whole: boo
         margin = abs(low) / 2 or 1.0
         low, high = (low, high + margin) if from_zero and low == 0 else (low - margin, high + margin)
     step = _round_step((high - low) / 4)
-    step = max(1.0, step) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(round(place * step, 12) if step > 1e-9 else place * step for place in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], ticks)
@@ -85,15 +84,40 @@ def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str =
         if panel.unit == "%":
             bounds = [min(1.0, max(0.0, value)) for value in bounds]
         vertical = linear_scale(bounds, from_zero=panel.from_zero)
-    name = f"plot{next(_serial)}"
-    title = h("title", panel.title, id=f"{name}-t")
-    description = h("desc", _description(panel, series), id=f"{name}-d")
     marks = [_marks(line, across, vertical, panel.dots) for line in series]
+    legend = h("p.legend", [_key(line) for line in series]) if named or len(series) > 1 else None
+    averaged = max(line.num_steps for line in series) > len(series[0].x)
+    return framed(
+        panel.title,
+        _description(panel, series),
+        join(panel.note, note and f" {note}"),
+        legend,
+        [_grid(vertical), *marks],
+        (y_labels(vertical, panel.unit), _x_labels(across)),
+        _hover(panel, series, across, vertical),
+        [_numbers(panel, series), h("p", "Means of equal parts of the steps.") if averaged else None],
+    )
+
+
+def framed(
+    title: str,
+    description: str,
+    note: Child,
+    legend: Html | None,
+    marks: Sequence[Html],
+    labels: tuple[Html, Html],
+    hover: dict[str, object],
+    numbers: Child,
+    *,
+    kind: str = "figure.plot",
+) -> Html:
+    """A figure of `marks` between the `labels` of its vertical and its horizontal axis, with what the script reads out
+    and a table of the numbers."""
+    name = f"plot{next(_serial)}"
     svg = h(
         "svg",
-        title,
-        description,
-        [_grid(vertical)],
+        h("title", title, id=f"{name}-t"),
+        h("desc", description, id=f"{name}-d"),
         marks,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         preserveAspectRatio="none",
@@ -102,24 +126,15 @@ def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str =
         tabindex=0,
         focusable="true",
     )
-    legend = h("p", [_key(line) for line in series], class_="legend") if named or len(series) > 1 else None
-    averaged = max(line.num_steps for line in series) > len(series[0].x)
+    area = h("div.area", svg, h("div.cursor", hidden=True), h("div.readout", hidden=True))
     return h(
-        "figure",
-        h("figcaption", h("h3", panel.title), h("p", join(panel.note, note and f" {note}"), class_="note")),
+        kind,
+        h("figcaption", h("h3", title), h("p.note", note)),
         legend,
-        h(
-            "div",
-            _y_labels(vertical, panel.unit),
-            h("div", svg, h("div", class_="cursor", hidden=True), h("div", class_="readout", hidden=True),
-              class_="area"),
-            _x_labels(across),
-            class_="frame",
-        ),
-        h("script", data(_hover(panel, series, across, vertical)), type="application/json"),
-        details("Numbers", _numbers(panel, series), h("p", "Means of equal parts of the steps.") if averaged else None),
-        class_="plot",
-    )  # fmt: skip
+        h("div.frame", labels[0], area, labels[1]),
+        h("script", data(hover), type="application/json"),
+        details("Numbers", numbers),
+    )
 
 
 def _marks(line: Series, across: Scale, vertical: Scale, dots: bool) -> Html:
@@ -130,17 +145,15 @@ def _marks(line: Series, across: Scale, vertical: Scale, dots: bool) -> Html:
     if line.low and not dots:
         upper = [point(x, y) for x, y in zip(line.x, line.high, strict=True)]
         lower = [point(x, y) for x, y in zip(line.x, line.low, strict=True)]
-        parts.append(h("path", d=f"M{'L'.join(upper + lower[::-1])}Z", class_="band"))
+        parts.append(h("path.band", d=f"M{'L'.join(upper + lower[::-1])}Z"))
     elif line.low:
         whiskers = zip(line.x, line.low, line.high, strict=True)
-        parts.append(
-            h("path", d="".join(f"M{point(x, a)}L{point(x, b)}" for x, a, b in whiskers), class_="whisker mark")
-        )
+        parts.append(h("path.whisker.mark", d="".join(f"M{point(x, a)}L{point(x, b)}" for x, a, b in whiskers)))
     points = [point(x, y) for x, y in zip(line.x, line.y, strict=True)]
     if len(points) > 1:
-        parts.append(h("path", d=f"M{'L'.join(points)}", class_="line mark"))
+        parts.append(h("path.line.mark", d=f"M{'L'.join(points)}"))
     if dots or len(points) < 3:
-        parts.append(h("path", d="".join(f"M{at}l0 0" for at in points), class_="dot mark"))
+        parts.append(h("path.dot.mark", d="".join(f"M{at}l0 0" for at in points)))
     return h("g", parts, class_=_style(line))
 
 
@@ -149,16 +162,18 @@ def _style(line: Series) -> str:
 
 
 def _key(line: Series) -> Html:
-    swatch = h("svg", h("path", d="M0 5L18 5", class_="line"), viewBox="0 0 18 10", class_="swatch", aria_hidden="true")
+    swatch = h("svg.swatch", h("path.line", d="M0 5L18 5"), viewBox="0 0 18 10", aria_hidden="true")
     return h("span", swatch, line.label, class_=f"key {_style(line)}")
 
 
 def _grid(vertical: Scale) -> Html:
     heights = [HEIGHT * (1 - vertical.place(tick)) for tick in vertical.ticks]
-    return h("path", d="".join(f"M0 {y:.1f}L{WIDTH} {y:.1f}" for y in heights), class_="grid", aria_hidden="true")
+    return h("path.grid", d="".join(f"M0 {y:.1f}L{WIDTH} {y:.1f}" for y in heights), aria_hidden="true")
 
 
-def _y_labels(vertical: Scale, unit: str) -> Html:
+def y_labels(vertical: Scale, unit: str = "") -> Html:
+    """The labels of a vertical axis."""
+
     def shown(tick: float) -> str:
         if unit == "%":
             step = vertical.ticks[1] - vertical.ticks[0]
@@ -166,14 +181,14 @@ def _y_labels(vertical: Scale, unit: str) -> Html:
         return f"1e{round(math.log10(tick))}" if vertical.log else tick_text(tick, vertical.ticks)
 
     labels = [h("span", shown(tick), style=f"top:{100 * (1 - vertical.place(tick)):.2f}%") for tick in vertical.ticks]
-    return h("div", labels, class_="y", aria_hidden="true")
+    return h("div.y", labels, aria_hidden="true")
 
 
 def _x_labels(across: Scale) -> Html:
     labels = [
         h("span", number(tick), style=f"left:{100 * across.place(tick):.2f}%") for tick in across.ticks if tick >= 0
     ]
-    return h("div", labels, h("span", "step", class_="axis-name"), class_="x", aria_hidden="true")
+    return h("div.x", labels, h("span.axis-name", "step"), aria_hidden="true")
 
 
 def tick_text(value: float, ticks: Sequence[float]) -> str:
@@ -216,7 +231,7 @@ def _numbers(panel: Panel, series: Sequence[Series]) -> Html:
     every = math.ceil(len(steps) / _MAX_TABLE_ROWS)
     kept = sorted({*steps[::every], steps[-1]})
     found = [{x: _reading(line, place, panel.unit) for place, x in enumerate(line.x)} for line in series]
-    rows: list[list[Child]] = [[number(step), *(readings.get(step, NONE) for readings in found)] for step in kept]
+    rows = [[number(step), *(readings.get(step, NONE) for readings in found)] for step in kept]
     return table(["step", *(line.label for line in series)], rows, caption=f"{panel.title}, numbers")
 
 

@@ -14,6 +14,7 @@ from slipstream.report.headline import setting
 from slipstream.report.markup import Child, Html, h, join, number
 from slipstream.report.tokens import Key, key_of, token_views
 from slipstream.runlog import RunRecord
+from slipstream.runlog.files import Row
 from slipstream.runlog.samples import sample_id
 
 _MAX_PAIRS = 6
@@ -22,14 +23,12 @@ _ALL_CHARACTERS = 6_000_000
 """About how much text all entries together may have; of longer texts the middle is left out."""
 _EXCERPT_CHARACTERS = 120
 
-Sample = dict[str, Any]
-
 
 def rollouts(record: RunRecord) -> Html:
     """The section; a sentence if no rollouts were kept."""
     samples = [sample for sample in record.samples if isinstance(sample.get("completion"), str)]
     if not samples:
-        return h("p", "This run kept no rollouts.", class_="missing")
+        return h("p.missing", "This run kept no rollouts.")
     graded = [sample for sample in samples if sample.get("outcome", "done") in TRAINABLE_OUTCOMES]
     browser = _browser(samples, _threshold(record), *token_views(record))
     return join(_before_and_after(graded), h("h3", "All kept rollouts"), browser)
@@ -43,7 +42,7 @@ def _threshold(record: RunRecord) -> float:
         return 1.0
 
 
-def _before_and_after(samples: Sequence[Sample]) -> Html | None:
+def _before_and_after(samples: Sequence[Row]) -> Html | None:
     """The same tasks early and late, those whose reward changed first; None if no task was kept at two such steps."""
     held_out = [sample for sample in samples if sample.get("split") == "eval"]
     trained = [sample for sample in samples if sample.get("split") != "eval"]
@@ -60,13 +59,13 @@ def _before_and_after(samples: Sequence[Sample]) -> Html | None:
     same = len(pairs) - len(changed)
     note = f"{words}. {same} more of them got the same answer both times." if changed and same else f"{words}."
     shown = [_pair(before, after) for before, after in (changed or pairs)[:_MAX_PAIRS]]
-    return join(h("h3", "Before and after"), h("p", note, class_="note"), shown)
+    return join(h("h3", "Before and after"), h("p.note", note), shown)
 
 
-def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list[tuple[Sample, Sample]]:
+def _pairs(samples: Sequence[Row], apart: Callable[[int, int], bool]) -> list[tuple[Row, Row]]:
     """First and last rollout of each task that was sampled at two such steps."""
-    first: dict[str, Sample] = {}
-    last: dict[str, Sample] = {}
+    first: dict[str, Row] = {}
+    last: dict[str, Row] = {}
     for sample in samples:
         task = str(sample.get("task"))
         first.setdefault(task, sample)
@@ -76,22 +75,22 @@ def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list
     return sorted(pairs, key=_change)
 
 
-def _change(pair: tuple[Sample, Sample]) -> int:
+def _change(pair: tuple[Row, Row]) -> int:
     """Sort key: 0 if the reward changed, 1 if only the text did, 2 if neither."""
     before, after = pair
     return 0 if before.get("reward") != after.get("reward") else int(before["completion"] == after["completion"]) + 1
 
 
-def _pair(before: Sample, after: Sample) -> Html:
+def _pair(before: Row, after: Row) -> Html:
     columns = [
-        h("div", h("p", f"{word}, step {sample['step']}", class_="note"), h("pre", _cut(sample["completion"])),
-          h("p", _facts(sample), class_="note"), class_="attempt")
+        h("div.attempt", h("p.note", f"{word}, step {sample['step']}"), h("pre", _cut(sample["completion"])),
+          h("p.note", _facts(sample)))
         for word, sample in (("before", before), ("after", after))
     ]  # fmt: skip
-    return h("article", _prompt(after), _answer(after), h("div", columns, class_="pair"), class_="rollout")
+    return h("article.rollout", _prompt(after), _answer(after), h("div.pair", columns))
 
 
-def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, Html], missing: str) -> Html:
+def _browser(samples: Sequence[Row], threshold: float, tokens: Mapping[Key, Html], missing: str) -> Html:
     """Every kept rollout as a folded entry, in the order of their steps."""
     ordered = sorted(samples, key=lambda sample: (sample["step"], sample.get("split") != "eval"))
     limit = min(_MAX_CHARACTERS, max(_MIN_CHARACTERS, _ALL_CHARACTERS // (2 * len(ordered))))
@@ -109,7 +108,7 @@ def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, H
         h("input", type="search", placeholder="search", aria_label="search prompts, completions and answers"),
         h("button", "previous", type="button", data_move=-1),
         h("button", "next", type="button", data_move=1),
-        h("output", class_="note", aria_live="polite"),
+        h("output.note", aria_live="polite"),
         _colours() if tokens else None,
     ]
     shared = _shared_start([str(sample.get("prompt", "")) for sample in ordered])
@@ -121,12 +120,11 @@ def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, H
         note += f" {len(tokens)} of the latest rollouts have their tokens."
     note += f" {missing}" if missing else ""
     return join(
-        h("p", note, class_="note"),
+        h("p.note", note),
         h(
-            "div",
-            h("div", filters, class_="filters", hidden=True),
-            h("div", entries, class_="entries", tabindex=0, role="region", aria_label="kept rollouts"),
-            class_="browser",
+            "div.browser",
+            h("div.filters", filters, hidden=True),
+            h("div.entries", entries, tabindex=0, role="region", aria_label="kept rollouts"),
         ),
     )
 
@@ -136,7 +134,7 @@ def _choice(name: str, options: Sequence[tuple[str, str]], every: str) -> Html:
     return h("select", shown, data_by=name, aria_label=f"which {name}", autocomplete="off")
 
 
-def _choice_of(name: str, samples: Sequence[Sample], key: str, every: str) -> Html | None:
+def _choice_of(name: str, samples: Sequence[Row], key: str, every: str) -> Html | None:
     """The filter by a text that samples have; None where they do not differ in it."""
     found = sorted({str(sample.get(key) or "") for sample in samples} - {""})
     return _choice(name, [(text, text.replace("_", " ")) for text in found], every) if len(found) > 1 else None
@@ -147,8 +145,8 @@ def _colours() -> Html:
     by = ("log-probability", "advantage", "loss mask", "version")
     shown = [h("option", "tokens by \u2026", value=""), *(h("option", f"tokens by {name}", value=name) for name in by)]
     return join(
-        h("select", shown, class_="colour", aria_label="colour the tokens by", autocomplete="off"),
-        h("span", class_="note legend", aria_live="polite", hidden=True),
+        h("select.colour", shown, aria_label="colour the tokens by", autocomplete="off"),
+        h("span.note.legend", aria_live="polite", hidden=True),
     )
 
 
@@ -159,27 +157,27 @@ def _shared_start(prompts: Sequence[str]) -> int:
     return first.rfind(" ", 0, end) + 1
 
 
-def _entry(sample: Sample, threshold: float, limit: int, shared: int, tokens: Html | None) -> Html:
+def _entry(sample: Row, threshold: float, limit: int, shared: int, tokens: Html | None) -> Html:
     is_right = isinstance(reward := sample.get("reward"), int | float) and reward >= threshold
     grade = "failed" if _has_failed(sample) else "right" if is_right else "wrong"
     summary = h(
         "summary",
-        h("span", f"step {sample['step']}, {_kind(sample)}", class_="when"),
+        h("span.when", f"step {sample['step']}, {_kind(sample)}"),
         h("span", grade, class_=f"grade {grade}"),
-        h("span", _excerpt(str(sample.get("prompt", ""))[shared:]), class_="excerpt"),
-        h("span", _excerpt(sample["completion"]), class_="excerpt answer"),
+        h("span.excerpt", _excerpt(str(sample.get("prompt", ""))[shared:])),
+        h("span.excerpt.answer", _excerpt(sample["completion"])),
     )
     turns = sample.get("turns")
     body = join(
         _prompt(sample, limit),
         [_turn(turn, limit) for turn in turns] if isinstance(turns, list) else None,
-        h("div", _block("completion", sample["completion"], limit),
-          _block("right answer", sample.get("answer"), limit), class_="pair"),
+        h("div.pair", _block("completion", sample["completion"], limit),
+          _block("right answer", sample.get("answer"), limit)),
         _block("error", sample.get("error"), limit),
         tokens,
-        h("p", _facts(sample), class_="note"),
+        h("p.note", _facts(sample)),
     )  # fmt: skip
-    return h("details", summary, h("div", body, class_="entry"), name="rollout", data_step=sample["step"],
+    return h("details", summary, h("div.entry", body), name="rollout", data_step=sample["step"],
              data_kind=_kind(sample), data_grade=grade, data_tools=_tools(sample),
              data_task=sample.get("source"), data_stop=sample.get("stop"))  # fmt: skip
 
@@ -189,16 +187,16 @@ def _excerpt(text: str) -> str:
     return " ".join(text.split())[:_EXCERPT_CHARACTERS]
 
 
-def _kind(sample: Sample) -> str:
+def _kind(sample: Row) -> str:
     return "held-out" if sample.get("split") == "eval" else "training"
 
 
-def _has_failed(sample: Sample) -> bool:
+def _has_failed(sample: Row) -> bool:
     """Whether it was lost, and so neither graded nor trained on."""
     return sample.get("outcome", "done") not in TRAINABLE_OUTCOMES
 
 
-def _tools(sample: Sample) -> str:
+def _tools(sample: Row) -> str:
     """`failed` if a call of a tool failed in it."""
     metrics = sample.get("metrics")
     return "failed" if isinstance(metrics, dict) and metrics.get("tool_failures") else ""
@@ -214,21 +212,21 @@ def _turn(turn: Any, limit: int) -> Html | None:
 def _block(name: str, text: object, limit: int) -> Html | None:
     if not isinstance(text, str):
         return None
-    return h("div", h("p", name, class_="note"), h("pre", _cut(text, limit) or h("i", "empty")))
+    return h("div", h("p.note", name), h("pre", _cut(text, limit) or h("i", "empty")))
 
 
-def _prompt(sample: Sample, limit: int = _MAX_CHARACTERS) -> Html:
+def _prompt(sample: Row, limit: int = _MAX_CHARACTERS) -> Html:
     prompt = sample.get("prompt")
-    name = h("p", str(sample.get("task", "")), class_="task")
-    return join(name, h("pre", _cut(prompt, limit), class_="prompt") if isinstance(prompt, str) and prompt else None)
+    name = h("p.task", str(sample.get("task", "")))
+    return join(name, h("pre.prompt", _cut(prompt, limit)) if isinstance(prompt, str) and prompt else None)
 
 
-def _answer(sample: Sample) -> Html | None:
+def _answer(sample: Row) -> Html | None:
     answer = sample.get("answer")
-    return h("p", "right answer: ", h("code", _cut(answer)), class_="note") if isinstance(answer, str) else None
+    return h("p.note", "right answer: ", h("code", _cut(answer))) if isinstance(answer, str) else None
 
 
-def _facts(sample: Sample) -> Child:
+def _facts(sample: Row) -> Child:
     """Reward with its parts, outcome, turns and id, on one line."""
     reward, parts, turns = sample.get("reward"), sample.get("metrics"), sample.get("num_turns")
     measured = parts.items() if isinstance(parts, dict) else ()

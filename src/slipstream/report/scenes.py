@@ -74,18 +74,18 @@ def scenes(record: RunRecord) -> Html | None:
     try:
         found = [scene for each in of if each["step"] == last and (scene := _scene(each, _settings(record)))]
     except SlipstreamError as error:  # without scipy nothing can be matched
-        return h("p", f"Boxes are not shown: {error}", class_="missing")
+        return h("p.missing", f"Boxes are not shown: {error}")
     if not found:
         return None
     ranked = sorted(found, key=lambda scene: (scene.f1, scene.iou))
     shown = ranked if len(ranked) <= MOST else [*ranked[: MOST // 2], *ranked[-(MOST // 2) :]]
     which = f"{'held-out' if held_out else 'training'} answers that were kept of step {last}, the worst first"
     words = f"All {len(ranked)} {which}" if shown is ranked else f"{len(shown)} of the {len(ranked)} {which}"
-    keys = [h("span", h("i", class_=f"box {kind}"), text, class_="key") for kind, text in _KINDS.items()]
+    keys = [h("span.key", h("i", class_=f"box {kind}"), text) for kind, text in _KINDS.items()]
     return join(
-        h("p", f"{words}. Boxes are matched by their overlap, descriptions play no part.", class_="note"),
-        h("p", keys, class_="legend"),
-        h("div", [_figure(scene) for scene in shown], class_="scenes"),
+        h("p.note", f"{words}. Boxes are matched by their overlap, descriptions play no part."),
+        h("p.legend", keys),
+        h("div.scenes", [_figure(scene) for scene in shown]),
     )
 
 
@@ -140,7 +140,7 @@ def _figure(scene: _Scene) -> Html:
         viewBox=f"0 0 {width} {height}",
         role="img",
     )
-    return h("figure", drawn, h("figcaption", _caption(scene, problem)), class_="scene")
+    return h("figure.scene", drawn, h("figcaption", _caption(scene, problem)))
 
 
 def _boxes(scene: _Scene, width: int, height: int) -> list[Html]:
@@ -178,7 +178,7 @@ def _caption(scene: _Scene, problem: str) -> list[Child]:
         problem,
     ]
     name = f"{sample.get('task', '')} · {sample_id(str(sample.get('id', '')), sample['step'])}"
-    return [h("p", name, class_="task"), h("p", " · ".join(filter(None, facts)), class_="note")]
+    return [h("p.task", name), h("p.note", " · ".join(filter(None, facts)))]
 
 
 def _embedded(image: Media) -> tuple[str, str]:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from slipstream.errors import DataError
 from slipstream.orchestrator.retries import BUDGET
@@ -17,6 +16,7 @@ from slipstream.report.markup import NONE, Child, Html, breakable, details, dura
 from slipstream.report.plot import linear_scale
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord, RunSummary
+from slipstream.runlog.files import Row
 from slipstream.runlog.ledger import balance
 
 _STATE_WORDS = {
@@ -82,7 +82,7 @@ def tiles(record: RunRecord, head: Headline) -> Html:
         found.append(
             _tile("largest probe difference", number(head.probe), "", "mean of a step, engine against trainer")
         )
-    return h("dl", found, class_="tiles")
+    return h("dl.tiles", found)
 
 
 def before_and_after(head: Headline) -> Html | None:
@@ -93,23 +93,21 @@ def before_and_after(head: Headline) -> Html | None:
     rows = [
         h(
             "div",
-            h("span", f"{word}, step {measured.step}", class_="who"),
+            h("span.who", f"{word}, step {measured.step}"),
             h(
-                "div",
-                h("span", class_="whisker",
+                "div.track",
+                h("span.whisker",
                   style=f"left:{100 * measured.low:.2f}%;width:{100 * (measured.high - measured.low):.2f}%"),
-                h("span", class_="dot", style=f"left:{100 * measured.value:.2f}%"),
-                class_="track",
+                h("span.dot", style=f"left:{100 * measured.value:.2f}%"),
             ),
-            h("span", accuracy_text(measured), class_="value"),
+            h("span.value", accuracy_text(measured)),
             class_=f"measure {word}",
         )
         for word, measured in (("before", head.before), ("after", head.after))
     ]  # fmt: skip
     ticks = [h("span", f"{100 * tick:.0f} %", style=f"left:{100 * tick:.0f}%") for tick in scale.ticks]
-    axis = h("div", h("span", class_="who"), h("div", ticks, class_="track axis"), h("span", class_="value"),
-             class_="measure", aria_hidden="true")  # fmt: skip
-    return h("div", rows, axis, class_="accuracy")
+    axis = h("div.measure", h("span.who"), h("div.track.axis", ticks), h("span.value"), aria_hidden="true")  # fmt: skip
+    return h("div.accuracy", rows, axis)
 
 
 def ending(record: RunRecord) -> Html:
@@ -118,7 +116,7 @@ def ending(record: RunRecord) -> Html:
     parts: list[Child] = []
     if record.damage:
         sentences = h("ul", [h("li", sentence) for sentence in record.damage])
-        parts.append(h("div", h("p", "Not everything in the run folder could be read:"), sentences, class_="alert"))
+        parts.append(h("div.alert", h("p", "Not everything in the run folder could be read:"), sentences))
     if report is None:
         words = {
             "running": "The run is still going on; it writes its exit report when it ends.",
@@ -130,7 +128,7 @@ def ending(record: RunRecord) -> Html:
         how = f"{report.status} at step {report.step} with exit code {report.exit_code}"
         parts.append(h("p", f"The run {how}, {duration(report.seconds)} after its last start."))
         if report.message:
-            parts.append(h("p", f"{report.error}: {report.message}", class_="alert"))
+            parts.append(h("p.alert", f"{report.error}: {report.message}"))
         if report.traceback:
             parts.append(details("Traceback", h("pre", report.traceback)))
     parts.append(_warnings(record.events))
@@ -164,10 +162,10 @@ def groups(record: RunRecord) -> Html | None:
     try:
         found = balance(record.summary.folder)
     except DataError as error:
-        return h("p", str(error), class_="alert")
+        return h("p.alert", str(error))
     if found is None or not found.num_begun:
         return None
-    rows: list[list[Child]] = [
+    rows = [
         [f"{entry.state}{entry.reason and f': {entry.reason}'}", f"{entry.num_groups:,}", f"{entry.num_tokens:,}"]
         for entry in found.entries
     ]
@@ -187,7 +185,7 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
         found = (row.get(f"replica_{number}/{name}") for row in metrics)
         return [value for value in found if value is not None]
 
-    rows: list[list[Child]] = [
+    rows = [
         [
             str(replica),
             f"{sum(values(replica, 'requests')):,.0f}",
@@ -201,14 +199,14 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
     return join(h("h3", "Engines"), table(head, rows, caption="What each engine did"))
 
 
-def warnings_of(events: Sequence[dict[str, Any]]) -> dict[str, int]:
+def warnings_of(events: Sequence[Row]) -> dict[str, int]:
     """The run's warnings in their order, with how often each was given."""
     found = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
     found += [str(text) for event in events if event["kind"] == "start" for text in _listed(event.get("warnings"))]
     return Counter(found)
 
 
-def _warnings(events: Sequence[dict[str, Any]]) -> Html:
+def _warnings(events: Sequence[Row]) -> Html:
     found = warnings_of(events)
     for event in events:
         if event["kind"] == "start":
@@ -224,15 +222,15 @@ def _warnings(events: Sequence[dict[str, Any]]) -> Html:
     more = len(lines) - _MAX_WARNINGS
     return join(
         h("h3", "Warnings and changes"),
-        h("ul", lines[:_MAX_WARNINGS], class_="warnings"),
-        h("p", f"and {more} more in events.jsonl", class_="note") if more > 0 else None,
+        h("ul.warnings", lines[:_MAX_WARNINGS]),
+        h("p.note", f"and {more} more in events.jsonl") if more > 0 else None,
     )
 
 
 def settings(record: RunRecord) -> Html:
     """Every setting with its origin; those that the user set first."""
     if not record.settings:
-        return h("p", "The run has not written its settings.", class_="missing")
+        return h("p.missing", "The run has not written its settings.")
 
     def rows(wanted: bool) -> list[list[Child]]:
         return [
@@ -252,19 +250,17 @@ def settings(record: RunRecord) -> Html:
 
 def versions(record: RunRecord, head: Headline) -> Html:
     """Software versions, and the digest of every version that the engine proved to hold."""
-    software: list[list[Child]] = [
-        [name, h("code", version)] for name, version in (record.exit.versions if record.exit else {}).items()
-    ]
+    software = [[name, h("code", version)] for name, version in (record.exit.versions if record.exit else {}).items()]
     parts: list[Child] = []
     if software:
         parts.append(table(["software", "version"], software, numbers=False, caption="Software versions"))
     else:
-        parts.append(h("p", "Software versions are recorded when a run ends.", class_="missing"))
+        parts.append(h("p.missing", "Software versions are recorded when a run ends."))
     applied = [event for event in record.events if event["kind"] == "apply"]
     if applied:
         last = f"The engine last held version {head.digest.partition(' ')[0]}, digest "
         parts.append(h("p", last, h("code", head.digest.partition(" ")[2]), "."))
-        rows: list[list[Child]] = [
+        rows = [
             [
                 str(event.get("version", "")),
                 h("code", str(event.get("digest", ""))),
@@ -321,8 +317,8 @@ def _differing(records: Sequence[RunRecord]) -> list[list[Child]]:
 
 
 def _tile(name: str, value: str, unit: str, note: str) -> Html:
-    shown = h("dd", h("span", value, class_="big"), h("span", f" {unit}", class_="unit") if unit else None,
-              h("span", note, class_="note"))  # fmt: skip
+    shown = h("dd", h("span.big", value), h("span.unit", f" {unit}") if unit else None,
+              h("span.note", note))  # fmt: skip
     return h("div", h("dt", name), shown)
 
 
@@ -346,7 +342,7 @@ def startup(record: RunRecord) -> Html | None:
     words = "The run did not come to the end of its first step."
     if total is not None:
         words = f"The first step ended {total:.1f} s after the command began; stages overlap."
-    rows: list[list[Child]] = [
+    rows = [
         [str(event.get("name", "")), *(number(value_of(event, name), "s") for name in ("began_s", "seconds"))]
         for event in stages
     ]

@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from slipstream.runlog import COUNTS
 from slipstream.runlog.evaluations import sources_of
+from slipstream.runlog.files import Row, Rows
 
 MAX_POINTS = 400
 """Longer lines are drawn through means of equal parts, with a band of minimum and maximum."""
@@ -212,7 +212,7 @@ _TASK_PANELS = {
 """By the metric's last name: title, note, unit. Counts have no plot."""
 
 
-def value_of(row: dict[str, Any], name: str) -> float | None:
+def value_of(row: Row, name: str) -> float | None:
     """The number, or None if the row has none."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -220,7 +220,7 @@ def value_of(row: dict[str, Any], name: str) -> float | None:
     return float(value)
 
 
-def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
+def groups_of(runs: Sequence[Rows]) -> list[Group]:
     """The groups with the panels for which any of the runs has numbers: reward components right after the reward, what
     was dropped or tried again at the end of the first group; and a last group of the metrics that no panel shows."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
@@ -313,7 +313,7 @@ def _panel_of(name: str, title: str, note: str) -> Panel:
     return Panel(title, note, (Line(name, name.partition("/")[2]),))
 
 
-def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) -> Series | None:
+def series_of(rows: Rows, line: Line, label: str, color: int) -> Series | None:
     """The line through a run's rows; None if no row has the metric."""
     points: list[tuple[float, float, float, float]] = []
     for row in rows:

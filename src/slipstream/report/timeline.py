@@ -6,12 +6,12 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from slipstream.report.markup import NONE, Html, data, details, duration, h, join, number, table
-from slipstream.report.plot import HEIGHT, WIDTH, linear_scale, tick_text
+from slipstream.report.markup import NONE, Html, duration, h, join, number, table
+from slipstream.report.plot import HEIGHT, WIDTH, framed, linear_scale, y_labels
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
+from slipstream.runlog.files import Row
 
 MAX_BARS = 150
 OTHER = "other"
@@ -43,7 +43,7 @@ def step_times(record: RunRecord) -> list[StepTime]:
     """One entry for each row that has times."""
     opened = {event["lineage"]: event["time"] for event in record.events if event["kind"] == "opened"}
     found: list[StepTime] = []
-    before: dict[str, Any] | None = None
+    before: Row | None = None
     for row in record.rows:
         phases = {
             name.removeprefix("time/").removesuffix("_s"): value
@@ -66,7 +66,7 @@ def timeline(record: RunRecord) -> Html:
     """The section; a sentence if the run has recorded no times."""
     steps = step_times(record)
     if not any(step.phases for step in steps):
-        return h("p", "No step has recorded its times yet.", class_="missing")
+        return h("p.missing", "No step has recorded its times yet.")
     generates = any(step.generate for step in steps)
     label = "wait for rollouts" if generates else "read batch"
     names = {name: {**_PHASES, "batch": label, OTHER: "other"}.get(name, name.replace("_", " "))
@@ -91,11 +91,10 @@ def _sentence(steps: Sequence[StepTime], generates: bool) -> Html | None:
     trained = sum(step.phases.get("train", 0.0) for step in steps)
     updates = sum(step.phases.get("update", 0.0) + step.phases.get("probe", 0.0) for step in steps)
     return h(
-        "p",
+        "p.lead",
         f"After the start, the trainer trained for {trained / wall:.0%} of the time and waited for rollouts for "
         f"{waited / wall:.0%}. The engine generated for {min(1.0, busy / wall):.0%}. Bringing new weights to it and "
         f"probing them took {updates / wall:.1%}.".replace("%", "\u00a0%"),
-        class_="lead",
     )
 
 
@@ -119,11 +118,10 @@ def _lanes(steps: Sequence[StepTime], label: str) -> Html:
     if generate < total:
         engine += [("idle", "idle", busy, after - busy), *spans[2:]]
     return h(
-        "div",
+        "div.lanes",
         h("h3", "An ordinary step"),
-        h("p", f"Medians of {len(steps)} steps; together {duration(total)}.", class_="note"),
+        h("p.note", f"Medians of {len(steps)} steps; together {duration(total)}."),
         [_lane(name, lane, total) for name, lane in (("trainer", spans), ("engine", engine))],
-        class_="lanes",
     )
 
 
@@ -140,7 +138,7 @@ def _lane(name: str, spans: Sequence[tuple[str, str, float, float]], total: floa
         if seconds > 0
     ]
     durations = ", ".join(f"{words} {duration(seconds)}" for _, words, _, seconds in spans)
-    return h("div", h("span", name, class_="who"), h("div", cells, class_="lane", role="img", aria_label=durations))
+    return h("div", h("span.who", name), h("div.lane", cells, role="img", aria_label=durations))
 
 
 def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]) -> Html:
@@ -152,14 +150,12 @@ def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]
     width = WIDTH / len(bars)
     gap = min(2.0, width * 0.15)
     marks: list[Html] = []
-    for name in order:
+    for at, name in enumerate(order):
         rects: list[str] = []
         for place, bar in enumerate(bars):
-            keys = list(order)
-            below = sum(bar.phases.get(key, 0.0) for key in keys[: keys.index(name)])
+            below = sum(bar.phases.get(key, 0.0) for key in order[:at])
             top, bottom = (
-                (1 - scale.place(below + bar.phases.get(name, 0.0))) * HEIGHT,
-                (1 - scale.place(below)) * HEIGHT,
+                (1 - scale.place(seconds)) * HEIGHT for seconds in (below + bar.phases.get(name, 0.0), below)
             )
             if bottom - top > 0.05:
                 left = place * width + gap / 2
@@ -176,48 +172,29 @@ def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]
         else ""
     )
     keys = [
-        h("span", h("i", class_=f"chip p{_COLORS.get(name, 6)}"), f"{names[name]} ",
-          h("b", duration(totals[name])), class_="key")
+        h("span.key", h("i", class_=f"chip p{_COLORS.get(name, 6)}"), f"{names[name]} ",
+          h("b", duration(totals[name])))
         for name in order
     ]  # fmt: skip
-    labels = [
-        h("span", tick_text(tick, scale.ticks), style=f"top:{100 * (1 - scale.place(tick)):.2f}%")
-        for tick in scale.ticks
-    ]
     ends = [(0, bars[0]), (len(bars) - 1, bars[-1])] if len(bars) > 1 else [(0, bars[0])]
-    svg = h(
-        "svg",
-        h("title", "Time of each step by phase"),
-        h("desc", f"All steps together: {durations}."),
-        marks,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        tabindex=0,
-        aria_label=f"Time of each step by phase. All steps together: {durations}.",
-    )
+    places = [(number(bar.step), 100 * (place + 0.5) / len(bars)) for place, bar in ends]
+    steps_axis = h("div.x", [h("span", text, style=f"left:{left:.2f}%") for text, left in places], aria_hidden="true")
     rows = [
         [names[name], duration(totals[name]), f"{100 * totals[name] / wall:.1f} %" if wall else NONE,
          number(statistics.median(step.phases.get(name, 0.0) for step in steps), "s")]
         for name in order
     ]  # fmt: skip
-    return h(
-        "figure",
-        h("figcaption", h("h3", "Every step"), h("p", note, class_="note")),
-        h("p", keys, class_="legend"),
-        h(
-            "div",
-            h("div", labels, class_="y", aria_hidden="true"),
-            h("div", svg, h("div", class_="cursor", hidden=True), h("div", class_="readout", hidden=True),
-              class_="area"),
-            h("div", [h("span", number(bar.step), style=f"left:{100 * (place + 0.5) / len(bars):.2f}%")
-                      for place, bar in ends], class_="x", aria_hidden="true"),
-            class_="frame",
-        ),
-        h("script", data(_hover(bars, order, names)), type="application/json"),
-        details("Numbers", table(["phase", "all steps", "share", "median of a step"], rows, caption="Time by phase")),
-        class_="plot wide",
-    )  # fmt: skip
+    return framed(
+        "Every step",
+        f"Time of each step by phase. All steps together: {durations}.",
+        note,
+        h("p.legend", keys),
+        marks,
+        (y_labels(scale), steps_axis),
+        _hover(bars, order, names),
+        table(["phase", "all steps", "share", "median of a step"], rows, caption="Time by phase"),
+        kind="figure.plot.wide",
+    )
 
 
 def _hover(bars: Sequence[StepTime], order: Sequence[str], names: dict[str, str]) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.report.headline import setting
 from slipstream.report.markup import Html, h
 from slipstream.runlog import RunRecord, checkpoints_of, samples_with_tokens
+from slipstream.runlog.files import Row
 from slipstream.runlog.samples import are_ranges
 
 MAX_TOKENS = 60_000
@@ -17,7 +18,7 @@ Key = tuple[int, str]
 """Step and id of a sample."""
 
 
-def key_of(sample: dict[str, Any]) -> Key:
+def key_of(sample: Row) -> Key:
     """The key of a sample."""
     return sample["step"], str(sample.get("id", ""))
 
@@ -35,7 +36,7 @@ def token_views(record: RunRecord) -> tuple[dict[Key, Html], str]:
         if size and size <= left:
             left -= size
             texts = texts or _Texts(_tokenizer_of(record, folder))
-            found[key_of(sample)] = h("div", [_sequence(each, sample, texts) for each in sequences], class_="sequences")
+            found[key_of(sample)] = h("div.sequences", [_sequence(each, sample, texts) for each in sequences])
     return found, "" if texts is None or texts.are_known else "Tokens have their ids: no tokenizer can be read."
 
 
@@ -52,7 +53,7 @@ def _is_whole(sequence: Any) -> bool:
 _FIELDS = ("token_ids", "sampled", "logprobs", "versions")
 
 
-def _sequence(sequence: dict[str, Any], sample: dict[str, Any], texts: _Texts) -> Html:
+def _sequence(sequence: Row, sample: Row, texts: _Texts) -> Html:
     ids: list[int] = sequence["token_ids"]
     logprobs, own = iter(sequence["logprobs"]), iter(sequence.get("advantages") or ())
     versions = sorted(sequence["versions"], reverse=True)
@@ -60,7 +61,7 @@ def _sequence(sequence: dict[str, Any], sample: dict[str, Any], texts: _Texts) -
     at = 0
     for start, end in sequence["sampled"]:
         if at < start:
-            parts.append(h("span", texts.of_all(ids[at:start]), class_="given"))
+            parts.append(h("span.given", texts.of_all(ids[at:start])))
         for place in range(start, end):
             version = next((name for first, name in versions if first <= place), None)
             parts.append(
@@ -68,13 +69,12 @@ def _sequence(sequence: dict[str, Any], sample: dict[str, Any], texts: _Texts) -
             )
         at = end
     if at < len(ids):
-        parts.append(h("span", texts.of_all(ids[at:]), class_="given"))
+        parts.append(h("span.given", texts.of_all(ids[at:])))
     advantage = sample.get("advantage")
     whole = round(advantage, 3) if isinstance(advantage, int | float) else None
     return h(
-        "pre",
+        "pre.tokens",
         parts,
-        class_="tokens",
         hidden=True,
         data_a=whole,
         data_trained="" if sample.get("carries_loss", True) else "no",

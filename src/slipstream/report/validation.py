@@ -36,7 +36,7 @@ def validation(record: RunRecord) -> Html | None:
     head = ["tasks", "figure", *(f"step {row['step']}, % (95 % interval)" for row in shown)]
     kinds = {name.partition("@")[0] for name in names}
     words = "; ".join(text for kind, text in _WORDS.items() if kind in kinds)
-    note = h("p", f"{words[0].upper()}{words[1:]}. Intervals are over tasks.", class_="note") if words else None
+    note = h("p.note", f"{words[0].upper()}{words[1:]}. Intervals are over tasks.") if words else None
     return join(note, table(head, rows, caption="Held-out figures"))
 
 

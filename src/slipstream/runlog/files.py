@@ -25,6 +25,9 @@ from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.processes.files import UNDECODABLE, cannot_write, disk_errors, open_own
 from slipstream.regular_files import lines_of, open_regular, read_regular
 
+Row = dict[str, Any]
+"""A line of the run folder: an event, the metrics of a step, a sample."""
+Rows = list[Row]
 LOCK_FILE = "run.lock"
 # A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
 # Tries are counted, not seconds: while the whole process is stopped there are none.
@@ -167,13 +170,13 @@ def read_lines(
     damage: list[str] | None = None,
     words: Sequence[bytes] = (),
     without: str = "",
-    why_none: Callable[[dict[str, Any]], str] = lambda row: "",
-) -> list[dict[str, Any]]:
+    why_none: Callable[[Row], str] = lambda row: "",
+) -> Rows:
     """The whole lines of a file, optionally only those that contain one of `words`, without the fields `without`.
     Raises `DataError` for a line that is not a JSON object, or of which `why_none` has something to say; with `damage`
     such lines are skipped and reported there."""
-    decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] if without else dict[str, Any])
-    rows: list[dict[str, Any]] = []
+    decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] if without else Row)
+    rows: Rows = []
     lines = whole_lines(path) if damage is None else _readable(whole_lines(path), damage)
     for number, line in lines:
         if words and not any(word in line for word in words):

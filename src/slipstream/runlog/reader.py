@@ -18,7 +18,7 @@ from slipstream.names import model_name
 from slipstream.processes.files import UNDECODABLE
 from slipstream.processes.heartbeat import read_heartbeat, read_processes
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import is_locked, read_lines, read_toml, usable
+from slipstream.runlog.files import Row, Rows, is_locked, read_lines, read_toml, usable
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
@@ -102,7 +102,7 @@ class _Settings(msgspec.Struct):
     training: _Training = msgspec.field(default_factory=_Training)
 
 
-def _why_no_line(line: dict[str, Any]) -> str:
+def _why_no_line(line: Row) -> str:
     time_, numbers = line.get("time"), [line.get("lineage"), line.get("step", 0)]
     if not isinstance(time_, int | float) or not 0 <= time_ < _MAX_TIME:
         return "it has no time"
@@ -111,12 +111,12 @@ def _why_no_line(line: dict[str, Any]) -> str:
     return ""
 
 
-def why_no_event(line: dict[str, Any]) -> str:
+def why_no_event(line: Row) -> str:
     """Why a line is no event; empty if it is."""
     return _why_no_line(line) or ("" if isinstance(line.get("kind"), str) else "it has no kind")
 
 
-def why_no_row(line: dict[str, Any]) -> str:
+def why_no_row(line: Row) -> str:
     """Why a line is no row of metrics; empty if it is."""
     bad = [name for name, value in line.items() if "/" in name and not isinstance(value, int | float | None)]
     if "step" not in line:
@@ -124,7 +124,7 @@ def why_no_row(line: dict[str, Any]) -> str:
     return _why_no_line(line) or (f"{bad[0]} is no number" if bad else "")
 
 
-def why_no_sample(line: dict[str, Any]) -> str:
+def why_no_sample(line: Row) -> str:
     """Why a line is no sample; empty if it is."""
     for name in _TABLES:
         tables: Any = line.get(name, [])
@@ -133,7 +133,7 @@ def why_no_sample(line: dict[str, Any]) -> str:
     return _why_no_line(line)
 
 
-def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+def read_metrics(folder: str | Path) -> Rows:
     """One row for each step of the surviving history, in order.
 
     Steps of an earlier lineage after the step from which a later one resumed are left out: they were repeated. Rows of
@@ -143,16 +143,16 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     return metrics_of(read_lines(Path(folder) / "metrics.jsonl", why_none=why_no_row), read_events(folder))
 
 
-def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def metrics_of(lines: Rows, events: Rows) -> Rows:
     """`read_metrics` for lines that were already read."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Row] = {}
     for row in _surviving(lines, _after(_resumed_from(events))):
         first = rows.get(row["step"])
         rows[row["step"]] = row if first is None else _merged(first, row)
     return [rows[step] for step in sorted(rows)]
 
 
-def _merged(first: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+def _merged(first: Row, further: Row) -> Row:
     is_resumed = further["lineage"] > first["lineage"]
     both = {**further, **first} if is_resumed else {**first, **further}
     for name in first.keys() & further.keys():
@@ -182,13 +182,13 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def read_samples(folder: str | Path) -> list[dict[str, Any]]:
+def read_samples(folder: str | Path) -> Rows:
     """The samples of the surviving history. `step` of a training sample is that of its batch (from 0); of a held-out
     one (`split` is `eval`) that of the evaluated version."""
     return samples_of(read_lines(Path(folder) / "samples.jsonl", why_none=why_no_sample), read_events(folder))
 
 
-def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def samples_of(lines: Rows, events: Rows) -> Rows:
     """`read_samples` for lines that were already read."""
     resumed = _resumed_from(events)
     held_out = [line for line in lines if line.get("split") == "eval"]
@@ -196,7 +196,7 @@ def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> lis
     return _latest(_surviving(trained, resumed)) + _latest(_surviving(held_out, _after(resumed)))
 
 
-def _latest(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _latest(samples: Rows) -> Rows:
     """Each rollout once: one that was kept when it ended, because a tool failed, may have been kept again with its
     advantage."""
     early = {(line.get("step"), line.get("id")) for line in samples if line.get("kept") == "failure"}
@@ -204,9 +204,7 @@ def _latest(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in samples if "kept" not in line or (line.get("step"), line.get("id")) not in again]
 
 
-def read_events(
-    folder: str | Path, damage: list[str] | None = None, kinds: Collection[str] = ()
-) -> list[dict[str, Any]]:
+def read_events(folder: str | Path, damage: list[str] | None = None, kinds: Collection[str] = ()) -> Rows:
     """Events of all lineages, optionally only of `kinds`, in the order of writing; for `damage` see `read_lines`."""
     words = tuple(f'"{kind}"'.encode() for kind in kinds)
     events = read_lines(Path(folder) / "events.jsonl", damage, words, why_none=why_no_event)
@@ -310,8 +308,8 @@ def summary_of(
     folder: Path,
     running: bool,
     report: ExitReport | None,
-    events: list[dict[str, Any]],
-    rows: list[dict[str, Any]],
+    events: Rows,
+    rows: Rows,
     tables: dict[str, Any],
 ) -> RunSummary:
     """Summary of a run's files after reading; `running` is checked before anything is read."""
@@ -343,7 +341,7 @@ def _silence(folder: Path) -> str:
     return "; ".join(filter(None, [*found, *(each.silence(now) for each in read_processes(folder))]))
 
 
-def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[float, float]:
+def _working_time(lines: Rows, until: float | None) -> tuple[float, float]:
     """Start of the first lineage, and the time from first to last line summed over lineages."""
     spans: dict[int, tuple[float, float]] = {}
     for line in lines:
@@ -356,7 +354,7 @@ def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[flo
     return started, round(sum(last - first for first, last in spans.values()), 3)
 
 
-def _resumed_from(events: list[dict[str, Any]]) -> dict[int, int]:
+def _resumed_from(events: Rows) -> dict[int, int]:
     """For each resumed lineage, the step of the checkpoint it started from."""
     resumes = (event for event in events if event["kind"] == "resume" and isinstance(event.get("step"), int))
     return {event["lineage"]: event["step"] for event in resumes}
@@ -366,7 +364,7 @@ def _after(steps: dict[int, int]) -> dict[int, int]:
     return {lineage: step + 1 for lineage, step in steps.items()}
 
 
-def _surviving(rows: list[dict[str, Any]], begins: dict[int, int]) -> list[dict[str, Any]]:
+def _surviving(rows: Rows, begins: dict[int, int]) -> Rows:
     """Rows that no later lineage repeated. A lineage begins where `begins` says, or at its first row."""
     first_steps: dict[int, int] = {}
     for row in rows:
@@ -374,18 +372,18 @@ def _surviving(rows: list[dict[str, Any]], begins: dict[int, int]) -> list[dict[
             first_steps[row["lineage"]] = min(row["step"], first_steps.get(row["lineage"], row["step"]))
     first_steps |= begins
 
-    def survives(row: dict[str, Any]) -> bool:
+    def survives(row: Row) -> bool:
         later = (step for lineage, step in first_steps.items() if lineage > row["lineage"])
         return "step" not in row or all(row["step"] < step for step in later)
 
     return [row for row in rows if survives(row)]
 
 
-def _last(rows: list[dict[str, Any]], name: str) -> float | None:
+def _last(rows: Rows, name: str) -> float | None:
     return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
 
 
-def last_attempt(events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[int, float, int]:
+def last_attempt(events: Rows, rows: Rows) -> tuple[int, float, int]:
     """Number of a run's last attempt (-1: it has none), seconds from its first to its last line, and automatic
     restarts of all attempts."""
     lines = [*events, *rows]

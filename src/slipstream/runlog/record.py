@@ -13,10 +13,11 @@ from typing import Any
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import read_lines, read_toml
+from slipstream.runlog.files import Row, Rows, read_lines, read_toml
 from slipstream.runlog.reader import (
     ExitReport,
     RunSummary,
+    holds_run,
     is_running,
     metrics_of,
     read_exit,
@@ -47,10 +48,10 @@ class RunRecord:
     """Contents of a run folder."""
 
     summary: RunSummary
-    rows: list[dict[str, Any]]
+    rows: Rows
     """Metrics of the surviving history, one row a step."""
-    events: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
+    events: Rows
+    samples: Rows
     """Without tokens, which `slipstream trace` reads for the sample it follows."""
     settings: list[Setting]
     exit: ExitReport | None
@@ -61,7 +62,7 @@ class RunRecord:
 def read_run(folder: str | Path) -> RunRecord:
     """Reads the run in `folder`. Raises `ConfigError` if it holds no run."""
     folder = Path(folder)
-    if not (folder / "events.jsonl").is_file():
+    if not holds_run(folder):
         raise ConfigError(f"{folder} holds no run: name a folder that `slipstream train` wrote")
     damage: list[str] = []
     # Checked first: if the run ends in between, its `exit.json` exists when that is read.
@@ -85,15 +86,13 @@ def read_run(folder: str | Path) -> RunRecord:
     return RunRecord(summary, rows, events, samples, settings, report, damage)
 
 
-def samples_with_tokens(record: RunRecord) -> list[dict[str, Any]]:
+def samples_with_tokens(record: RunRecord) -> Rows:
     """The same samples with their tokens. What cannot be read is in `damage` already."""
     lines = _usable(Path(record.summary.folder) / "samples.jsonl", _why_no_sample, [])
     return samples_of(lines, record.events)
 
 
-def _usable(
-    path: Path, why_none: Callable[[dict[str, Any]], str], damage: list[str], without: str = ""
-) -> list[dict[str, Any]]:
+def _usable(path: Path, why_none: Callable[[Row], str], damage: list[str], without: str = "") -> Rows:
     """The lines that `why_none` accepts. The number of others is reported, with the problem of the first."""
     rows = read_lines(path, damage, without=without)
     bad = [problem for row in rows if (problem := why_none(row))]
@@ -102,7 +101,7 @@ def _usable(
     return [row for row in rows if not why_none(row)] if bad else rows
 
 
-def _why_no_sample(line: dict[str, Any]) -> str:
+def _why_no_sample(line: Row) -> str:
     return why_no_sample(line) or ("" if "step" in line else "it has no step")
 
 

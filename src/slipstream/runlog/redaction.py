@@ -9,7 +9,6 @@ key (`max_tokens`) is not a secret. A secret without a name, such as `-p VALUE` 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import tomllib
@@ -23,41 +22,12 @@ REDACTED = "<redacted>"
 
 # Shorter secrets are replaced only where they are the whole value, not inside other text.
 _MIN_SCRUBBED = 6
-_SECRET_WORDS = frozenset(
-    {"token", "key", "apikey", "password", "passwd", "pwd", "passphrase", "passcode", "secret", "secrets"}
-    | {
-        "credential",
-        "credentials",
-        "passwords",
-        "apikeys",
-        "authorization",
-        "auth",
-        "bearer",
-        "cookie",
-        "cookies",
-        "jwt",
-        "pat",
-        "dsn",
-    }
-    | {
-        "webhook",
-        "signature",
-        "sig",
-        "sas",
-        "pin",
-        "kubeconfig",
-        "sessionid",
-        "authtoken",
-        "accesstoken",
-        "accesskey",
-        "secretkey",
-        "privatekey",
-    }
+_SECRET = re.compile(
+    r"\b(token|key|apikeys?|passwords?|passwd|pwd|passphrase|passcode|secrets?|credentials?|authorization|auth|bearer"
+    r"|cookies?|jwt|pat|dsn|webhook|signature|sig|sas|pin|kubeconfig|sessionid|authtoken|accesstoken|accesskey"
+    r"|secretkey|privatekey|access code|session id|connection string|(api|access) (keys|tokens)|pass$)\b"
 )
-_SECRET_PAIRS = frozenset(
-    {("access", "code"), ("session", "id"), ("connection", "string"), ("api", "keys"), ("access", "keys")}
-    | {("access", "tokens"), ("api", "tokens")}
-)
+"""In the words of a name, with spaces between them."""
 _HARMLESS_VARIABLES = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "TERM_SESSION_ID"})
 _COMMANDS = ("mcp:", "-")
 """Beginnings of the command of a tool server, and of an option in a list of arguments."""
@@ -117,8 +87,7 @@ def is_secret(name: str) -> bool:
     """Whether a word of the key's name is token, key, password, secret or the like (not so `max_tokens`), digits aside;
     `pass` is one at the end of the name."""
     words = re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
-    has_word = not _SECRET_WORDS.isdisjoint(words) or words[-1:] == ["pass"]
-    return has_word or not _SECRET_PAIRS.isdisjoint(itertools.pairwise(words))
+    return _SECRET.search(" ".join(words)) is not None
 
 
 def is_secret_variable(name: str) -> bool:

@@ -13,7 +13,7 @@ from slipstream.errors import DataError
 from slipstream.processes.files import UNDECODABLE, disk_errors, write_whole
 from slipstream.records import Message, Rollout, Sequence, Ticket
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import usable
+from slipstream.runlog.files import Row, Rows, usable
 
 TICKETS = "tickets"
 _MAX_ERROR = 20_000
@@ -22,7 +22,7 @@ _KEEP_TICKETS = 2
 """A receiver may still hold the version before the latest."""
 
 
-def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[str, Any]:
+def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> Row:
     """A line of `samples.jsonl`: text to read, and for `slipstream trace` every token with its version."""
     return {
         "step": step,
@@ -47,12 +47,12 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
     }
 
 
-def _turn_of(message: Message) -> dict[str, Any]:
+def _turn_of(message: Message) -> Row:
     calls = {"tool_calls": list(message.tool_calls)} if message.tool_calls else {}
     return {"role": message.role, "content": message.content, **calls}
 
 
-def _images_of(rollout: Rollout) -> list[dict[str, Any]]:
+def _images_of(rollout: Rollout) -> Rows:
     """The images that a rollout saw, in their order. The bytes of a `data:` URI are left out: every sample would have
     them again."""
     found = {media.sha256: media for sequence in rollout.sequences for media in sequence.media}
@@ -75,7 +75,7 @@ def sample_id(rollout_id: str, step: int) -> str:
     return f"eval.{step}.{place}" if kind == "eval" and place.replace("-", "", 1).isdigit() else rollout_id
 
 
-def _tokens_of(sequence: Sequence) -> dict[str, Any]:
+def _tokens_of(sequence: Sequence) -> Row:
     """`sampled` are the ranges [start, end) of sampled tokens; `versions` are the versions with the positions from
     which they sampled; log-probabilities, and advantages where each token has its own, are those of the sampled
     tokens."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.runlog.files import whole_lines
+from slipstream.runlog.files import Row, whole_lines
 from slipstream.runlog.record import RunRecord
 from slipstream.runlog.samples import are_ranges, sample_id
 
@@ -247,7 +246,7 @@ def _holder(record: RunRecord, name: str, digest: str) -> str:
     return ""
 
 
-def _checkpoints(record: RunRecord) -> dict[str, dict[str, Any]]:
+def _checkpoints(record: RunRecord) -> dict[str, Row]:
     """Existing checkpoints by folder, each with the event of its writing."""
     found = {str(event.get("path")): event for event in record.events if event["kind"] == "checkpoint"}
     folder = record.summary.folder

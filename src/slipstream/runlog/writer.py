@@ -27,6 +27,7 @@ from slipstream.runlog.files import (
     LOCK_FILE,
     FolderLock,
     LineFile,
+    Row,
     read_lines,
     refuse_in_use,
     without_surrogates,
@@ -202,7 +203,7 @@ class RunLog:
         """Writes one event; text under keys that look like secrets is replaced."""
         if clash := fields.keys() & {"time", "lineage"}:
             raise ValueError(f"event {kind!r} has a field {min(clash)!r}, which every event has: rename it")
-        self._write(_EVENTS, {"kind": kind, **cast(dict[str, Any], redact(fields))})
+        self._write(_EVENTS, {"kind": kind, **cast(Row, redact(fields))})
 
     def published(self, ticket: Ticket, **fields: Any) -> None:
         """Writes the event of a published version, with `fields`, and keeps its ticket."""
@@ -277,7 +278,7 @@ class RunLog:
 
     def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
         """Keeps a rollout for people to read, with the `step` of its batch (from 0)."""
-        fields = self._scrubbed(cast(dict[str, Any], msgspec.to_builtins(record, enc_hook=str)))
+        fields = self._scrubbed(cast(Row, msgspec.to_builtins(record, enc_hook=str)))
         self._write(_SAMPLES, fields)
         for listener in self._sample_listeners:
             listener(fields)
@@ -353,16 +354,16 @@ class RunLog:
         """The text as it may stand in the run folder: without the run's secrets."""
         return scrub(text, self._secrets)
 
-    def _write(self, name: str, fields: dict[str, Any]) -> None:
+    def _write(self, name: str, fields: Row) -> None:
         with self._guard:
             row = {"time": _now(), "lineage": self.lineage, **self._scrubbed(fields)}
             self._files[name].append(_encode(row))
             self._progress_at = row["time"]
 
-    def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _scrubbed(self, fields: Row) -> Row:
         if not self._secrets:
             return fields
-        return cast(dict[str, Any], map_text(fields, self.scrub, keys=True))
+        return cast(Row, map_text(fields, self.scrub, keys=True))
 
 
 def report_of(

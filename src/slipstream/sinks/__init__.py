@@ -112,32 +112,27 @@ class _Row:
     samples: Sequence[Mapping[str, Any]]
 
 
+@dataclass
 class _Worker:
     """One sink in its own thread, which also imports the library."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[Run], Sink],
-        run: Run,
-        log: EventLog,
-        max_waiting: int,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.name = name
-        self._tell = tell
-        self.num_put = 0
-        self.num_written = 0
-        self._make = make
-        self._run = run
-        self._log = log
-        self._has_warned = False
-        self._abandoned = False
+    name: str
+    make: Callable[[Run], Sink]
+    run: Run
+    log: EventLog
+    max_waiting: int
+    tell: Callable[[str], None]
+    num_put: int = 0
+    num_written: int = 0
+    exit_code: int = 0
+    has_warned: bool = False
+    is_abandoned: bool = False
+
+    def __post_init__(self) -> None:
         self._ends = threading.Event()
-        self._exit_code = 0
-        self._rows: queue.Queue[_Row] = queue.Queue(max_waiting)
+        self._rows: queue.Queue[_Row] = queue.Queue(self.max_waiting)
         # A daemon: a library that hangs cannot keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -153,26 +148,26 @@ class _Worker:
             self._fail(f"is {self._rows.maxsize} rows behind, and further ones are lost to it")
 
     def ask_to_end(self, exit_code: int) -> None:
-        self._exit_code = exit_code
+        self.exit_code = exit_code
         self._ends.set()
 
     def wait(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._fail("did not end in time, and what it had not written is lost to it")
-            self._abandoned = True
+            self.is_abandoned = True
 
     def _work(self) -> None:
         try:
-            if (own := self._run.folder / self.name).is_symlink():
+            if (own := self.run.folder / self.name).is_symlink():
                 raise OSError(f"{own} is a link, and would be written elsewhere")
-            sink = self._make(self._run)
+            sink = self.make(self.run)
         except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is reported)
             self._fail(f"cannot be opened ({one_line(error)})")
             return
-        if (url := getattr(sink, "url", "")) and not self._abandoned:
-            self._log.event("sink_opened", name=self.name, url=url)
-            self._tell(f"metrics in {self.name}: {url}")
+        if (url := getattr(sink, "url", "")) and not self.is_abandoned:
+            self.log.event("sink_opened", name=self.name, url=url)
+            self.tell(f"metrics in {self.name}: {url}")
         while not (self._ends.is_set() and self._rows.empty()):
             try:
                 row = self._rows.get(timeout=0.1)
@@ -187,15 +182,15 @@ class _Worker:
             except BaseException as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
                 self._fail(f"did not take step {row.step} ({one_line(error)})")
         try:
-            sink.close(self._exit_code)
+            sink.close(self.exit_code)
         except BaseException as error:  # noqa: BLE001 (the same)
             self._fail(f"could not be closed ({one_line(error)})")
 
     def _fail(self, what: str) -> None:
         # An abandoned thread may return after the log was closed.
-        if not self._has_warned and not self._abandoned:
-            self._has_warned = True
-            self._log.warning(
+        if not self.has_warned and not self.is_abandoned:
+            self.has_warned = True
+            self.log.warning(
                 f"the metric sink {self.name} {what}: training goes on, and metrics.jsonl has every row", sink=self.name
             )
 

@@ -76,37 +76,6 @@ def why_untrained(row: Mapping[str, float]) -> str:
     return "the critic alone was trained" if row.get("value/warmup") else ""
 
 
-class NullView:
-    """Shows nothing."""
-
-    def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """Nothing."""
-
-    def ready(self) -> None:
-        """Nothing."""
-
-    def phase(self, name: str, total: int | None = None) -> None:
-        """Nothing."""
-
-    def advance(self, n: int = 1) -> None:
-        """Nothing."""
-
-    def end_phase(self) -> None:
-        """Nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def message(self, text: str, level: str = "info") -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
-
-
 @dataclass
 class Phase:
     """A phase that is running."""
@@ -257,3 +226,10 @@ class StatefulView:
     def _on_step(self, row: Mapping[str, float]) -> None: ...
     def _on_message(self, text: str, level: str) -> None: ...
     def _on_stop(self) -> None: ...
+
+
+class NullView(StatefulView):
+    """Shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from slipstream.config.bounds import Problems
 from slipstream.config.schema import RunConfig
 from slipstream.config.traits import uses_critic
 
 
-def batch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def batch_problems(config: RunConfig) -> Problems:
     """(key, sentence) for each contradiction among steps, epochs, batches and warm-ups."""
     training = config.training
     if training.steps is not None:
@@ -30,7 +29,7 @@ def _follows_data(config: RunConfig) -> bool:
     return order == "data" or (order == "auto" and not config.training.staleness)
 
 
-def warmup_problems(config: RunConfig, steps: int) -> Iterator[tuple[str, str]]:
+def warmup_problems(config: RunConfig, steps: int) -> Problems:
     """(key, sentence) for each warm-up that `steps` batches do not reach the end of."""
     training, warmup = config.training, config.critic.warmup_steps
     if uses_critic(config) and warmup >= steps:

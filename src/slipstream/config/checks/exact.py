@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from slipstream.config.bounds import Problems
 from slipstream.config.parse.messages import show
 from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import uses_critic
@@ -24,7 +23,7 @@ _NEEDED = {
 """Keys, and the values that they may have."""
 
 
-def exact_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def exact_problems(config: RunConfig) -> Problems:
     """See `checks.contradictions`."""
     if not config.run.exact:
         return

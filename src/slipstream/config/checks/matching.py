@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from slipstream.config.bounds import Problems
 from slipstream.config.schema import RLConfig, RunConfig
 
 _OF_MATCHES = ("candidate_top_k", "maskiou_gate", "maskiou_resolution", "fp_cost", "fn_cost")
@@ -33,7 +32,7 @@ def matching_inapplicable(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def matching_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def matching_problems(config: RunConfig) -> Problems:
     """(key, sentence) for each combination with [matching] that cannot be run."""
     matching = config.matching
     if matching is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from slipstream.config.bounds import Problems
 from slipstream.config.mixture import MIXTURE, MixturePart
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
@@ -28,7 +27,7 @@ def mixture_inapplicable(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def mixture_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def mixture_problems(config: RunConfig) -> Problems:
     """(key, sentence) for each combination of a mixture's settings that cannot be run."""
     environment = config.environment
     if environment is None or environment.name != MIXTURE:
@@ -42,7 +41,7 @@ def mixture_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _part(f"environment.mixture.{name}", part, config)
 
 
-def _part(path: str, part: MixturePart, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _part(path: str, part: MixturePart, config: RunConfig) -> Problems:
     if not part.name.strip() or part.name == MIXTURE:
         yield (
             f"{path}.name",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from slipstream.config.bounds import Problems
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import RunConfig
 from slipstream.config.traits import num_replicas, shares_weights, uses_engine
 
 
-def process_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def process_problems(config: RunConfig) -> Problems:
     """See `checks.contradictions`."""
     yield from _streams(config)
     yield from _single_copy(config)
@@ -17,7 +16,7 @@ def process_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _ranks(config)
 
 
-def _streams(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _streams(config: RunConfig) -> Problems:
     streams, environment = config.run.streams, config.environment
     if streams == "redis" and config.redis is None:
         yield "run.streams", 'run.streams = "redis" needs a server: set redis.url, or use "files"'
@@ -29,7 +28,7 @@ def _streams(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _single_copy(config: RunConfig) -> Problems:
     """Checks for one copy of the weights that trainer and engine share."""
     if not shares_weights(config):
         return
@@ -67,7 +66,7 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _orchestrators(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _orchestrators(config: RunConfig) -> Problems:
     """Checks for several processes that generate rollouts."""
     number, prompts = config.run.orchestrators, config.training.prompts_per_batch
     if number == 1:
@@ -92,7 +91,7 @@ def _orchestrators(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _ranks(config: RunConfig) -> Problems:
     """Checks for settings that do not work with several trainer processes."""
     ranks, optimizer, bridge = config.training.ranks, config.training.optimizer, config.weights.bridge
     if ranks == 1:

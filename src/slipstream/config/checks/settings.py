@@ -6,9 +6,10 @@ the model, the tasks or the machine are in `launch.plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from slipstream.config.addresses import key_variable_problem
+from slipstream.config.bounds import Problems
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
 from slipstream.config.checks.matching import matching_inapplicable, matching_problems
@@ -157,7 +158,7 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
     return next((reasons[name] for name in above if name in reasons), "")
 
 
-def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
+def contradictions(config: RunConfig) -> Problems:
     """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from mixture_problems(config)
@@ -198,7 +199,7 @@ def probe_limits(warn: float, stop: float) -> str:
     )
 
 
-def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
+def _policy_gradient(algorithm: RLConfig) -> Problems:
     if algorithm.old_policy == "engine" and algorithm.importance_sampling not in ("auto", "none"):
         yield (
             "algorithm.importance_sampling",
@@ -256,7 +257,7 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _critic(config: RunConfig) -> Problems:
     if not uses_critic(config):
         return
     assert isinstance(config.algorithm, RLConfig)
@@ -269,7 +270,7 @@ def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _teacher(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _teacher(config: RunConfig) -> Problems:
     teacher, algorithm = config.teacher, config.algorithm
     if not isinstance(algorithm, RLConfig):
         return
@@ -301,7 +302,7 @@ def _teacher(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _variables(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _variables(config: RunConfig) -> Problems:
     named: dict[str, tuple[str, ...]] = {}
     if config.environment is not None:
         named["environment.variables"] = config.environment.variables
@@ -314,7 +315,7 @@ def _variables(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield setting, problem
 
 
-def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _optimizer(config: RunConfig) -> Problems:
     if config.training.optimizer == "adamw_bf16" and config.model.dtype not in ("auto", "bfloat16"):
         yield (
             "training.optimizer",
@@ -323,7 +324,7 @@ def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _lora(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _lora(config: RunConfig) -> Problems:
     lora = config.lora
     if lora is None:
         if config.weights.bridge == "lora":
@@ -342,7 +343,7 @@ def _lora(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "lora.path", 'lora.path = "" is empty: give the folder of an adapter, or leave it out'
 
 
-def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _sources(config: RunConfig) -> Problems:
     if config.environment is not None:
         if not config.environment.name.strip():
             remedy = "give reasoning_gym/<task> or path/to/file.py:Class"
@@ -368,7 +369,7 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from config.data.problems()
 
 
-def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _delta(config: RunConfig) -> Problems:
     """Checks that `weights.delta` is used with a bridge that sends whole models."""
     bridge = bridge_of(config)
     if not config.weights.delta or bridge in ("auto", "disk", "broadcast"):
@@ -385,7 +386,7 @@ def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _engine(config: RunConfig) -> Problems:
     sampling, inference = config.sampling, config.inference
     if inference.sleep is True and config.training.staleness:
         yield (

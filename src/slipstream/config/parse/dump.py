@@ -15,11 +15,11 @@ from typing import Any
 
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.parse.keys import (
+    CONTROL,
     all_keys,
     as_table,
     dotted,
     flatten,
-    is_control,
     optional_sections,
     quoted,
     sections,
@@ -92,7 +92,7 @@ def toml_value(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join("".join(" " if is_control(character) else character for character in text).split())
+    return " ".join(CONTROL.sub(" ", text).split())
 
 
 def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

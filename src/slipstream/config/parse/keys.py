@@ -5,6 +5,7 @@ Everything is read from the schema, so a new field needs no change here.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from slipstream.config.schema import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
+"""Characters that a TOML file should hold only escaped. The last two are legal, but some readers break lines there."""
 NEVER_REACHED = 1e6
 
 
@@ -42,11 +45,6 @@ class Key:
     def path(self) -> str:
         """`section.name`."""
         return f"{self.section}.{self.name}"
-
-
-def all_keys() -> Mapping[str, Key]:
-    """Every key by its path `section.name`, in the schema's order."""
-    return _keys()
 
 
 def sections() -> tuple[str, ...]:
@@ -120,18 +118,7 @@ def dotted(path: Sequence[str]) -> str:
 
 def quoted(text: str) -> str:
     """`text` as a TOML string, on one line."""
-    short = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    escaped = (
-        short.get(character) or (f"\\u{ord(character):04X}" if is_control(character) else character)
-        for character in text
-    )
-    return f'"{"".join(escaped)}"'
-
-
-def is_control(character: str) -> bool:
-    """Whether a TOML file should contain the character only escaped."""
-    # U+2028 and U+2029 are legal, but some readers break lines there.
-    return ord(character) < 0x20 or 0x7F <= ord(character) <= 0x9F or character in "\u2028\u2029"
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04X}", json.dumps(text, ensure_ascii=False))
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -146,21 +133,27 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return type(config).model_validate(data)
 
 
-@cache
-def _keys() -> dict[str, Key]:
+def _models() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every section with its JSON schema; [algorithm] with that of each of its classes."""
     schema = RunConfig.model_json_schema()
-    keys: dict[str, Key] = {}
     for section, reference in schema["properties"].items():
-        models = [schema["$defs"][name] for name in _references(reference)]
-        for model in models:
-            kinds = _kinds(model) if section == "algorithm" else ()
-            for name, spec in model["properties"].items():
-                path = f"{section}.{name}"
-                before = keys[path].kinds if path in keys else ()
-                keys[path] = _key(section, name, spec, name in model.get("required", ()), (*before, *kinds))
-    algorithms = [schema["$defs"][name] for name in _references(schema["properties"]["algorithm"])]
-    every_kind = tuple(kind for model in algorithms for kind in _kinds(model))
-    kind_words = join_choices(tuple(f'"{kind}"' for kind in every_kind))
+        for name in _references(reference):
+            yield section, schema["$defs"][name]
+
+
+@cache
+def all_keys() -> Mapping[str, Key]:
+    """Every key by its path `section.name`, in the schema's order."""
+    keys: dict[str, Key] = {}
+    every_kind: tuple[str, ...] = ()
+    for section, model in _models():
+        kinds = _kinds(model) if section == "algorithm" else ()
+        every_kind += kinds
+        for name, spec in model["properties"].items():
+            path = f"{section}.{name}"
+            before = keys[path].kinds if path in keys else ()
+            keys[path] = _key(section, name, spec, name in model.get("required", ()), (*before, *kinds))
+    kind_words = join_choices([f'"{kind}"' for kind in every_kind])
     keys["algorithm.kind"] = Key("algorithm", "kind", kind_words, required=True, is_text=True, choices=every_kind)
     return keys
 
@@ -168,15 +161,13 @@ def _keys() -> dict[str, Key]:
 @cache
 def _free_sections() -> dict[str, str]:
     """For each free table of sections the name of their schema."""
-    schema = RunConfig.model_json_schema()
     found: dict[str, str] = {}
-    for section, reference in schema["properties"].items():
-        for model in (schema["$defs"][name] for name in _references(reference)):
-            for name, spec in model["properties"].items():
-                values = [*spec.get("patternProperties", {}).values(), spec.get("additionalProperties")]
-                names = [each for value in values if isinstance(value, dict) for each in _references(value)]
-                if names:
-                    found[f"{section}.{name}"] = names[0]
+    for section, model in _models():
+        for name, spec in model["properties"].items():
+            values = [*spec.get("patternProperties", {}).values(), spec.get("additionalProperties")]
+            names = [each for value in values if isinstance(value, dict) for each in _references(value)]
+            if names:
+                found[f"{section}.{name}"] = names[0]
     return found
 
 
@@ -199,7 +190,7 @@ def _key(section: str, name: str, spec: Mapping[str, Any], required: bool, kinds
     return Key(
         section,
         name,
-        requirement=join_choices(tuple(word for part in parts for word in _words(part))),
+        requirement=join_choices([word for part in parts for word in _words(part)]),
         required=required,
         is_flag="boolean" in types,
         is_text=types == {"string"},
@@ -242,7 +233,7 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _list_words(items: Mapping[str, Any]) -> str:
-    choices = tuple(f'"{choice}"' for choice in items.get("enum", ()))
+    choices = [f'"{choice}"' for choice in items.get("enum", ())]
     return f"a list of {join_choices(choices)}" if choices else "a list of texts"
 
 

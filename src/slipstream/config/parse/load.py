@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from slipstream.config.addresses import is_address
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
-from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections
+from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, with_values
 from slipstream.config.parse.messages import located, rewrite, shortened, show
 from slipstream.config.parse.paths import path_problems, unusable_path
 from slipstream.config.parse.run_file import RunFile, read_run_file
@@ -42,6 +42,10 @@ class Loaded:
     origins: dict[str, str]
     warnings: tuple[str, ...] = ()
     """Notes on keys of the file that have no effect because of the command line."""
+
+    def with_values(self, values: Mapping[str, Any]) -> Loaded:
+        """The same with these `section.key` values, see `keys.with_values`."""
+        return replace(self, config=with_values(self.config, values))
 
 
 def load_config(
@@ -262,9 +266,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
         return os.path.realpath((existing or candidates)[0])
 
     def text_at(section: str, name: str) -> str:
-        table = tree.get(section)
-        value = table.get(name) if isinstance(table, dict) else None
-        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
+        return _text_at(tree.get(section), name)
 
     if text := text_at("model", "path"):
         is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
@@ -290,14 +292,16 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 
 
+def _text_at(table: Any, name: str) -> str:
+    """The text under `name`; empty where it is none, or cannot be a path."""
+    value = table.get(name) if isinstance(table, dict) else None
+    return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
+
+
 def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[..., str]) -> None:
     """Resolves the paths of [environment], or of one part of its mixture, which stands at `prefix`."""
 
-    def text_at(name: str) -> str:
-        value = table.get(name)
-        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
-
-    if text := text_at("name"):
+    if text := _text_at(table, "name"):
         kind = "verifiers/" if text.startswith("verifiers/") else ""
         file, colon, name = text.removeprefix(kind).partition(".py:")
         if colon or text.endswith(".py"):
@@ -305,7 +309,7 @@ def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[.
             table["name"] = f"{file}:{name}" if colon else file
         elif text in ("rows", "detection"):
             _resolve_rows(table.get("settings"), f"{prefix}.settings", resolve)
-    if "/" in (text := text_at("python")):
+    if "/" in (text := _text_at(table, "python")):
         # Only its folder's links are followed: the program of a virtual environment is a link itself.
         bin_folder, program = os.path.split(text)
         table["python"] = os.path.join(resolve(f"{prefix}.python", bin_folder, always=True), program)

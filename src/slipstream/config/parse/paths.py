@@ -4,10 +4,10 @@ stand instead. Accesses neither file system nor network."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import cast
 
 from slipstream.config.addresses import check_address, is_address
+from slipstream.config.bounds import Problems
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RLConfig, RunConfig
@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
-def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def path_problems(config: RunConfig) -> Problems:
     """(key, sentence) for each setting that names a file and cannot be a path, or a bucket and cannot be one."""
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
