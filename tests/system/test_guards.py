@@ -198,7 +198,8 @@ def test_what_ends_a_run(scripted, options, how, error, step, words):
 
 def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
     limit = (*WITHOUT_EVALUATION, "--run.max_steps_without_signal", "2")
-    scripted.fail(("TrainingError", 7), "max_steps_without_signal = 2", *limit, **all_right(scripted))
+    wrong = {"script": lambda prompt, seed: scripted.say("b")}
+    scripted.fail(("TrainingError", 7), "max_steps_without_signal = 2", *limit, **wrong)
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[-1]["reward/signal_fraction"] == 0.0
     (verdict, warning), (skipped,) = scripted.events("warning"), scripted.events("skipped")
