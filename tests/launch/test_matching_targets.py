@@ -194,7 +194,10 @@ def test_tasks_that_cannot_be_trained_on_are_named(detector, described, sentence
 
 
 def test_an_environment_of_several_turns_is_refused():
-    conversations_of([], MatchingConfig(), 3)
+    (conversation,) = conversations_of([task(0, [("red", [1, 2, 3, 4])])], MatchingConfig(), 1)
+    assert conversation[-1].role == "assistant"
+    with pytest.raises(ConfigError, match=r"matches one answer .* up to 3 turns: use one of a single turn"):
+        conversations_of([], MatchingConfig(), 3)
 
 
 def test_a_tokenizer_without_coordinates_is_refused(tmp_path):

@@ -87,8 +87,11 @@ def test_turns_that_alternate_are_fine_and_a_run_may_say_what_it_likes(tokenizer
 def test_the_small_models_template_takes_both(tokenizer_of):
     assert check(tokenizer_of(), Asks()) == check(tokenizer_of(), Own()) == []
 
-    silent = ALTERNATING.partition("{%- endif -%}")[2]
-    silent = silent.replace("message['content']", "message['content'] if message.role != 'tool' else ''")
+
+def test_results_of_tools_that_the_template_leaves_out_are_refused(tokenizer_of):
+    silent = ALTERNATING.partition("{%- endif -%}")[2].replace(
+        "message['content']", "message['content'] if message.role != 'tool' else ''"
+    )
     tokenizer = tokenizer_of("{%- for message in messages -%}" + silent)
     with pytest.raises(ConfigError, match=r"a message of role tool .*it leaves the text out"):
         check(tokenizer, Asks())
