@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.cli import commands, main, proof
+from slipstream.cli import commands, proof
 from slipstream.cli.init_files import FILES
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch import run as launch_local
@@ -69,19 +69,6 @@ def run_file(model, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(RUN_FILE.format(model=model, environment="reasoning_gym/spell_backward"))
     return path
-
-
-@pytest.fixture
-def slipstream(capsys, tmp_path, monkeypatch):
-    """Runs a command in this process; returns exit code, output and error output."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return (ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -167,8 +154,10 @@ def test_report_needs_runs(slipstream, tmp_path):
 
 
 def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, tmp_path):
-    rows = [[("user", f"{letter}?"), ("assistant", f"{letter}!")] for letter in "ab"]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{letter}?"}, {"role": "assistant", "content": "!"}]}
+        for letter in "ab"
+    ]
     (tmp_path / "messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_file.write_text(SFT.format(model=model))
     common = ("--no-evaluation", "--run.threads", "1", "--training.prompts_per_batch", "2", "--json")
@@ -209,9 +198,8 @@ def test_env_test_needs_no_number_of_steps(slipstream, run_file):
 
 def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slipstream, run_file, tmp_path):
     (tmp_path / "constant.py").write_text(CONSTANT)
-    code, out, err = slipstream(
-        "env", "test", run_file, "--environment.name", tmp_path / "constant.py", "--num-tasks", "16", "--json"
-    )
+    name = ("--environment.name", tmp_path / "constant.py")
+    code, out, err = slipstream("env", "test", run_file, *name, "--num-tasks", "16", "--json")
     assert code == 4
     assert json.loads(out)["failures"]
     assert err.startswith("error: environment constant cannot be trained on: ")
@@ -256,10 +244,16 @@ def test_env_test_shows_no_number_for_what_was_not_graded(slipstream, run_file, 
 ROW = '{"prompt": "%d", "completion": "%d"}\n'
 
 
-def test_one_command_begins_continues_and_shows_a_run(slipstream, model, tmp_path):
+@pytest.fixture
+def sft_file(model, tmp_path):
+    """Two steps of SFT on sixteen rows beside it."""
     (tmp_path / "rows.jsonl").write_text("".join(ROW % (i, i + 1) for i in range(16)))
-    text = SFT.format(model=model) + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n'
-    (tmp_path / "sft.toml").write_text(text)
+    path = tmp_path / "sft.toml"
+    path.write_text(SFT.format(model=model) + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n')
+    return path
+
+
+def test_one_command_begins_continues_and_shows_a_run(slipstream, sft_file, tmp_path):
     command = ("sft", "sft.toml", "--run.folder", "runs/one", "--resume=auto", "--json")
     code, out, _ = slipstream(*command)
     first = json.loads(out)
@@ -286,10 +280,8 @@ def test_one_command_begins_continues_and_shows_a_run(slipstream, model, tmp_pat
     assert "is not empty" in err
 
 
-def test_a_run_that_ended_early_is_complete_until_its_limits_change(slipstream, model, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(ROW % (i, i + 1) for i in range(16)))
-    text = SFT.format(model=model).replace("steps = 2", "epochs = 500")
-    (tmp_path / "sft.toml").write_text(text + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n')
+def test_a_run_that_ended_early_is_complete_until_its_limits_change(slipstream, sft_file, tmp_path):
+    sft_file.write_text(sft_file.read_text().replace("steps = 2", "epochs = 500"))
     command = ("sft", "sft.toml", "--run.folder", "runs/one", "--resume=auto", "--json", "--training.max_seconds")
     steps = [json.loads(slipstream(*command, seconds)[1])["steps"] for seconds in ("0.01", "0.01", "0.02")]
     assert 1 <= steps[0] < 2000
@@ -325,11 +317,8 @@ def test_a_run_that_is_killed_at_its_end_ends_with_its_resume(slipstream, two_st
 
 
 @pytest.fixture
-def two_steps(slipstream, model, tmp_path):
+def two_steps(slipstream, sft_file, tmp_path):
     """The command of a run that has made its two steps."""
-    (tmp_path / "rows.jsonl").write_text("".join(ROW % (i, i + 1) for i in range(16)))
-    text = SFT.format(model=model) + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n'
-    (tmp_path / "sft.toml").write_text(text)
     more = ("--run.checkpoint_every", "1", "--run.keep_checkpoints", "2")
     command = ("sft", "sft.toml", "--run.folder", str(tmp_path / "runs" / "two"), "--resume=auto", "--json", *more)
     assert slipstream(*command)[0] == 0
@@ -406,9 +395,8 @@ def test_env_test_refuses_samples_that_make_no_groups(slipstream, run_file, opti
 
 
 def test_model_new(slipstream, tmp_path):
-    code, out, _ = slipstream(
-        "model", "new", "model", "--hidden-size", "32", "--num-layers", "1", "--tokenizer", "byte", "--json"
-    )
+    shape = ("--hidden-size", "32", "--num-layers", "1", "--tokenizer", "byte")
+    code, out, _ = slipstream("model", "new", "model", *shape, "--json")
     assert (code, json.loads(out)) == (0, {"folder": "model"})
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
@@ -418,9 +406,8 @@ def test_output_that_is_lost_is_no_success_and_none_at_all_is_no_failure(redirec
     program = "from slipstream.processes.exits import leave; print('said'); leave(0)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {redirected}"
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    ended = subprocess.run(
-        ["sh", "-c", command], env=buffered, capture_output=True, text=True, timeout=300, check=False
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    ended = subprocess.run(["sh", "-c", command], env=buffered, **how)
     assert ended.returncode == code, ended.stderr
     assert ("error: the output cannot be written" in ended.stderr) == bool(code)
     assert "Traceback" not in ended.stderr
@@ -522,9 +509,9 @@ def test_help_names_commands_that_there_are(slipstream):
 
 def test_the_package_is_the_command_as_well():
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "slipstream", "--version"], capture_output=True, timeout=300, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.strip()
 
 

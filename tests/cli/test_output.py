@@ -19,18 +19,6 @@ COMMAND = [sys.executable, "-m", "slipstream.cli"]
 
 
 @pytest.fixture
-def slipstream(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return (ended.value.code, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
 def closed_pipe():
     reading, writing = os.pipe()
     os.close(reading)

@@ -34,11 +34,8 @@ def chat(server, capsys, monkeypatch):
 def test_a_conversation_is_remembered_until_it_is_begun_anew(server, chat):
     assert chat("a\nb\n\n/new\nc\n")[:2] == (["a", "a a b", "c"], 0)
     assert chat("a\nb\n", "--single-turn", "--system", "Be brief.")[0] == ["Be brief. a", "Be brief. b"]
-    assert server.bodies[-1] == {
-        "model": "adder",
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "b"}],
-        "temperature": 0.7,
-    }
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "b"}]
+    assert server.bodies[-1] == {"model": "adder", "messages": messages, "temperature": 0.7}
 
 
 def test_the_key_and_the_options_reach_the_server(server, chat, monkeypatch):
@@ -46,20 +43,15 @@ def test_the_key_and_the_options_reach_the_server(server, chat, monkeypatch):
     arguments = ["--key-variable", "MY_KEY", "--seed", "3", "--max-tokens", "5", "--temperature", "0"]
     assert chat("a\n", *arguments)[1] == 0
     assert server.keys == {f"Bearer {KEY}"}
-    assert {name: server.bodies[0][name] for name in ("seed", "max_tokens", "temperature")} == {
-        "seed": 3,
-        "max_tokens": 5,
-        "temperature": 0.0,
-    }
+    wanted = {"seed": 3, "max_tokens": 5, "temperature": 0.0}
+    assert {name: server.bodies[0][name] for name in wanted} == wanted
 
 
 def test_thinking_is_no_part_of_the_answer(server, chat):
     server.answer = lambda body: "<think>\nhm\n</think>\n\nyes"
     lines, code, _ = chat("a\n", "--json")
-    assert (json.loads(lines[0]), code) == (
-        {"message": "a", "answer": "yes", "thinking": "hm", "finish_reason": "stop", "num_tokens": 3},
-        0,
-    )
+    answer = {"message": "a", "answer": "yes", "thinking": "hm", "finish_reason": "stop", "num_tokens": 3}
+    assert (json.loads(lines[0]), code) == (answer, 0)
     server.answer, server.ended = lambda body: "<think>hm, h", {"finish_reason": "length"}
     lines, _, _ = chat("a\n", "--json")
     found = json.loads(lines[0])

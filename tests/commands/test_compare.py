@@ -98,10 +98,7 @@ def test_another_prompt_is_another_task(compared):
 
 
 def test_other_sampling_is_a_note(compared):
-    found = compared(
-        evaluation([1], [0], settings={"sampling.temperature": 1.0}),
-        evaluation([1], [0], settings={"sampling.temperature": 0.6}),
-    )
+    found = compared(*(evaluation([1], [0], settings={"sampling.temperature": each}) for each in (1.0, 0.6)))
     assert found.notes == ("sampling.temperature is 1.0 in A and 0.6 in B",)
 
 
@@ -109,11 +106,10 @@ def test_a_folder_of_images_or_of_an_environment_may_move(compared):
     def of(folder, digest):
         image = Media("image", f"{folder}/1.png", digest, width=8, height=8)
         given = evaluation([1], [0], settings={"environment.name": f"{folder}/letters.py"})
-        tasks = [
-            msgspec.structs.replace(each, prompt_digest=prompt_digest([Message("user", "q", (image,))]))
-            for each in given.tasks
-        ]
-        return msgspec.structs.replace(given, tasks=tasks)
+        digest = prompt_digest([Message("user", "q", (image,))])
+        return msgspec.structs.replace(
+            given, tasks=[msgspec.structs.replace(each, prompt_digest=digest) for each in given.tasks]
+        )
 
     found = compared(of("/one", "1" * 64), of("/two", "1" * 64))
     assert found.notes == ("environment.name is '/one/letters.py' in A and '/two/letters.py' in B",)

@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 from PIL import ExifTags, Image
 
-from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.inference.chat_server import ChatServer, MessageTokens
 from slipstream.records import GenerateRequest, Message, SamplingParams
@@ -103,19 +102,6 @@ def run_file(tmp_path):
     return tmp_path / "run.toml"
 
 
-@pytest.fixture
-def slipstream(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("ended", "expected", "num_unknown"),
     [
@@ -154,9 +140,7 @@ def test_is_evaluated_and_kept(server, run_file, slipstream, tmp_path, monkeypat
     assert server.keys == {f"Bearer {KEY}"}
     assert len(server.bodies) == 24
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Add."}
-    assert {(body["model"], body["temperature"], body["max_tokens"]) for body in server.bodies} == {
-        ("adder", 1.0, 2048)
-    }
+    assert {(body["model"], body["temperature"], body["max_tokens"]) for body in server.bodies} == {("adder", 1, 2048)}
     assert len({body["seed"] for body in server.bodies}) == 24
     kept = read_evaluation(tmp_path / "kept.json")
     assert KEY not in (tmp_path / "kept.json").read_text() + err
@@ -226,9 +210,8 @@ def test_two_are_compared(server, run_file, slipstream, tmp_path):
 
 
 def test_the_terminal_shows_the_figures(server, run_file, slipstream):
-    code, out, err = slipstream(
-        "eval", run_file, "--model", server.url, "--evaluation.samples_per_task", "2", "--plain"
-    )
+    several = ("--evaluation.samples_per_task", "2")
+    code, out, err = slipstream("eval", run_file, "--model", server.url, *several, "--plain")
     assert code == 0, err
     assert "accuracy:   100.0 % of 6 held-out tasks, 2 completions of each" in out
     assert "best:       @2 100.0 (61.0 to 100.0)" in out

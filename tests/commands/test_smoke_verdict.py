@@ -8,12 +8,8 @@ from slipstream.commands.smoke import Health, Limits, across, health_of
 def row(channel, loss=1.0, invalid=0, truncated=0, any_match=0.5):
     found = {"stage2/channel_a": float(channel == "A"), "stage2/channel_b": float(channel == "B"), "train/loss": loss}
     if channel == "B":
-        found |= {
-            "rollout/num_samples": 10.0,
-            "stage2/invalid_rollout": float(invalid),
-            "rollout/parse_truncated": float(truncated),
-            "rollout/sample_any_match_rate": any_match,
-        }
+        found |= {"rollout/num_samples": 10.0, "stage2/invalid_rollout": float(invalid)}
+        found |= {"rollout/parse_truncated": float(truncated), "rollout/sample_any_match_rate": any_match}
     return found
 
 
@@ -48,9 +44,8 @@ def test_what_speaks_against_a_run(channels, rows, problem):
 
 
 def test_an_error_is_the_problem_itself():
-    assert health_of("ab", [], Limits(), "the engine did not start").problems == (
-        "it ended with: the engine did not start",
-    )
+    problems = health_of("ab", [], Limits(), "the engine did not start").problems
+    assert problems == ("it ended with: the engine did not start",)
 
 
 def test_losses_of_two_runs_are_compared():

@@ -7,8 +7,6 @@ everything, with a deadline and a limit of memory. `--starts` has vLLM and torch
 in the folder has a line for each case.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -20,10 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from slipstream.config.parse.dump import toml_value
 from slipstream.config.parse.keys import all_keys, optional_sections, sections
@@ -48,7 +43,7 @@ class Letters(SingleTurn):
     def reward(self, task, completion):
         return float(completion == task.answer)
 """
-BASE: dict[str, Any] = {
+BASE = {
     "model": {"path": "model"},
     "environment": {"name": "letters.py"},
     "algorithm": {"kind": "grpo", "group_size": 4},
@@ -58,7 +53,7 @@ BASE: dict[str, Any] = {
     "evaluation": {"num_tasks": 8, "every": 2},
     "run": {"seed": 3},
 }
-VARIANTS: dict[str, dict[str, dict[str, Any] | None]] = {
+VARIANTS = {
     "grpo": {},
     "sft": {"algorithm": {"kind": "sft"}},
     "rows": {"algorithm": {"kind": "sft"}, "environment": None, "evaluation": None, "data": {"path": "rows.jsonl"}},
@@ -67,71 +62,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any] | None]] = {
     "problems": {"environment": {"name": "rows", "settings": {"path": "problems.jsonl"}}},
 }
 INTEGERS = (
-    0,
-    -1,
-    1,
-    2,
-    3,
-    7,
-    100,
-    1000,
-    10**5,
-    10**6,
-    10**9,
-    10**12,
-    2**31,
-    2**32 - 1,
-    2**32,
-    2**63 - 1,
-    2**64,
-    10**400,
+    *(0, -1, 1, 2, 3, 7, 100, 1000, 10**5, 10**6, 10**9, 10**12),
+    *(2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**64, 10**400),
 )
 FLOATS = (0.0, -0.5, 1e-300, 1e-12, 1e-3, 0.1, 0.5, 0.999, 1.0, 1.5, 2.5, 1e10, 1e30, 1e308, float("inf"), float("nan"))
 TEXTS = (
     *("", " ", "auto", "none", "true", "letters.py", "letters.py:Letters", "letters.py:Lettres", "rows", "model", "/"),
     *("nope", "./nope", "../nope", "/dev/null", "/proc/1", "a\0b", "a:b:c.py", "[/red]", "é", "\u2028", "\x85", "🎉"),
-    *(
-        "x" * 255,
-        "x" * 300,
-        "x/" * 3000,
-        "x" * 100_000,
-        "-1",
-        "1e3",
-        "https://[",
-        "~nobody/x",
-        "%s{}",
-        "reasoning_gym/no",
-    ),
+    *("x" * 255, "x" * 300, "x/" * 3000, "x" * 100_000),
+    *("-1", "1e3", "https://[", "~nobody/x", "%s{}", "reasoning_gym/no"),
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run file."""
-
-    number: int
-    what: str
-    text: str
-
-
-@dataclass
-class Result:
-    """What became of it."""
-
-    number: int
-    what: str
-    verdict: str
-    """`accepted`, `refused`, or what is wrong: `traceback`, `hang`, `wordy`, `unsaid`."""
-    code: int | None
-    said: str
-    seconds: float
-
-
-def make_case(seed: int, number: int) -> Case:
-    """The run file of that number."""
+def make_case(seed, number):
+    """What the run file of that number is, and its text."""
     draw = random.Random(f"{seed}/{number}")
     variant = draw.choice(sorted(VARIANTS))
-    tree: dict[str, Any] = {name: dict(table) for name, table in BASE.items()}
+    tree = {name: dict(table) for name, table in BASE.items()}
     for section, table in VARIANTS[variant].items():
         if table is None:
             tree.pop(section, None)
@@ -147,10 +94,10 @@ def make_case(seed: int, number: int) -> Case:
     if draw.random() < 0.12:
         change, text = draw.choice(_DAMAGES)(text, draw)
         what.append(change)
-    return Case(number, "; ".join(what), text)
+    return "; ".join(what), text
 
 
-def _other_value(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
+def _other_value(tree, draw, kind):
     """A key that there is, or could be, with a value of any type."""
     path = draw.choice([key.path for key in all_keys().values() if not key.kinds or kind in key.kinds])
     value = draw.choice((draw.choice(INTEGERS), draw.choice(FLOATS), draw.choice(TEXTS), draw.random() < 0.5))
@@ -159,7 +106,7 @@ def _other_value(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
     return _set(tree, path, value)
 
 
-def _likely_value(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
+def _likely_value(tree, draw, kind):
     """A key with a value that it takes by itself."""
     keys = [key for key in all_keys().values() if not key.kinds or kind in key.kinds]
     key = draw.choice([key for key in keys if key.path not in ("algorithm.kind", "run.folder")])
@@ -172,19 +119,18 @@ def _likely_value(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
     return _set(tree, key.path, draw.choice((1e-4, 0.01, 0.2, 0.5, 0.9, 1.0, 2.0, 60.0)))
 
 
-def _option(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
-    name = draw.choice(
-        ("block_size", "quantization", "swap_space", "max_logprobs", "load_format", "block_sise", "seed")
-    )
-    return _set(tree, "inference.options", {name: draw.choice((0, 16, 32, -5, "many", "fp8", "auto", True, 1e30))})
+def _option(tree, draw, kind):
+    names = ("block_size", "quantization", "swap_space", "max_logprobs", "load_format", "block_sise", "seed")
+    value = {draw.choice(names): draw.choice((0, 16, 32, -5, "many", "fp8", "auto", True, 1e30))}
+    return _set(tree, "inference.options", value)
 
 
-def _setting(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
+def _setting(tree, draw, kind):
     value = draw.choice((3, "three", 10**12, {"deep": {"er": 1}}, -1))
     return _set(tree, "environment.settings", {draw.choice(("size", "sise", "path", "seed")): value})
 
 
-def _removal(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
+def _removal(tree, draw, kind):
     section = draw.choice(sorted(tree))
     if isinstance(tree[section], dict) and tree[section] and draw.random() < 0.7:
         name = draw.choice(sorted(tree[section]))
@@ -194,7 +140,7 @@ def _removal(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
     return f"without {section}"
 
 
-def _slip(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
+def _slip(tree, draw, kind):
     """A name that is nearly right, or another trainer's."""
     section = draw.choice([name for name in tree if isinstance(tree[name], dict)])
     name = draw.choice((*tree[section], "lr", "num_train_epochs", "loss_type", "a.b", "é", "x" * 5000))
@@ -202,13 +148,13 @@ def _slip(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
     return _set(tree, f"{section}.{name[:place]}{name[place + 1 :]}", draw.choice((1, "x", True)))
 
 
-def _section_for_value(tree: dict[str, Any], draw: random.Random, kind: str) -> str:
+def _section_for_value(tree, draw, kind):
     section = draw.choice((*sections(), *optional_sections(), "trainin"))
     tree[section] = draw.choice((False, True, 5, "text", [], {}, [{"a": 1}]))
     return f"{section} = {tree[section]}"
 
 
-def _set(tree: dict[str, Any], path: str, value: Any) -> str:
+def _set(tree, path, value):
     section, _, name = path.partition(".")
     if not isinstance(tree.get(section), dict):
         tree[section] = {}
@@ -216,66 +162,58 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> str:
     return f"{path} = {str(value)[:40] if not isinstance(value, int) or value < 10**20 else hex(value)[:20]!r}"
 
 
-_CHANGES: tuple[Callable[[dict[str, Any], random.Random, str], str], ...] = (
-    *(_other_value,) * 4, *(_likely_value,) * 10, _option, _setting, _removal, _slip, _section_for_value,
-)  # fmt: skip
+_CHANGES = (*(_other_value,) * 4, *(_likely_value,) * 10, _option, _setting, _removal, _slip, _section_for_value)
 
 
-def _as_toml(tree: dict[str, Any]) -> str:
-    roots = [f"{name} = {toml_value(value)}" for name, value in tree.items() if not isinstance(value, dict)]
-    tables = [
-        "\n".join((f"\n[{name}]", *(f"{key} = {toml_value(value)}" for key, value in _written(table))))
-        for name, table in tree.items()
-        if isinstance(table, dict)
-    ]
-    return "\n".join((*roots, *tables)) + "\n"
+def _as_toml(tree):
+    lines = [f"{name} = {toml_value(value)}" for name, value in tree.items() if not isinstance(value, dict)]
+    for name, table in tree.items():
+        if isinstance(table, dict):
+            lines.append(f"\n[{name}]")
+            for key, value in table.items():
+                is_bare = key.replace("_", "").isalnum() and key.isascii()
+                lines.append(f"{key if is_bare else json.dumps(key)} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"
 
 
-def _written(table: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [
-        (key if key.replace("_", "").isalnum() and key.isascii() else json.dumps(key), it) for key, it in table.items()
-    ]
-
-
-def _cut(text: str, draw: random.Random) -> tuple[str, str]:
+def _cut(text, draw):
     place = draw.randrange(len(text))
     return f"cut at {place}", text[:place]
 
 
-def _insert(text: str, draw: random.Random) -> tuple[str, str]:
-    place = draw.randrange(len(text))
-    what = draw.choice(
-        ("\0", "\u2028", "\x85", '"', "'''", "[", "]]", "{", "=", "\r", "\ufeff", "\x1b", "# \u2029\n", "🎉")
-    )
+ODD = ("\0", "\u2028", "\x85", '"', "'''", "[", "]]", "{", "=", "\r", "\ufeff", "\x1b", "# \u2029\n", "🎉")
+
+
+def _insert(text, draw):
+    place, what = draw.randrange(len(text)), draw.choice(ODD)
     return f"{what!r} at {place}", text[:place] + what + text[place:]
 
 
-def _twice(text: str, draw: random.Random) -> tuple[str, str]:
+def _twice(text, draw):
     line = draw.choice(text.split("\n"))
     return f"twice {line[:40]!r}", f"{text}\n{line}\n"
 
 
-def _nest(text: str, draw: random.Random) -> tuple[str, str]:
+def _nest(text, draw):
     depth = draw.choice((30, 40, 300, 3000))
-    body = draw.choice(
-        (f"x = {'[' * depth}{']' * depth}", f"x = {'{a=' * depth}1{'}' * depth}", f"{'x.' * depth}y = 1")
-    )
+    lists, tables = f"x = {'[' * depth}{']' * depth}", f"x = {'{a=' * depth}1{'}' * depth}"
+    body = draw.choice((lists, tables, f"{'x.' * depth}y = 1"))
     return f"nested {depth}", f"{text}\n[environment.settings]\n{body}\n"
 
 
-def _long(text: str, draw: random.Random) -> tuple[str, str]:
+def _long(text, draw):
     lines = draw.choice((500, 20_000))
     return f"{lines} lines", text.replace("stop = [", "stop = [\n" + '  "s",\n' * lines)
 
 
-def _comment(text: str, draw: random.Random) -> tuple[str, str]:
+def _comment(text, draw):
     return "comment", f"# \u2028 \x85 {'x' * draw.choice((1, 100_000))}\n{text}"
 
 
 _DAMAGES = (_cut, _insert, _insert, _twice, _nest, _long, _comment)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder):
     """What the run files name: a model, an environment, rows."""
     from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
@@ -289,18 +227,20 @@ def make_folder(folder: Path) -> None:
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
 
 
-def run_case(case: Case, folder: Path) -> Result:
-    """Plan it in a fork of this process."""
-    path = folder / f"case{case.number:04}.toml"
-    path.write_text(case.text, encoding="utf-8", errors="surrogatepass", newline="")
+def run_case(seed, number, folder):
+    """Plan it in a fork of this process; what became of it. `verdict`: `accepted`, `refused`, or what is wrong."""
+    what, text = make_case(seed, number)
+    path = folder / f"case{number:04}.toml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
     outputs = [path.with_suffix(".out"), path.with_suffix(".err")]
     begin = time.monotonic()
     code = forked(lambda: _plan(path), folder, outputs)
     out, err = (output.read_text(encoding="utf-8", errors="replace") for output in outputs)
-    return Result(case.number, case.what, judge(code, out, err), code, err[-600:], round(time.monotonic() - begin, 2))
+    found = {"number": number, "what": what, "verdict": judge(code, out, err), "code": code, "said": err[-600:]}
+    return found | {"seconds": round(time.monotonic() - begin, 2)}
 
 
-def judge(code: int | None, out: str, err: str) -> str:
+def judge(code, out, err):
     """In a word what became of a plan with that exit code, None where it was killed, and these outputs."""
     if code is None:
         return "hang"
@@ -314,7 +254,7 @@ def judge(code: int | None, out: str, err: str) -> str:
     return "wordy" if max(len(line) for line in err.split("\n")) > LONGEST_LINE else "refused"
 
 
-def _plan(path: Path) -> None:
+def _plan(path):
     from slipstream.cli.app import main
     from slipstream.launch import prepare
 
@@ -322,7 +262,7 @@ def _plan(path: Path) -> None:
     main(["plan", str(path), "--json"])
 
 
-def _try_options(settings: Any) -> None:
+def _try_options(settings):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from slipstream.errors import ConfigError
@@ -334,7 +274,7 @@ def _try_options(settings: Any) -> None:
         raise ConfigError(f"inference.options: {type(error).__name__}") from error
 
 
-def forked(work: Callable[[], None], folder: Path, outputs: list[Path], deadline_s: float = DEADLINE_S) -> int | None:
+def forked(work, folder, outputs, deadline_s=DEADLINE_S):
     """The exit code of a fork that does `work` in `folder`, negative for a signal; None when it had to be killed."""
     if (pid := os.fork()) == 0:
         _in_child(work, folder, outputs)
@@ -349,7 +289,7 @@ def forked(work: Callable[[], None], folder: Path, outputs: list[Path], deadline
     return None
 
 
-def _in_child(work: Callable[[], None], folder: Path, outputs: list[Path]) -> None:
+def _in_child(work, folder, outputs):
     code = 70
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
@@ -369,7 +309,7 @@ def _in_child(work: Callable[[], None], folder: Path, outputs: list[Path]) -> No
         os._exit(code)
 
 
-def check_starts(path: Path) -> None:
+def check_starts(path):
     """Have vLLM take the engine's arguments and the requests' parameters, and torch the seed, of an accepted file."""
     import torch
 
@@ -394,11 +334,10 @@ def check_starts(path: Path) -> None:
     AsyncEngineArgs(**engine_arguments(settings)).create_engine_config()
     evaluation = config.evaluation
     for temperature in (None, *([float(evaluation.temperature)] if evaluation is not None else [])):
-        request = GenerateRequest("a", [1, 2], prepared.sampling(temperature), seed=1)
-        sampling_arguments(request)
+        sampling_arguments(GenerateRequest("a", [1, 2], prepared.sampling(temperature), seed=1))
 
 
-def warm_up() -> None:
+def warm_up():
     """Import what every fork needs."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -411,36 +350,25 @@ def warm_up() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)  # also where this is a fork, which was told before
 
 
-def main() -> None:
+def main():
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=60)
-    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument(
-        "--starts", type=int, default=0, metavar="N", help="of so many accepted files, try whether they start"
-    )
+    parser.add_argument("--starts", type=int, default=0, metavar="N", help="of so many, try whether they start")
     options = parser.parse_args()
     folder = options.folder.absolute()
     warm_up()
     forked(lambda: make_folder(folder), folder.parent, [Path(os.devnull)])
-    accepted: list[Result] = []
-    with (folder / "results.jsonl").open("a") as results:
-        for number in range(options.first, options.first + options.cases):
-            result = run_case(make_case(options.seed, number), folder)
-            accepted += [result] if result.verdict == "accepted" else []
-            results.write(json.dumps(asdict(result)) + "\n")
-            results.flush()
-        for result in accepted[: options.starts]:
-            path = folder / f"case{result.number:04}.toml"
-            outputs = [path.with_suffix(".out"), path.with_suffix(".start")]
-            begin = time.monotonic()
-            code = forked(lambda path=path: check_starts(path), folder, outputs)
-            said = outputs[1].read_text(errors="replace")[-1500:]
-            verdict = "starts" if code == 0 else "does not start"
-            row = Result(result.number, result.what, verdict, code, said, round(time.monotonic() - begin, 2))
-            results.write(json.dumps(asdict(row)) + "\n")
+    results = [run_case(options.seed, number, folder) for number in range(options.cases)]
+    for result in [each for each in results if each["verdict"] == "accepted"][: options.starts]:
+        path = folder / f"case{result['number']:04}.toml"
+        outputs = [path.with_suffix(".out"), path.with_suffix(".start")]
+        code = forked(lambda path=path: check_starts(path), folder, outputs)
+        said = outputs[1].read_text(errors="replace")[-1500:]
+        results.append(result | {"verdict": "starts" if code == 0 else "does not start", "code": code, "said": said})
+    (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,23 @@ def values(*arguments):
     return [(".".join(override.path), override.value) for override in overrides]
 
 
-def test_both_spellings_of_a_value():
-    assert values("--training.steps", "5", "--training.learning-rate=1e-3") == [
-        ("training.steps", 5),
-        ("training.learning_rate", 1e-3),
-    ]
-
-
-def test_a_negative_number_is_a_value():
-    assert values("--run.seed", "-1") == [("run.seed", -1)]
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--training.steps", "5", "--run.max-restarts=3"], {"training.steps": 5, "run.max_restarts": 3}),
+        (["--training.learning-rate=1e-3"], {"training.learning_rate": 1e-3}),
+        (["--run.seed", "-1"], {"run.seed": -1}),
+        (["--model.path", "3", "--run.folder", "2024-01-01"], {"model.path": "3", "run.folder": "2024-01-01"}),
+        (["--environment.name='x'"], {"environment.name": "x"}),
+        (["--environment.settings.min_len", "4", "--environment.settings.a-b.c=x"],
+         {"environment.settings.min_len": 4, "environment.settings.a-b.c": "x"}),
+        (["--inference.options.no-x"], {"inference.options.x": False}),
+        (["--inference.options.y"], {"inference.options.y": True}),
+        (["--environment.settings", "{a = 1}"], {"environment.settings": {"a": 1}}),
+    ],
+)  # fmt: skip
+def test_names_and_values(arguments, expected):
+    assert values(*arguments) == [*expected.items()]
 
 
 @pytest.mark.parametrize(
@@ -44,27 +52,6 @@ def test_a_negative_number_is_a_value():
 def test_flags(arguments, expected):
     overrides, problems = parse_overrides(arguments)
     assert ([override.value for override in overrides] == [expected]) or (expected is None and problems)
-
-
-def test_texts_are_never_read_as_numbers():
-    assert values("--model.path", "3", "--run.folder", "2024-01-01", "--environment.name='x'") == [
-        ("model.path", "3"),
-        ("run.folder", "2024-01-01"),
-        ("environment.name", "x"),
-    ]
-
-
-def test_free_tables():
-    assert values(
-        *("--environment.settings.min_word_len", "4", "--environment.settings.a-b.c=x"),
-        *("--inference.options.no-x", "--inference.options.y", "--environment.settings", "{a = 1}"),
-    ) == [
-        ("environment.settings.min_word_len", 4),
-        ("environment.settings.a-b.c", "x"),
-        ("inference.options.x", False),
-        ("inference.options.y", True),
-        ("environment.settings", {"a": 1}),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

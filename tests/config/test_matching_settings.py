@@ -19,14 +19,9 @@ def config(matching, evaluation=None, **sections):
 
 
 def load(**sections):
-    given = {
-        "model": {"path": "m"},
-        "environment": DETECTION,
-        "algorithm": {"kind": "sft"},
-        "matching": {},
-        "training": {"steps": 3},
-    }
-    return load_settings({name: table for name, table in (given | sections).items() if table is not None})
+    given = {"model": {"path": "m"}, "environment": DETECTION, "algorithm": {"kind": "sft"}, "matching": {}}
+    given |= {"training": {"steps": 3}, **sections}
+    return load_settings({name: table for name, table in given.items() if table is not None})
 
 
 @pytest.mark.parametrize(

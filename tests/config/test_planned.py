@@ -26,9 +26,8 @@ def test_no_field_can_be_auto_and_none_is_missing():
     own_names = {("algorithm", "advantage"), ("algorithm", "loss")}
     for section, keys in planned.items():
         for key, spec in keys.items():
-            assert (section, key) in own_names or '"auto"' not in str(spec).replace("'", '"').replace(
-                str(spec.get("description")), ""
-            ), (section, key)
+            text = str(spec).replace("'", '"').replace(str(spec.get("description")), "")
+            assert (section, key) in own_names or '"auto"' not in text, (section, key)
 
 
 def test_what_is_decided_stays_and_a_recipe_is_resolved():

@@ -47,9 +47,8 @@ def test_the_command_line_replaces_one_by_the_other(run_file):
     loaded = load_config(run_file(EPOCHS), ["--training.steps", "3"])
     assert loaded.config.training.steps == 3
     assert loaded.warnings == ("training.epochs has no effect while training.steps is set (run.toml:9)",)
-    assert "training.epochs has no effect" in refusal(
-        run_file(STEPS), ["--training.steps", "3", "--training.epochs", "2"]
-    )
+    both = ["--training.steps", "3", "--training.epochs", "2"]
+    assert "training.epochs has no effect" in refusal(run_file(STEPS), both)
 
 
 def test_a_resolved_file_has_the_steps_and_loads_again(run_file):
@@ -85,31 +84,26 @@ def test_held_out_rows_keep_the_evaluation_on(run_file):
     text = SFT.format(data="eval_fraction = 0.1", training="steps = 3")
     assert load_config(run_file(text), ["--evaluation.every", "5"]).config.evaluation.every == 5
     assert load_config(run_file(text)).config.evaluation.every == 0
-    assert "data.eval_fraction has no effect while evaluation is off" in refusal(
-        run_file("evaluation = false\n" + text)
-    )
-    assert "evaluation.num_tasks has no effect without an environment" in refusal(
-        run_file(text), ["--evaluation.num_tasks", "5"]
-    )
-    assert "sampling.top_p has no effect under sft without an environment" in refusal(
-        run_file(text), ["--sampling.top_p", "0.5"]
-    )
-    assert "or data.eval_path for the loss" in refusal(run_file(STEPS), ["--evaluation.every", "5"])
+    for given, flags, said in (
+        ("evaluation = false\n" + text, [], "data.eval_fraction has no effect while evaluation is off"),
+        (text, ["--evaluation.num_tasks", "5"], "evaluation.num_tasks has no effect without an environment"),
+        (text, ["--sampling.top_p", "0.5"], "sampling.top_p has no effect under sft without an environment"),
+        (STEPS, ["--evaluation.every", "5"], "or data.eval_path for the loss"),
+    ):
+        assert said in refusal(run_file(given), flags)
 
 
 def test_names_on_the_hub_stay_as_they_are(run_file, tmp_path):
-    def paths(path):
-        data = load_config(run_file(STEPS.replace("rows.jsonl", path))).config.data
-        return data.path
+    def path_of(path):
+        return load_config(run_file(STEPS.replace("rows.jsonl", path))).config.data.path
 
-    assert paths("org/name") == "org/name"
-    assert paths("rows.jsonl") == str(tmp_path / "rows.jsonl")
-    assert paths("data/rows.jsonl") == str(tmp_path / "data" / "rows.jsonl")
+    assert path_of("org/name") == "org/name"
+    assert path_of("rows.jsonl") == str(tmp_path / "rows.jsonl")
+    assert path_of("data/rows.jsonl") == str(tmp_path / "data" / "rows.jsonl")
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert paths("org/name") == str(tmp_path / "org" / "name")
-    assert [is_hub_name(name) for name in ("openai/gsm8k", "gsm8k", "./a/b", "a/b/c", "/a/b", "a/b.parquet")] == [
-        True, False, False, False, False, False,
-    ]  # fmt: skip
+    assert path_of("org/name") == str(tmp_path / "org" / "name")
+    assert is_hub_name("openai/gsm8k")
+    assert not any(map(is_hub_name, ("gsm8k", "./a/b", "a/b/c", "/a/b", "a/b.parquet")))
 
 
 def test_settings_of_a_python_call():

@@ -68,24 +68,15 @@ def _vision(folder: Path, dtype: str) -> Path:
     start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in IMAGE_TOKENS)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "spatial_merge_size": 2}
+    tower |= {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image}
     config = transformers.Qwen3VLConfig(
         text_config=TEXT | ends | {"vocab_size": len(tokenizer), "rope_parameters": rope, "tie_word_embeddings": True},
-        vision_config=PATCHES
-        | {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 2,
-            "spatial_merge_size": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
+        vision_config=PATCHES | tower,
         video_token_id=video,
         tie_word_embeddings=True,
+        **ids,
         **ends,
     )
     _save(transformers.Qwen3VLForConditionalGeneration(config), tokenizer, folder, dtype)

@@ -20,11 +20,12 @@ from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.thread import EventLoopThread
-from slipstream.records import Completion, GenerateRequest, SamplingParams
+from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket
 from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.weights import Bridge, check_report
 
 T = TypeVar("T")
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
@@ -43,8 +44,30 @@ class LiveEngine:
     model: Path
     events: list[tuple[str, dict[str, Any]]]
 
+    def __enter__(self) -> LiveEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop(self)
+
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
         return self.thread.call(work, timeout_s, "the engine under test")
+
+    def bring(self, bridge: Bridge, weights: Any, step: int, lineage: int = 0) -> tuple[Ticket, ApplyReport]:
+        """Publish weights, which the engine takes meanwhile."""
+        under_way = []
+
+        def announce(ticket: Ticket) -> None:
+            under_way.append(self.thread.submit(bridge.receiver.apply(ticket, 60)))
+
+        ticket = bridge.publisher.publish(weights, step, lineage, announce)
+        return ticket, under_way[0].result(60)
+
+    def update(self, bridge: Bridge, weights: Any, step: int, lineage: int = 0) -> Ticket:
+        """Bring weights, and have the engine prove them."""
+        ticket, report = self.bring(bridge, weights, step, lineage)
+        check_report(report, ticket)
+        return ticket
 
     def generate(self, *requests: GenerateRequest) -> list[Completion]:
         import asyncio
@@ -74,9 +97,7 @@ class LiveEngine:
             time.sleep(0.005)
 
     @contextlib.contextmanager
-    def under_load(
-        self, tag: str, prompts: Sequence[list[int]] = PROMPTS, images: tuple[bytes, ...] = ()
-    ) -> Iterator[None]:
+    def under_load(self, tag: str, prompts: Any = PROMPTS, images: tuple[bytes, ...] = ()) -> Iterator[None]:
         """Long requests again and again, from when they have tokens to the end of the block, however fast they are."""
         has_tokens, is_over = threading.Event(), threading.Event()
 
@@ -104,16 +125,8 @@ class LiveEngine:
 
 
 def settings_for(model: Path, dtype: str = "float32", *, threads: int = 1, **changes: Any) -> EngineSettings:
-    return EngineSettings(
-        model=str(model),
-        socket="",
-        dtype=dtype,
-        max_model_len=256,
-        max_num_seqs=64,
-        kv_cache_bytes=1 << 28,
-        threads=threads,
-        **changes,
-    )
+    size = {"max_model_len": 256, "max_num_seqs": 64, "kv_cache_bytes": 1 << 28}
+    return EngineSettings(model=str(model), socket="", dtype=dtype, threads=threads, **size, **changes)
 
 
 def create(
@@ -123,7 +136,6 @@ def create(
     *,
     max_restarts: int = 1,
     start_timeout_s: float = 300,
-    silence_s: float = 60.0,
     **changes: Any,
 ) -> LiveEngine:
     """An engine that does not run yet."""
@@ -137,7 +149,7 @@ def create(
             start_timeout_s=start_timeout_s,
             max_restarts=max_restarts,
             on_event=lambda kind, **fields: events.append((kind, fields)),
-            silence_s=silence_s,
+            silence_s=60.0,
         )
 
     return LiveEngine(thread.call(create(), 10, "the engine object"), thread, model, events)
@@ -207,15 +219,18 @@ def perturbed(weights: dict[str, torch.Tensor], seed: int, scale: float = 0.02) 
     }
 
 
+def sequence_of(prompt: list[int], completion: Completion, **more: Any) -> Tokens:
+    """What the trainer sees of it: its own tokens are the sampled ones."""
+    said = completion.token_ids
+    return Tokens([*prompt, *said], [False] * len(prompt) + [True] * len(said), **more)
+
+
 def differences(
     live: LiveEngine, model: PolicyModel, sampling: SamplingParams, prompts: list[list[int]] | None = None
 ) -> torch.Tensor:
     """Of each sampled token's log-probability between engine and trainer."""
     completions = live.sample(f"compared-{os.urandom(4).hex()}", sampling, prompts)
-    sequences = [
-        Tokens(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
-        for prompt, c in zip(prompts or PROMPTS, completions, strict=True)
-    ]
+    sequences = [sequence_of(prompt, c) for prompt, c in zip(prompts or PROMPTS, completions, strict=True)]
     ours = torch.cat(score(model, sequences, sampling, micro_batch_tokens=1024).logprobs)
     return (ours - torch.tensor([value for c in completions for value in c.logprobs or []])).abs()
 

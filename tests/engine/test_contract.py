@@ -97,17 +97,14 @@ class Case(ABC):
         return policy
 
     def launch(self, name: str, model: Path | None = None, **changes) -> LiveEngine:
-        folder = self.folder / name
+        folder, architecture = self.folder / name, self.architecture
         live = create(
             model or self.model,
             folder,
             self.dtype,
             max_restarts=0,
             start_timeout_s=START_S,
-            options={
-                "worker_extension_cls": self.architecture.worker,
-                "tensor_parallel_size": self.architecture.num_workers,
-            },
+            options={"worker_extension_cls": architecture.worker, "tensor_parallel_size": architecture.num_workers},
             **changes,
         )
         self.engines.append(live)
@@ -133,13 +130,7 @@ class Case(ABC):
         if bridge.fence is not None:
             self.live.call(bridge.fence(60))
         self.write(policy, step)
-        under_way = []
-
-        def announce(ticket: Ticket) -> None:
-            under_way.append(self.live.thread.submit(bridge.receiver.apply(ticket, 60)))
-
-        ticket = bridge.publisher.publish(self.weights(policy), step, 0, announce)
-        return ticket, under_way[0].result(60)
+        return self.live.bring(bridge, self.weights(policy), step)
 
     def answers(self, live: LiveEngine, tag: str, step: int = LAST):
         """Tokens and their log-probabilities, sampled and greedy; those of an image come last."""
@@ -348,13 +339,7 @@ def test_an_adapter_that_is_published_merged_is_the_model_that_an_export_makes_o
         tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
     write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config)
     exported = export(tmp_path / "adapter", tmp_path / "merged", merged=True)
-    under_way = []
-
-    def announce(ticket: Ticket) -> None:
-        under_way.append(whole.live.thread.submit(bridge.receiver.apply(ticket, 60)))
-
-    ticket = bridge.publisher.publish(policy.named_weights(), LAST, 0, announce)
-    check_report(under_way[0].result(60), ticket)
+    ticket = whole.live.update(bridge, policy.named_weights(), LAST)
     assert ticket.version.digest == digest(describe(read_model_folder(exported)))
     assert mean_difference(whole.live, policy, SAMPLING) < TOLERANCE[whole.dtype]
 
@@ -457,8 +442,7 @@ def test_prompts_with_an_image_that_run_when_versions_come(whole: WholeCase, in_
     with live.under_load(in_flight, [tokens] * 8, (image,)):
         for step in (FIRST, BETWEEN, LAST):
             whole.write(whole.policy, step)
-            ticket = bridge.publisher.publish(whole.weights(whole.policy), step, 0, lambda ticket: None)
-            check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+            live.update(bridge, whole.weights(whole.policy), step)
     assert whole.answers(live, in_flight) == whole.oracle_answers
 
 

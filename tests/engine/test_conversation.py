@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 from vllm.logprobs import FlatLogprobs  # noqa: F401 (its first import takes seconds)
 
 from slipstream import patience
@@ -169,20 +167,6 @@ async def test_an_answer_that_contradicts_itself_ends_everything(tmp_path, caplo
             await client.generate(ask("b"))
     assert "Traceback" in caplog.text
     assert server.health().status == "out_of_service"
-
-
-async def test_what_vllm_refuses_concerns_its_caller_only(tmp_path, monkeypatch):
-    server = serving(Host(0.0))
-
-    def refuse(request):
-        if request.id == "a":
-            raise ValueError("too long")
-
-    monkeypatch.setattr(server_module, "sampling_arguments", refuse)
-    async with talk(tmp_path, routes(server)) as client:
-        refused, answered = await asyncio.gather(client.generate(ask("a")), client.generate(ask("b")))
-    assert (refused.finish_reason, refused.error) == ("abort", "was refused by vLLM: too long")
-    assert answered.finish_reason == "stop"
 
 
 async def test_requests_that_are_given_up_while_they_are_on_their_way_are_not_computed(tmp_path):
@@ -415,18 +399,3 @@ async def test_a_vllm_that_hangs_is_noticed_by_one_request_and_an_idle_one_is_no
         host.ends.set()
         await asked
     assert not any(await looks())
-
-
-async def test_a_bug_leaves_its_traceback_and_an_unknown_path_is_not_one(caplog):
-    async def boom(request):
-        return {}["missing"]
-
-    caplog.set_level(logging.ERROR)
-    app = web.Application(middlewares=[errors_as_text])
-    app.router.add_post("/apply", boom)
-    async with TestServer(app) as site, TestClient(site) as client:
-        response = await client.post("/apply")
-        assert (response.status, await response.text()) == (500, "KeyError: 'missing'")
-        assert "Traceback" in caplog.text
-        assert "boom" in caplog.text
-        assert (await client.post("/nothing")).status == 404

@@ -17,7 +17,7 @@ from slipstream.weights import check_report, create_bridge
 from slipstream.weights.bridges.delta import DeltaPublisher
 from slipstream.weights.model_files import write_model_folder
 
-from .conftest import LiveEngine, perturbed, sparsely, start, stop
+from .conftest import LiveEngine, perturbed, sparsely, start
 
 pytestmark = pytest.mark.engine
 SAMPLING = SamplingParams(max_tokens=24)
@@ -32,15 +32,9 @@ class Trainer:
         self.live = live
         self.weights = perturbed(load_file(live.model / "model.safetensors"), seed=0)
         self.step = -1
-        bridge = create_bridge(
-            carrier,
-            folder=folder / "weights",
-            source=live.model,
-            engine=live.engine,
-            timeout_s=60,
-            num_workers=num_workers,
-            held=lambda: live.call(live.engine.held()),
-        )
+        how = {"folder": folder / "weights", "source": live.model, "engine": live.engine, "timeout_s": 60}
+        bridge = create_bridge(carrier, **how, num_workers=num_workers, held=lambda: live.call(live.engine.held()))
+        self.bridge = bridge
         self.publisher, self.receiver = bridge.publisher, bridge.receiver
         assert isinstance(self.publisher, DeltaPublisher)
 
@@ -53,14 +47,9 @@ class Trainer:
     def publish(self, receive: bool = True) -> tuple[Ticket, ApplyReport | None]:
         """The next version, as the engine reports it; or not announced to it."""
         self.step += 1
-        under_way = []
-
-        def announce(ticket: Ticket) -> None:
-            if receive:
-                under_way.append(self.live.thread.submit(self.receiver.apply(ticket, 60)))
-
-        ticket = self.publisher.publish(self.weights.items(), self.step, 0, announce)
-        return ticket, under_way[0].result(60) if receive else None
+        if receive:
+            return self.live.bring(self.bridge, self.weights.items(), self.step)
+        return self.publisher.publish(self.weights.items(), self.step, 0, lambda ticket: None), None
 
     def update(self) -> Ticket:
         """Train, publish, and have it proved."""
@@ -84,12 +73,9 @@ def same_answers(ours: list[Completion], theirs: list[Completion]) -> None:
 def started_on(trainer: Trainer, ticket: Ticket, folder: Path) -> list[Completion]:
     """What an engine answers that was started on the trainer's weights and proved to hold them."""
     write_model_folder(folder / "oracle", trainer.weights.items(), trainer.live.model)
-    oracle = start(folder / "oracle", folder / "logs")
-    try:
+    with start(folder / "oracle", folder / "logs") as oracle:
         check_report(oracle.call(oracle.engine.verify(ticket, 60)), ticket)
         return [c for i, s in enumerate((SAMPLING, GREEDY)) for c in oracle.sample(f"oracle-{i}", s)]
-    finally:
-        stop(oracle)
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +104,8 @@ def test_several_in_a_row_leave_the_engine_as_one_started_on_the_last(live, tmp_
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     folder = tmp_path_factory.mktemp("untied")
     model = new_model(folder / "model", hidden_size=64, num_layers=2, tie_embeddings=False, dtype="bfloat16")
-    live = start(model, folder, "bfloat16", max_restarts=3)
-    yield live
-    stop(live)
+    with start(model, folder, "bfloat16", max_restarts=3) as live:
+        yield live
 
 
 @CARRIERS

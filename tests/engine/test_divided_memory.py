@@ -14,8 +14,7 @@ from benchmarks.weight_sync.process_memory import session_of
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams, Ticket
-from slipstream.trainer.learner import Learner
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import create_bridge
 from slipstream.weights.model_files import stored_parameters
 
 from ..launch import test_ranks
@@ -75,24 +74,18 @@ def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int
         alone = parts.learner._local.memory._live.keys() - parts.learner._local.memory.dims.keys()
         assert any("embed" in name for name in alone) == (words is None)
         assert {name.split(".")[-2].split("_")[-1] for name in alone} <= {"layernorm", "norm", "tokens", "head"}
-        bridge = create_bridge(
-            "single_copy",
-            folder=tmp_path,
-            source=model,
-            engine=live.engine,
-            num_workers=2,
-            go_on=lambda version: live.call(live.engine.go_on(version, 60)),
-        )
+        how = {"folder": tmp_path, "source": model, "engine": live.engine, "num_workers": 2}
+        bridge = create_bridge("single_copy", **how, go_on=lambda version: live.call(live.engine.go_on(version, 60)))
         before = None
         for step in (1, 2):
             live.call(bridge.fence(60))
             test_ranks.one_step(parts, config, test_ranks.BATCHES[step - 1])
-            ticket = publish(live, bridge, parts.learner, step)
+            ticket = live.update(bridge, parts.learner.named_weights(), step)
             found = answers(live)
             assert found != before
             before = found
         disk = create_bridge("disk", folder=tmp_path / "made", source=model, engine=live.engine)
-        made = publish(live, disk, parts.learner, 3)
+        made = live.update(disk, parts.learner.named_weights(), 3)
         assert made.version.digest == ticket.version.digest
         assert answers(live) == found
     finally:
@@ -107,19 +100,5 @@ def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int
 
 def check_another(folder: Path, dtype: str, made: Ticket, expected: list[tuple[list[int], list[float]]]) -> None:
     """An engine that is started on what was made answers so."""
-    oracle = started(Path(made.location), folder, dtype, version=made.version, parameters=made.parameters)
-    try:
+    with started(Path(made.location), folder, dtype, version=made.version, parameters=made.parameters) as oracle:
         assert answers(oracle) == expected
-    finally:
-        stop(oracle)
-
-
-def publish(live: LiveEngine, bridge, learner: Learner, step: int):
-    under_way = []
-
-    def announce(ticket) -> None:
-        under_way.append(live.thread.submit(bridge.receiver.apply(ticket, 60)))
-
-    ticket = bridge.publisher.publish(learner.named_weights(), step, 0, announce)
-    check_report(under_way[0].result(60), ticket)
-    return ticket

@@ -177,8 +177,7 @@ def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
 @pytest.mark.real_start
 @pytest.mark.full
 def test_an_engine_that_is_stopped_is_killed_and_revived(tiny_model, tmp_path):
-    live = start(tiny_model, tmp_path, max_restarts=1)
-    try:
+    with start(tiny_model, tmp_path, max_restarts=1) as live:
         before = live.sample("before", SamplingParams(max_tokens=16))
         pid = live.engine.process.process.pid
         os.kill(pid, signal.SIGSTOP)
@@ -200,8 +199,6 @@ def test_an_engine_that_is_stopped_is_killed_and_revived(tiny_model, tmp_path):
         assert (kind, "was killed, as it said nothing" in fields["reason"]) == ("engine_restart", True)
         after = live.sample("after", SamplingParams(max_tokens=16))
         assert [c.logprobs for c in before] == [c.logprobs for c in after]
-    finally:
-        stop(live)
 
 
 def test_urgent_requests_are_computed_before_those_that_wait(live):
@@ -360,8 +357,5 @@ def test_a_module_of_the_current_folder_is_not_taken_for_pythons_own(tiny_model,
     for name in ("calendar", "random", "queue"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')")
     monkeypatch.chdir(tmp_path)
-    live = start(tiny_model, tmp_path)
-    try:
+    with start(tiny_model, tmp_path) as live:
         assert live.sample("own", SamplingParams(max_tokens=2))
-    finally:
-        stop(live)

@@ -11,27 +11,20 @@ from safetensors.torch import load_file
 from slipstream.errors import EngineError
 from slipstream.plan.derive import REPLAYED
 from slipstream.records import GenerateRequest, SamplingParams
-from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import create_bridge
 from slipstream.weights.model_files import write_model_folder
 
-from .conftest import PROMPTS, perturbed, start, stop
+from .conftest import PROMPTS, perturbed, sequence_of, start
 from .mixtures import KINDS, close_choices
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=1.0)
 
 
 def sequences_of(prompts, completions, *, replayed=True):
-    return [
-        Tokens(
-            prompt + c.token_ids,
-            [False] * len(prompt) + [True] * len(c.token_ids),
-            experts=c.experts if replayed else None,
-        )
-        for prompt, c in zip(prompts, completions, strict=True)
-    ]
+    pairs = zip(prompts, completions, strict=True)
+    return [sequence_of(prompt, c, experts=c.experts if replayed else None) for prompt, c in pairs]
 
 
 def difference(model, sequences, completions):
@@ -52,12 +45,9 @@ def test_the_architectures_of_the_default_are_those_that_are_tested():
 @pytest.mark.parametrize("kind", ["Qwen3Moe", pytest.param("Qwen2Moe", marks=pytest.mark.full)])
 def test_the_difference_falls(tmp_path, kind):
     folder, found = close_choices(tmp_path / "model", kind), {}
-    live = start(folder, tmp_path / "engine", "bfloat16", replay_experts=True)
-    try:
+    with start(folder, tmp_path / "engine", "bfloat16", replay_experts=True) as live:
         completions = live.sample("compared", SAMPLING)
         text = live.sample("ended", SamplingParams(max_tokens=8, stop=("a", "e", "i", "o", "u")))
-    finally:
-        stop(live)
     model = PolicyModel.load(folder, "bfloat16", replay_experts=True)
     for replayed in (False, True):
         sequences = sequences_of(PROMPTS, completions, replayed=replayed)
@@ -80,8 +70,7 @@ def test_every_token_has_its_own_choices(tmp_path):
     prompts = [prompt for prompt in PROMPTS for _ in range(6)]
     sampling = SamplingParams(max_tokens=150, temperature=1.0)
     options = {"kv_cache_memory_bytes": 1 << 21, "max_num_batched_tokens": 64}  # 4,096 tokens
-    live = start(folder, tmp_path / "engine", replay_experts=True, options=options)
-    try:
+    with start(folder, tmp_path / "engine", replay_experts=True, options=options) as live:
         completions = live.sample("first", sampling, prompts)
         model = PolicyModel.load(folder, replay_experts=True)
         assert difference(model, sequences_of(prompts, completions), completions).max() < 1e-3
@@ -91,8 +80,6 @@ def test_every_token_has_its_own_choices(tmp_path):
         bridge = create_bridge("disk", folder=tmp_path / "weights", source=folder, engine=live.engine)
         stored = load_file(folder / "model.safetensors")
         weights = perturbed({name: tensor.float() for name, tensor in stored.items()}, 1)
-
-        ticket = bridge.publisher.publish(weights.items(), 1, 7, lambda _: None)
         has_tokens, is_over, crossed = threading.Event(), threading.Event(), []
 
         async def go_on(place):
@@ -109,12 +96,10 @@ def test_every_token_has_its_own_choices(tmp_path):
 
         running = [live.thread.submit(go_on(place)) for place in range(len(prompts))]
         assert has_tokens.wait(120)
-        check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+        live.update(bridge, weights.items(), 1, 7)
         is_over.set()
         for each in running:
             each.result(120)
-    finally:
-        stop(live)
     assert crossed, "the update came between two tokens"
     write_model_folder(tmp_path / "new", weights.items(), folder)
     model = PolicyModel.load(tmp_path / "new", replay_experts=True)

@@ -48,13 +48,10 @@ UNPACKED = {"soft-capping"}
 )
 def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
     folder = FAMILIES[name](tmp_path / "model", "float32")
-    live = start(folder, tmp_path / "engine")
-    try:
+    with start(folder, tmp_path / "engine") as live:
         for packing in (False,) if name in UNPACKED else (False, True):
             model = PolicyModel.load(folder, packing=packing, max_model_len=256)
             assert differences(live, model, SAMPLING, PROMPTS).max() < 1e-3
-    finally:
-        stop(live)
 
 
 @pytest.mark.engine
@@ -73,11 +70,8 @@ def test_the_engine_computes_with_the_files_that_the_trainer_reads(num_files, tm
     others = {name.removeprefix("model."): 0.5 * weight for name, weight in weights.items()}
     save_file(others, folder / "consolidated.safetensors", {"format": "pt"})
     (folder / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 98}))
-    live = start(folder, tmp_path / "engine")
-    try:
+    with start(folder, tmp_path / "engine") as live:
         assert differences(live, PolicyModel.load(folder, max_model_len=256), SAMPLING, PROMPTS).max() < 1e-3
-    finally:
-        stop(live)
 
 
 @pytest.mark.engine

@@ -11,9 +11,23 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model, new_tokenizer
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
-from .conftest import differences, settings_for, start, stop
+from .conftest import differences, settings_for, start
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=1.0)
+
+
+def compared(model, folder, settings, *, dtype="bfloat16", patch="", **options):
+    """Means and maxima of the differences between engine and trainer, without and with these settings on both sides."""
+    found = []
+    for is_on in (False, True):
+        chosen = options | dict.fromkeys(settings, is_on)
+        policy = PolicyModel.load(model, dtype, **chosen)
+        with start(model, folder / f"engine-{is_on}", dtype, **chosen) as live:
+            assert (patch in live.call(live.engine.wait_ready()).patches) is is_on
+            values = differences(live, policy, SAMPLING)
+        found.append((values.mean().item(), values.max().item()))
+    print(found)
+    return found
 
 
 @pytest.mark.engine
@@ -26,19 +40,8 @@ def test_the_difference_falls(tmp_path):
         if "embed_tokens" in name or "lm_head" in name:
             tensor[:, 0] = 1.0
     write_model_folder(tmp_path / "model", weights.items(), folder)
-    found = {}
-    for fp32_head in (False, True):
-        model = PolicyModel.load(tmp_path / "model", "bfloat16", fp32_head=fp32_head)
-        live = start(tmp_path / "model", tmp_path / f"engine-{fp32_head}", "bfloat16", fp32_head=fp32_head)
-        try:
-            health = live.call(live.engine.wait_ready())
-            assert ("fp32_head" in health.patches) is fp32_head
-            found[fp32_head] = differences(live, model, SAMPLING)
-        finally:
-            stop(live)
-    print({on: (values.mean().item(), values.max().item()) for on, values in found.items()})
-    assert found[True].mean() < 0.5 * found[False].mean()
-    assert found[True].max() < 0.5 * found[False].max()
+    without, with_it = compared(tmp_path / "model", tmp_path, ["fp32_head"], patch="fp32_head")
+    assert all(one < 0.5 * other for one, other in zip(with_it, without, strict=True))
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -80,30 +83,17 @@ def test_the_architectures_of_the_default_are_those_that_are_tested():
     "kind", [pytest.param(kind, marks=[pytest.mark.full] if kind != "Qwen3" else []) for kind in SUMS]
 )
 def test_layers_add_up_in_float32_on_both_sides(tmp_path, kind):
-    folder, found = rounding_sums(tmp_path / "model", kind), {}
-    for wide in (False, True):
-        model = PolicyModel.load(folder, "bfloat16", fp32_head=True, fp32_residual=wide)
-        live = start(folder, tmp_path / f"engine-{wide}", "bfloat16", fp32_head=True, fp32_residual=wide)
-        try:
-            health = live.call(live.engine.wait_ready())
-            assert ("fp32_residual" in health.patches) is wide
-            found[wide] = differences(live, model, SAMPLING)
-        finally:
-            stop(live)
-    print({on: (values.mean().item(), values.max().item()) for on, values in found.items()})
-    assert found[True].mean() < 0.75 * found[False].mean()
+    folder = rounding_sums(tmp_path / "model", kind)
+    without, with_it = compared(folder, tmp_path, ["fp32_residual"], patch="fp32_residual", fp32_head=True)
+    assert with_it[0] < 0.75 * without[0]
 
 
 @pytest.mark.engine
 def test_float16_brings_them_closer_than_bfloat16(tmp_path):
     found, folder = {}, new_model(tmp_path / "model", hidden_size=64, num_layers=4, seed=3)
     for dtype in ("bfloat16", "float16"):
-        live = start(folder, tmp_path / f"engine-{dtype}", dtype)
-        try:
-            live.call(live.engine.wait_ready())
+        with start(folder, tmp_path / f"engine-{dtype}", dtype) as live:
             found[dtype] = differences(live, PolicyModel.load(folder, dtype), SAMPLING)
-        finally:
-            stop(live)
     print({dtype: values.mean().item() for dtype, values in found.items()})
     assert found["float16"].mean() < 0.25 * found["bfloat16"].mean()
 

@@ -11,41 +11,20 @@ from PIL import Image
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import read_image
 from slipstream.records import GenerateRequest, Message, SamplingParams
-from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.data.test_square_images import save_model as save_squares
 
-from .conftest import start, stop
+from .conftest import sequence_of, start
 
 pytestmark = pytest.mark.engine
 
+_TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64}
+_TOWER |= {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TOWERS = {
-    "Qwen2_5_VL": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 32,
-        "fullatt_block_indexes": [1],
-    },
-    "Qwen3_VL": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    },
+    "Qwen2_5_VL": _TOWER | {"window_size": 32, "fullatt_block_indexes": [1]},
+    "Qwen3_VL": _TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
 }
 
 
@@ -63,11 +42,9 @@ def save(folder, family):
     if family == "Qwen3_VL":
         text |= {"head_dim": 32, "rope_parameters": text["rope_parameters"] | {"mrope_interleaved": True}}
     torch.manual_seed(0)
-    network = getattr(transformers, f"{kind}ForConditionalGeneration")(
-        getattr(transformers, f"{kind}Config")(
-            text_config=text, vision_config=TOWERS[family], tie_word_embeddings=True, **ids
-        )
-    )
+    parts = {"text_config": text, "vision_config": TOWERS[family], "tie_word_embeddings": True}
+    made = getattr(transformers, f"{kind}Config")(**parts, **ids)
+    network = getattr(transformers, f"{kind}ForConditionalGeneration")(made)
     for name, parameter in network.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -116,16 +93,12 @@ def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, sees):
         asked, images = tokenizer.request(ids, media)
         prompts.append((ids, media))
         requests.append(GenerateRequest(f"r{number}", asked, sampling, seed=number, images=images))
-    live = start(folder, tmp_path)
-    try:
+    with start(folder, tmp_path) as live:
         completions = live.generate(*requests)
-    finally:
-        stop(live)
     sequences = []
     for (ids, media), completion in zip(prompts, completions, strict=True):
         assert completion.prompt_ids == (ids if media else None)
-        said = completion.token_ids
-        sequences.append(Tokens(ids + said, [False] * len(ids) + [True] * len(said), media=list(media)))
+        sequences.append(sequence_of(ids, completion, media=list(media)))
     ours = score(PolicyModel.load(folder), sequences, micro_batch_tokens=1024).logprobs
     for (_, media), mine, completion in zip(prompts, ours, completions, strict=True):
         if family == "Gemma3" and media:

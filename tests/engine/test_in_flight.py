@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream import records
-from slipstream.records import GenerateRequest, SamplingParams, Sequence, Ticket
+from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
-from .conftest import PROMPTS, LiveEngine, perturbed, sparsely, start, stop
+from .conftest import PROMPTS, LiveEngine, perturbed, sequence_of, sparsely, start
 
 pytestmark = pytest.mark.engine
 # So many requests run at once, one after another, until so many versions came: whatever the machine's speed.
@@ -26,42 +26,36 @@ NUM_RUNNING, LENGTH, NUM_UPDATES = 64, 100, 6
 
 
 @pytest.mark.parametrize(
-    ("name", "sampling"),
-    [("disk", {}), pytest.param("broadcast", {"temperature": 0.7, "top_p": 0.9}, marks=pytest.mark.full)],
-    ids=["disk", "broadcast, processed"],
+    ("name", "sampling", "delta"),
+    [
+        ("disk", {}, False),
+        pytest.param("broadcast", {"temperature": 0.7, "top_p": 0.9}, False, marks=pytest.mark.full),
+        pytest.param("disk", {}, True, marks=pytest.mark.full),
+        pytest.param("broadcast", {}, True, marks=pytest.mark.full),
+    ],
+    ids=["disk", "broadcast, processed", "disk, deltas", "broadcast, deltas"],
 )
-def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling):
-    assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, sampling)) > NUM_RUNNING
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["disk", "broadcast"])
-def test_the_same_as_deltas(live: LiveEngine, tmp_path, name):
-    assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, {}, delta=True)) > NUM_RUNNING
+def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling, delta):
+    completions = check_updates_under_long_generations(live, tmp_path, name, sampling, delta=delta)
+    assert num_crossings(completions) > NUM_RUNNING
 
 
 @pytest.mark.full
 def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
     """As on GPUs, with tokens counted by us."""
-    live = start(tiny_model, tmp_path, own_process=True)
-    try:
+    with start(tiny_model, tmp_path, own_process=True) as live:
         assert num_crossings(check_updates_under_long_generations(live, tmp_path, "broadcast", {})) > NUM_RUNNING
-    finally:
-        stop(live)
 
 
 @pytest.mark.parametrize("own_process", [False, True])
 def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
     """Under `keep` tokens after an update are off by what their context is old; requests that begin later are not."""
-    live = start(tiny_model, tmp_path, in_flight="keep", own_process=own_process)
-    try:
+    with start(tiny_model, tmp_path, in_flight="keep", own_process=own_process) as live:
         check_that_no_block_is_older_than_its_request(live, tmp_path)
         completions = check_updates_under_long_generations(live, tmp_path, "disk", {}, keeps_context=True)
         assert num_crossings(completions) > NUM_RUNNING
         if own_process:  # which is the engine that costs most to start, and the only one that is one of several
             check_that_it_ends_when_its_core_is_killed(live)
-    finally:
-        stop(live)
 
 
 def check_that_it_ends_when_its_core_is_killed(live: LiveEngine):
@@ -80,38 +74,27 @@ def check_that_no_block_is_older_than_its_request(live: LiveEngine, tmp_path):
     policy = PolicyModel.load(live.model)
     for step in (1, 2):
         weights = perturbed(original, 50 + step)
-        ticket = bridge.publisher.publish(weights.items(), step, 7, lambda _: None)
-        check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+        live.update(bridge, weights.items(), step, 7)
         policy.network.load_state_dict(weights, strict=False)
         for again in range(2):
             (completion,) = live.sample(f"long-{step}-{again}", SamplingParams(max_tokens=16), [prompt])
-            tokens = completion.token_ids
-            sequence = Sequence([*prompt, *tokens], [False] * len(prompt) + [True] * len(tokens))
-            (ours,) = score(policy, [sequence], micro_batch_tokens=1024).logprobs
+            (ours,) = score(policy, [sequence_of(prompt, completion)], micro_batch_tokens=1024).logprobs
             assert (ours - torch.tensor(completion.logprobs)).abs().max() < 1e-3
 
 
 @pytest.mark.full
 def test_a_drained_engine_updates_between_requests(tiny_model, tmp_path):
-    live = start(tiny_model, tmp_path, in_flight="drain")
-    try:
+    with start(tiny_model, tmp_path, in_flight="drain") as live:
         completions = check_updates_under_long_generations(live, tmp_path, "disk", {})
-    finally:
-        stop(live)
     assert {len(c.versions) for c in completions} == {1}
     assert len({c.versions[0].version for c in completions}) > 2
 
 
 def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling, delta=False, keeps_context=False):
     original = load_file(live.model / "model.safetensors")
-    bridge = create_bridge(
-        name,
-        folder=tmp_path / "weights",
-        source=live.model,
-        engine=live.engine,
-        timeout_s=60,
-        held=(lambda: live.call(live.engine.held())) if delta else None,
-    )
+    held = (lambda: live.call(live.engine.held())) if delta else None
+    how = {"source": live.model, "engine": live.engine, "timeout_s": 60, "held": held}
+    bridge = create_bridge(name, folder=tmp_path / "weights", **how)
     params = SamplingParams(max_tokens=LENGTH, **sampling)
     versions: dict[str, dict[str, torch.Tensor]] = {}
     stalls: list[float] = []
@@ -120,13 +103,7 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
         is_delta = delta and step > 0
         weights = sparsely(versions[f"9.{step - 1}"], step) if is_delta else perturbed(original, step)
         versions[f"9.{step}"] = weights
-        under_way = []
-
-        def announce(ticket: Ticket) -> None:
-            under_way.append(live.thread.submit(bridge.receiver.apply(ticket, 60)))
-
-        ticket = bridge.publisher.publish(weights.items(), step, 9, announce)
-        report = under_way[0].result(60)
+        ticket, report = live.bring(bridge, weights.items(), step, 9)
         check_report(report, ticket)
         assert (ticket.delta is not None) == is_delta
         stalls.append(report.stall_s)
@@ -185,15 +162,7 @@ class Load:
         return [self._completions[i] for i in range(len(self._completions))]
 
 
-def check(
-    live: LiveEngine,
-    tag: str,
-    params: SamplingParams,
-    completions: list[records.Completion],
-    versions: dict[str, dict[str, torch.Tensor]],
-    *,
-    keeps_context: bool = False,
-) -> None:
+def check(live: LiveEngine, tag: str, params: SamplingParams, completions, versions, *, keeps_context: bool = False):
     """Every request is answered, and every token has the log-probability that its version gives it; of kept contexts
     only those of the version that the request began with."""
     assert [c.id for c in completions] == [f"{tag}-{i}" for i in range(len(completions))]
@@ -203,10 +172,7 @@ def check(
     for version, weights in versions.items():
         models[version] = model = PolicyModel.load(live.model)
         model.network.load_state_dict(weights, strict=False)
-    sequences = [
-        Sequence([*PROMPTS[i % 8], *c.token_ids], [False] * len(PROMPTS[i % 8]) + [True] * len(c.token_ids))
-        for i, c in enumerate(completions)
-    ]
+    sequences = [sequence_of(PROMPTS[i % 8], c) for i, c in enumerate(completions)]
     scores = {v: score(model, sequences, params, micro_batch_tokens=8192).logprobs for v, model in models.items()}
     for i, completion in enumerate(completions):
         starts = [span.start for span in completion.versions]

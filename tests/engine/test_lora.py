@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.commands.export import export
 from slipstream.errors import EngineError, WeightsError
-from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
+from slipstream.records import Completion, GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
-from .conftest import PROMPTS, LiveEngine, mean_difference, start, stop
+from .conftest import PROMPTS, LiveEngine, mean_difference, sequence_of, start, stop
 from .workers import FLIP_VARIABLE
 
 pytestmark = pytest.mark.engine
@@ -64,14 +64,9 @@ def start_lora(model: Path, folder: Path, dtype: str, rank: int, alpha: float, t
     adapter = policy.add_adapter(AdapterConfig(rank, alpha, targets, str(model)))
     flip = folder / "flip"
     os.environ[FLIP_VARIABLE] = str(flip)
-    live = start(
-        model,
-        folder,
-        dtype,
-        lora_rank=rank,
-        lora_target_modules=adapter.config.target_modules,
-        options={"worker_extension_cls": "tests.engine.workers.FlippingWorker"},
-    )
+    options = {"worker_extension_cls": "tests.engine.workers.FlippingWorker"}
+    room = {"lora_rank": rank, "lora_target_modules": adapter.config.target_modules}
+    live = start(model, folder, dtype, **room, options=options)
     bridge = create_adapter_bridge(
         folder=folder / "weights", engine=live.engine, adapter=adapter.config, base_weights=policy.base_weights()
     )
@@ -214,16 +209,14 @@ def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, 
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
     for model in (theirs, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
         for prompt, expected in zip(PROMPTS, beside, strict=True):
-            out = model.generate(
-                input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
-            )
+            how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+            out = model.generate(input_ids=torch.tensor([prompt]), **how)
             assert out[0, len(prompt) :].tolist()[: len(expected)] == expected
     assert by_vllm_as_shipped(tiny_model, tmp_path / "adapter") == beside
     assert by_vllm_as_shipped(tmp_path / "merged") == beside
     merged = PolicyModel.load(tmp_path / "merged")
     restart = create_bridge("restart", folder=tmp_path / "weights", source=tiny_model, engine=live.engine)
-    ticket = restart.publisher.publish(merged.named_weights(), 1, 0, lambda ticket: None)
-    check_report(live.call(restart.receiver.apply(ticket, 60)), ticket)
+    live.update(restart, merged.named_weights(), 1)
     assert [completion.token_ids for completion in live.sample("merged", GREEDY)] == beside
 
 
@@ -247,10 +240,7 @@ def test_running_requests_end_with_the_adapter_that_they_began_with(lora):
         with torch.no_grad():
             for name, tensor in lora.policy.adapter.named_weights():
                 tensor.copy_(tensors[name])
-        sequences = [
-            Sequence([*PROMPTS[i % 8], *c.token_ids], [False] * len(PROMPTS[i % 8]) + [True] * len(c.token_ids))
-            for i, c in enumerate(completions)
-        ]
+        sequences = [sequence_of(PROMPTS[i % 8], c) for i, c in enumerate(completions)]
         ours = score(lora.policy, sequences, long, micro_batch_tokens=8192).logprobs
         theirs = [torch.tensor(c.logprobs) for c in completions]
         assert (torch.cat(ours) - torch.cat(theirs)).abs().mean() < 1e-4

@@ -18,7 +18,7 @@ from slipstream.records import SamplingParams, Ticket, Version
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
-from .conftest import start, stop
+from .conftest import start
 
 ROOT = Path(__file__).parents[2]
 FAST = [patch for patch in patch_table.TABLE if patch.kind == "fast"]
@@ -122,8 +122,7 @@ def test_attention_on_a_cpu_divides_no_context_unless_the_user_says_so():
 @pytest.mark.full
 @pytest.mark.engine
 def test_with_the_required_patches_alone_an_engine_says_the_same(tiny_model, tmp_path):
-    live, other = start(tiny_model, tmp_path / "auto"), start(tiny_model, tmp_path / "required", patches="required")
-    try:
+    with start(tiny_model, tmp_path / "auto") as live, start(tiny_model, tmp_path / "x", patches="required") as other:
         health = other.call(other.engine.process.client.health())
         assert not HERE & set(health.patches)
         assert all('"required"' in health.patches_left_out[name] for name in HERE)
@@ -136,9 +135,6 @@ def test_with_the_required_patches_alone_an_engine_says_the_same(tiny_model, tmp
         for one, theirs in zip(live.sample("auto", sampling), other.sample("required", sampling), strict=True):
             assert one.token_ids == theirs.token_ids
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
-    finally:
-        stop(live)
-        stop(other)
 
 
 PLUGIN = """
@@ -158,20 +154,16 @@ def register():
 @pytest.mark.engine
 @pytest.mark.full
 @pytest.mark.real_start
-def test_an_engine_that_lacks_a_patch_starts_on_a_version_and_refuses_to_be_updated(tiny_model, tmp_path, monkeypatch):
+def test_an_engine_that_lacks_a_patch_starts_on_a_version_and_refuses_to_be_updated(
+    tiny_model, tmp_path, installed, monkeypatch
+):
     """A plugin of the user's makes the vLLM one that keeps its weights, and has nothing to patch for it."""
-    (tmp_path / "other.py").write_text(PLUGIN)
-    info = tmp_path / "other-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other:register\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    installed("other", PLUGIN, "[vllm.general_plugins]\nother = other:register\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     parameters = describe(read_model_folder(tiny_model))
     version = Version(0, 3, digest(parameters))
-    live = start(tiny_model, tmp_path, version=version, parameters=parameters)
-    try:
+    with start(tiny_model, tmp_path, version=version, parameters=parameters) as live:
         health = live.call(live.engine.process.client.health())
         assert "live_cpu_weights" in health.patches_left_out
         assert health.version == version
@@ -179,8 +171,6 @@ def test_an_engine_that_lacks_a_patch_starts_on_a_version_and_refuses_to_be_upda
         ticket = Ticket(Version(0, 4, version.digest), "disk", str(tiny_model), parameters)
         with pytest.raises(Exception, match=r'dispatch_cpu_unquantized_gemm.*weights.bridge = "restart"'):
             live.call(live.engine.apply(ticket, 60))
-    finally:
-        stop(live)
 
 
 def test_the_extras_are_bounded_by_what_was_looked_at():

@@ -20,7 +20,7 @@ from slipstream.weights import create_bridge
 from ..launch import test_ranks
 from .architectures import ARCHITECTURES
 from .conftest import LiveEngine, create, create_replicas, stop
-from .test_divided_memory import answers, publish
+from .test_divided_memory import answers
 
 pytestmark = [
     pytest.mark.engine,
@@ -71,7 +71,7 @@ def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, wor
         for step, (name, trains) in enumerate([("disk", 1), ("broadcast", 1), ("broadcast", 1), ("disk", 0)]):
             if trains:
                 test_ranks.one_step(parts, config, test_ranks.BATCHES[step])
-            ticket = publish(live, bridges[name], parts.learner, 1 + step)
+            ticket = live.update(bridges[name], parts.learner.named_weights(), 1 + step)
             if step != 1:
                 made[f"{step} {name}"] = ticket, [answers(one) for one in each(live)]
     finally:
@@ -88,17 +88,9 @@ def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, wor
 
 def started_on(ticket: Ticket, workers: int, folder: Path, dtype: str) -> list:
     """What an engine answers that is started on what was written."""
-    oracle = create(
-        *(Path(ticket.location), folder, dtype),
-        max_restarts=0,
-        gpus=named(tuple(range(workers))),
-        tensor_parallel_size=workers,
-        version=ticket.version,
-        parameters=ticket.parameters,
-    )
-    oracle.engine.launch()
-    try:
+    where, size = (Path(ticket.location), folder, dtype), {"max_restarts": 0, "tensor_parallel_size": workers}
+    gpus = named(tuple(range(workers)))
+    with create(*where, **size, gpus=gpus, version=ticket.version, parameters=ticket.parameters) as oracle:
+        oracle.engine.launch()
         oracle.call(oracle.engine.wait_ready(), START_S)
         return answers(oracle)
-    finally:
-        stop(oracle)

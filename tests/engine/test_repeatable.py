@@ -6,7 +6,7 @@ import torch
 from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.records import GenerateRequest, SamplingParams
 
-from .conftest import settings_for, start, stop
+from .conftest import settings_for, start
 
 pytestmark = [
     pytest.mark.engine,
@@ -18,25 +18,19 @@ SAMPLING = SamplingParams(max_tokens=12, temperature=1.0)
 def requests(wave):
     """Four groups of eight, with a beginning in common, on the border of some blocks of the KV cache."""
     common = [10 + place % 7 for place in range(40)]
+    prompts = [[*common, *([20 + group] * (20 + 41 * group))] for group in range(4)]
+    places = [(group, number) for group in range(4) for number in range(8)]
     return [
-        GenerateRequest(
-            f"{wave}-{group}-{number}",
-            [*common, *([20 + group] * (20 + 41 * group))],
-            SAMPLING,
-            seed=100 * group + number,
-            group_id=str(group),
-        )
-        for group in range(4)
-        for number in range(8)
+        GenerateRequest(f"{wave}-{group}-{n}", prompts[group], SAMPLING, seed=100 * group + n, group_id=str(group))
+        for group, n in places
     ]
 
 
 @pytest.fixture
 def of_two_threads(tiny_model, tmp_path):
     """Of one's own: with one thread no context is divided whatever the engine's environment says."""
-    live = start(tiny_model, tmp_path, threads=2)
-    yield live
-    stop(live)
+    with start(tiny_model, tmp_path, threads=2) as live:
+        yield live
 
 
 def test_a_completion_does_not_depend_on_the_requests_beside_it(of_two_threads):

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from slipstream.errors import SlipstreamError
 from slipstream.inference.engine import ends_soon
 from slipstream.inference.replicas import EngineReplicas, _together, worst_report
-from slipstream.records import GenerateRequest, SamplingParams, Sequence
+from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
-from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, stop
+from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, sequence_of, stop
 
 pytestmark = pytest.mark.engine
 GROUP_TIMEOUT_S = 20.0
@@ -42,15 +42,9 @@ class Several(LiveEngine):
 
     def bridge(self, name):
         if name not in self.bridges:
-            self.bridges[name] = create_bridge(
-                name,
-                folder=self.model.parent / "replica-weights",
-                source=self.model,
-                engine=self.engine,
-                timeout_s=GROUP_TIMEOUT_S,
-                num_workers=2,
-                joined=lambda: self.call(self.engine.joined()),
-            )
+            how = {"source": self.model, "engine": self.engine, "timeout_s": GROUP_TIMEOUT_S, "num_workers": 2}
+            how["joined"] = lambda: self.call(self.engine.joined())
+            self.bridges[name] = create_bridge(name, folder=self.model.parent / "replica-weights", **how)
         return self.bridges[name]
 
     def publish(self, name, on_announced=lambda: None):
@@ -108,17 +102,20 @@ class Several(LiveEngine):
             prompt = PROMPTS[int(completion.id.rpartition("-")[2]) % 8]
             (span,) = completion.versions
             self.policy.network.load_state_dict(perturbed(self.original, int(span.version.split(".")[1])), strict=False)
-            tokens = [*prompt, *completion.token_ids]
-            mask = [False] * len(prompt) + [True] * len(completion.token_ids)
-            (ours,) = score(self.policy, [Sequence(tokens, mask)], micro_batch_tokens=1024).logprobs
+            (ours,) = score(self.policy, [sequence_of(prompt, completion)], micro_batch_tokens=1024).logprobs
             assert (ours - torch.tensor(completion.logprobs)).abs().max() < 1e-3
 
     def pid(self, number):
         return self.engine.pids[number]
 
-    def requests(self):
+    def check_both(self, tag):
+        """Both answer by the version that came last, each a half."""
+        self.engine.take_metrics()
+        completions = self.ask(tag).result(60)
+        self.check(completions)
+        assert {span.version for c in completions for span in c.versions} == {f"0.{self.step}"}
         metrics = self.engine.take_metrics()
-        return [metrics[f"replica_{number}/requests"] for number in range(2)]
+        assert [metrics[f"replica_{number}/requests"] for number in range(2)] == [8, 8]
 
     def kinds(self):
         kinds = [kind for kind, _ in self.events]
@@ -137,6 +134,10 @@ def several(tiny_model, tmp_path_factory):
     stop(several)
 
 
+def killer_of(pid):
+    return subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"])
+
+
 def until_dead(pid):
     """A killed process lives on for a moment."""
     deadline = time.monotonic() + 60
@@ -148,13 +149,8 @@ def until_dead(pid):
 
 
 def test_both_prove_a_version_and_share_the_work(several):
-    several.engine.take_metrics()
-    report = several.publish("disk")
-    assert report.num_bytes > 0
-    completions = several.ask("shared").result(60)
-    several.check(completions)
-    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
-    assert several.requests() == [8, 8]
+    assert several.publish("disk").num_bytes > 0
+    several.check_both("shared")
 
 
 def test_which_one_answers_makes_no_difference(several):
@@ -181,9 +177,7 @@ def test_one_is_killed_while_it_generates(several):
     several.check(completions)
     assert several.call(several.engine.joined(), 200) == 1
     assert several.kinds() == ["replica_lost", "engine_restart"]
-    several.engine.take_metrics()
-    several.check(several.ask("back").result(60))
-    assert several.requests() == [8, 8]
+    several.check_both("back")
 
 
 @pytest.mark.real_start
@@ -199,11 +193,7 @@ def test_one_is_killed_while_it_takes_a_version(several):
         assert time.monotonic() < deadline
         held = several.call(several.engine.held(), 200)
     assert held.name == f"0.{several.step}"
-    several.engine.take_metrics()
-    completions = several.ask("taken").result(60)
-    several.check(completions)
-    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
-    assert several.requests() == [8, 8]
+    several.check_both("taken")
 
 
 @pytest.mark.full
@@ -219,11 +209,7 @@ def test_without_files_the_other_goes_on_alone_until_the_next_version(several):
     several.check(several.ask("still alone").result(60))
     for _ in range(2):  # the first makes a new group, to which all belong
         several.publish("broadcast")
-    several.engine.take_metrics()
-    completions = several.ask("again").result(60)
-    several.check(completions)
-    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
-    assert several.requests() == [8, 8]
+    several.check_both("again")
 
 
 @pytest.mark.full
@@ -235,10 +221,7 @@ def test_one_is_killed_in_the_middle_of_a_collective(several):
     killers = []
     began = time.monotonic()
     with pytest.raises(SlipstreamError):
-        several.publish(
-            "broadcast",
-            lambda: killers.append(subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"])),
-        )
+        several.publish("broadcast", lambda: killers.append(killer_of(pid)))
     assert time.monotonic() - began < GROUP_TIMEOUT_S + 120
     killers[0].wait()
     assert ends_soon(several.engine), "as the run asks before it repeats an update"
@@ -283,8 +266,7 @@ class Orchestrators:
 @pytest.mark.full
 @pytest.mark.real_start
 def test_the_only_one_of_an_orchestrator_is_killed_in_the_middle_of_a_collective(tiny_model, tmp_path):
-    apart = create_replicas(tiny_model, tmp_path, max_restarts=10, kind=Apart)
-    try:
+    with create_replicas(tiny_model, tmp_path, max_restarts=10, kind=Apart) as apart:
         apart.engine.launch()
         apart.call(apart.engine.wait_ready(), 320)
         apart.engine = Orchestrators(apart.engine)
@@ -295,7 +277,7 @@ def test_the_only_one_of_an_orchestrator_is_killed_in_the_middle_of_a_collective
         asked = apart.run_on(1, "during")
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(SlipstreamError):
-            apart.publish("broadcast", lambda: subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"]))
+            apart.publish("broadcast", lambda: killer_of(pid))
         until_dead(pid)
         assert [ends_soon(each) for each in apart.engine.each] == [True, False]
         waiting = apart.ask("waits for the version that is published again")
@@ -308,7 +290,4 @@ def test_the_only_one_of_an_orchestrator_is_killed_in_the_middle_of_a_collective
         apart.check([c for c in running if len(c.versions) == 1] + waited)
         assert {span.version for c in waited for span in c.versions} == {f"0.{apart.step}"}
         apart.publish("broadcast")
-    finally:
-        for bridge in apart.bridges.values():
-            bridge.publisher.close()
-        stop(apart)
+        apart.bridges["broadcast"].publisher.close()

@@ -57,25 +57,18 @@ class MinP:
 
 
 def metadata(rows: int, seeds: bool, temperature=1.0, top_p=None, top_k=None, min_p=0.0) -> SamplingMetadata:
-    processors: Any = LogitsProcessors([MinP(min_p)] if min_p else [])
-    nothing = torch.zeros(rows)
+    nothing, processors = torch.zeros(rows), LogitsProcessors([MinP(min_p)] if min_p else [])
+    given = {"all_greedy": False, "all_random": True, "max_num_logprobs": 0, "no_penalties": True}
+    given |= {"prompt_token_ids": None, "allowed_token_ids_mask": None, "bad_words_token_ids": {}}
+    given |= dict.fromkeys(("frequency_penalties", "presence_penalties", "repetition_penalties"), nothing)
     return SamplingMetadata(
         temperature=torch.full((rows,), temperature),
-        all_greedy=False,
-        all_random=True,
         top_p=None if top_p is None else torch.full((rows,), top_p),
         top_k=None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32),
         generators={i: generator(i) for i in range(rows)} if seeds else {},
-        max_num_logprobs=0,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=nothing,
-        presence_penalties=nothing,
-        repetition_penalties=nothing,
         output_token_ids=[[] for _ in range(rows)],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
         logitsprocs=processors,
+        **given,
     )
 
 

@@ -29,7 +29,7 @@ def request(tag, tokens, temperature):
 def test_each_request_is_scored_at_its_own_temperature(live, tmp_path):
     weights = PolicyModel.load(live.model, "float32").named_weights()
     bridge = create_bridge("disk", folder=tmp_path, source=live.model, engine=live.engine)
-    live.call(bridge.receiver.apply(bridge.publisher.publish(weights, 1, 0, lambda _: None), 60))
+    live.update(bridge, weights, 1)
     jobs = [(tokens, (0.5, 1.0, 2.0)[place % 3]) for place, tokens in enumerate(PROMPTS * 3)]
     answers = live.generate(*(request(f"s{n}", tokens, by) for n, (tokens, by) in enumerate(jobs)))
     model = PolicyModel.load(live.model, "float32")
@@ -94,9 +94,8 @@ def test_requests_of_one_step_are_scored_at_their_own_temperatures_on_a_gpu(monk
 
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", lambda *args: tokens[1:])
     monkeypatch.setattr(prompt_logprob, "compute_topk_scores", scores)
-    device = (
-        {"device": torch.device("cpu")} if "device" in signature(prompt_logprob.PromptLogprobsWorker).parameters else {}
-    )
+    takes_device = "device" in signature(prompt_logprob.PromptLogprobsWorker).parameters
+    device = {"device": torch.device("cpu")} if takes_device else {}
     worker = prompt_logprob.PromptLogprobsWorker(3, **device)
     scoring.at_request_temperature(SimpleNamespace(prompt_logprobs_worker=worker))
     for place, (name, temperature) in enumerate(temperatures.items()):

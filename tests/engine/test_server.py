@@ -161,18 +161,9 @@ class CountingHost(StandingHost):
         """It has no tower."""
 
 
-async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paused_when_it_may_run():
-    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := CountingHost())
-    server.service.started()
+async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paused_when_it_may_run(monkeypatch):
     wrong = []
-
-    async def load(ticket):
-        return 0.0, 0
-
-    async def verify(ticket):
-        return ApplyReport(ticket.version, mismatched=tuple(wrong))
-
-    server._load, server._verify_applied = load, verify
+    server, host = _answering(monkeypatch, CountingHost(), wrong)
     tickets = [Ticket(Version(0, step, ""), "single_copy", "", ()) for step in range(6)]
     await server.fence()
     await server.apply(tickets[0])
@@ -208,8 +199,8 @@ class AnsweringHost(CountingHost):
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
 
 
-def _answering(monkeypatch) -> tuple[EngineServer, AnsweringHost]:
-    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := AnsweringHost())
+def _answering(monkeypatch, host=None, wrong=()) -> tuple[EngineServer, AnsweringHost]:
+    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := host or AnsweringHost())
     server.service.started()
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
 
@@ -217,7 +208,7 @@ def _answering(monkeypatch) -> tuple[EngineServer, AnsweringHost]:
         return 0.0, 0
 
     async def verify(ticket):
-        return ApplyReport(ticket.version)
+        return ApplyReport(ticket.version, mismatched=tuple(wrong))
 
     server._load, server._verify_applied = load, verify
     return server, host

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ..mapped import maps_of
-from .conftest import LiveEngine, create, stop
+from .conftest import LiveEngine, create
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(580), pytest.mark.full]
 SHARED = Path("/dev/shm")
@@ -44,8 +44,7 @@ def named_after(live: LiveEngine) -> list[str]:
 
 def test_what_killed_workers_had_in_shared_memory_is_removed(tiny_model: Path, tmp_path: Path):
     foreign = SharedMemory(create=True, size=64)
-    live = create(tiny_model, tmp_path, tensor_parallel_size=2)
-    try:
+    with create(tiny_model, tmp_path, tensor_parallel_size=2) as live:
         live.engine.launch()
         live.call(live.engine.wait_ready(), 320)
         first = killed(live)
@@ -56,8 +55,6 @@ def test_what_killed_workers_had_in_shared_memory_is_removed(tiny_model: Path, t
         assert not [name for name in first if (SHARED / name).exists()]
         second = killed(live)
         assert named_after(live)
-    finally:
-        stop(live)
     assert second.isdisjoint(first)
     assert not [name for name in second if (SHARED / name).exists()]
     assert named_after(live) == []

@@ -20,7 +20,7 @@ from slipstream.weights.bridges.single_copy import check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 
 from . import test_in_flight
-from .conftest import LiveEngine, start, stop
+from .conftest import LiveEngine, start
 
 pytestmark = pytest.mark.engine
 SAMPLING = SamplingParams(max_tokens=24)
@@ -75,11 +75,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    live = start(tiny_model, tmp_path_factory.mktemp("shared"), max_restarts=3)
-    try:
+    with start(tiny_model, tmp_path_factory.mktemp("shared"), max_restarts=3) as live:
         yield Pair(live)
-    finally:
-        stop(live)
 
 
 def test_both_processes_map_the_same_memory_and_a_write_is_read_by_the_engine(pair: Pair):

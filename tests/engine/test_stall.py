@@ -96,9 +96,8 @@ def test_an_update_reports_it_and_none_when_nothing_runs(live: LiveEngine, tmp_p
     bridge = create_bridge("disk", folder=tmp_path / "weights", source=live.model, engine=live.engine)
 
     def update(step: int) -> tuple[float, float, float]:
-        ticket = bridge.publisher.publish(perturbed(weights, step).items(), step, 5, lambda ticket: None)
         began = time.perf_counter()
-        report = live.call(bridge.receiver.apply(ticket, 60))
+        ticket, report = live.bring(bridge, perturbed(weights, step).items(), step, 5)
         check_report(report, ticket)
         return report.stall_s, report.transfer_s + report.verify_s, time.perf_counter() - began
 

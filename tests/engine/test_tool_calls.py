@@ -14,7 +14,7 @@ from slipstream.inference.plugin.tools.formats import FORMATS
 from slipstream.inference.plugin.tools.reader import ToolReader
 from slipstream.records import GenerateRequest, Message, SamplingParams, ToolCall
 from slipstream.trainer.model.small.tiny_qwen3 import new_model, new_tokenizer
-from tests.engine.conftest import start, stop
+from tests.engine.conftest import start
 
 
 def schema(name, **properties):
@@ -191,9 +191,8 @@ def test_thinking_that_the_template_begins(readers, tokenizer):
 def test_a_stop_string_ends_the_text(readers, tokenizer):
     request = GenerateRequest("a", PROMPT, SamplingParams(10, stop=("</tool_call>",)), tools=TOOLS)
     text = SAMPLES["hermes"].partition("</tool_call>")[0]
-    out = SimpleNamespace(
-        token_ids=tokenizer.encode(f"{text}</tool_call>"), finish_reason="stop", stop_reason="</tool_call>"
-    )
+    ended = {"finish_reason": "stop", "stop_reason": "</tool_call>"}
+    out = SimpleNamespace(token_ids=tokenizer.encode(f"{text}</tool_call>"), **ended)
     found = asyncio.run(readers("hermes").read(request, SimpleNamespace(outputs=[out])))
     assert bare(found.calls) == EXPECTED[:1]
 
@@ -295,9 +294,8 @@ def teach(parent):
 
 @pytest.fixture(scope="module")
 def calling(taught, tmp_path_factory):
-    live = start(taught, tmp_path_factory.mktemp("calling"), tool_parser="hermes")
-    yield live
-    stop(live)
+    with start(taught, tmp_path_factory.mktemp("calling"), tool_parser="hermes") as live:
+        yield live
 
 
 def request(chat, question, **changes):

@@ -6,13 +6,12 @@ import torch
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.records import GenerateRequest, SamplingParams
-from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import check_report, create_adapter_bridge
+from slipstream.weights import create_adapter_bridge
 from slipstream.weights.adapter_folder import AdapterConfig
 
-from .conftest import start, stop
+from .conftest import sequence_of, start, stop
 from .test_image_agreement import save, talks_with_images
 
 pytestmark = pytest.mark.engine
@@ -42,9 +41,7 @@ def test_each_version_is_proved_and_answers_as_the_trainer(family, tmp_path, see
                     tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
         assert policy.images is not None
         policy.images.clear()
-        ticket = bridge.publisher.publish(adapter.named_weights(), step, 0, lambda ticket: None)
-        check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
-        return ticket
+        return live.update(bridge, adapter.named_weights(), step)
 
     def differences(step, *models):
         """Differences to the engine's log-probabilities of what it says to prompts with images."""
@@ -56,8 +53,7 @@ def test_each_version_is_proved_and_answers_as_the_trainer(family, tmp_path, see
         for (ids, media), one in zip(prompts, live.generate(*requests), strict=True):
             assert one.error == ""
             assert one.prompt_ids == (ids if media else None)
-            said = one.token_ids
-            sequences.append(Tokens(ids + said, [False] * len(ids) + [True] * len(said), media=list(media)))
+            sequences.append(sequence_of(ids, one, media=list(media)))
             theirs.append(torch.tensor(one.logprobs))
         scored = [score(model, sequences, micro_batch_tokens=1024).logprobs for model in models]
         with_images = slice(len(prompts) - 1)

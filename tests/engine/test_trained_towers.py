@@ -24,7 +24,7 @@ from slipstream.trainer.model.loading import SharedTensors
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
-from slipstream.weights import Bridge, check_report, create_bridge
+from slipstream.weights import Bridge, create_bridge
 from slipstream.weights.bridges.single_copy import check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 
@@ -134,14 +134,7 @@ class Trained:
 
     def publish(self, bridge: Bridge, learner: Learner, step: int) -> Ticket:
         """Bring the learner's weights to the engine, which proves them."""
-        under_way = []
-
-        def announce(ticket: Ticket) -> None:
-            under_way.append(self.live.thread.submit(bridge.receiver.apply(ticket, 60)))
-
-        ticket = bridge.publisher.publish(learner.named_weights(), step, 0, announce)
-        check_report(under_way[0].result(60), ticket)
-        return ticket
+        return self.live.update(bridge, learner.named_weights(), step)
 
     def back(self) -> None:
         """The engine on the weights before training, by another bridge, and with answers of its own."""
@@ -160,15 +153,10 @@ class Trained:
             tensors = open_weights(places)
             check_loaded(tensors, self.model)
             shared = SharedTensors(tensors, places.refused)
-        bridge = create_bridge(
-            kind,
-            folder=folder / name,
-            source=self.model,
-            engine=self.live.engine,
-            timeout_s=60,
-            held=(lambda: self.live.call(self.live.engine.held())) if deltas else None,
-            go_on=lambda version: self.live.call(self.live.engine.go_on(version, 60)),
-        )
+        engine = self.live.engine
+        how = {"folder": folder / name, "source": self.model, "engine": engine, "timeout_s": 60}
+        held = (lambda: self.live.call(engine.held())) if deltas else None
+        bridge = create_bridge(kind, **how, held=held, go_on=lambda version: self.live.call(engine.go_on(version, 60)))
         return self.learner(self.load(shared)), bridge
 
 

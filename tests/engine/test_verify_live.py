@@ -12,7 +12,7 @@ from slipstream.commands.verify import _ask, raise_unless_right, verify
 from slipstream.errors import DeadlineError, EngineError, WeightsError
 from slipstream.records import ApplyReport, EngineHealth, ParameterSpec, Ticket, Version
 from slipstream.runlog import RunLog
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import create_bridge
 
 from .conftest import LiveEngine, perturbed
 
@@ -21,8 +21,7 @@ from .conftest import LiveEngine, perturbed
 def test_a_live_engine_proves_its_version_and_a_difference_is_named(live: LiveEngine, tmp_path):
     bridge = create_bridge("disk", folder=tmp_path / "weights", source=live.model, engine=live.engine)
     weights = perturbed(load_file(live.model / "model.safetensors"), 77)
-    ticket = bridge.publisher.publish(weights.items(), 3, 4, lambda ticket: None)
-    check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+    ticket = live.update(bridge, weights.items(), 3, 4)
     with RunLog.create(tmp_path / "run") as log:
         log.event("engine_socket", path=live.engine.socket)
         log.published(ticket)

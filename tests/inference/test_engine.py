@@ -7,15 +7,14 @@ import signal
 import pytest
 
 from slipstream.errors import EngineError
-from slipstream.inference.engine import SupervisedEngine
-from slipstream.inference.settings import EngineSettings
 from slipstream.processes.launchers import LOCAL
 from slipstream.records import ApplyReport, Ticket, Version
 
+from .fakes import supervised
+
 
 async def test_a_death_in_the_middle_of_a_broadcast_names_the_remedy(tmp_path, monkeypatch):
-    settings = EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8)
-    engine = SupervisedEngine(settings, tmp_path / "log", start_timeout_s=1, max_restarts=3, on_event=lambda *_: None)
+    engine = supervised(tmp_path, max_restarts=3)
     alive = [True]
 
     async def apply(ticket, timeout_s):
@@ -50,37 +49,22 @@ class Sleepers:
 @pytest.mark.parametrize("first", [signal.SIGSTOP, signal.SIGKILL])
 async def test_one_that_is_stopped_or_killed_before_it_is_ready_is_started_again(tmp_path, first):
     events, launcher = [], Sleepers(first, signal.SIGKILL)
-    engine = SupervisedEngine(
-        EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8),
-        tmp_path / "log",
-        start_timeout_s=120,
-        silence_s=0.5,
-        max_restarts=1,
-        on_event=lambda kind, **fields: events.append((kind, fields)),
-        launcher=launcher,
+    engine = supervised(
+        tmp_path, silence_s=0.5, launcher=launcher, on_event=lambda kind, **fields: events.append((kind, fields))
     )
     engine.launch()
     with pytest.raises(EngineError, match=r"the engine did not start: engine process ended with code -9"):
         await asyncio.wait_for(engine.wait_ready(), 120)
     ((kind, fields),) = events
     assert (kind, fields["number"], len(launcher.started)) == ("engine_restart", 1, 2)
-    assert fields["reason"].startswith(
-        "engine process was killed, as it said nothing" if first == signal.SIGSTOP else "engine process ended"
-    )
+    assert fields["reason"].startswith(f"engine process {'was killed, as' if first == signal.SIGSTOP else 'ended'}")
     assert [each.poll() for each in launcher.started] == [-signal.SIGKILL] * 2
     await engine.stop()
 
 
 async def test_one_that_is_killed_by_the_end_of_the_run_is_not_started_again(tmp_path):
     launcher = Sleepers(signal.SIGCONT)
-    engine = SupervisedEngine(
-        EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8),
-        tmp_path / "log",
-        start_timeout_s=120,
-        max_restarts=1,
-        on_event=lambda kind, **fields: pytest.fail(kind),
-        launcher=launcher,
-    )
+    engine = supervised(tmp_path, launcher=launcher, on_event=lambda kind, **fields: pytest.fail(kind))
     engine.launch()
     waiting = asyncio.create_task(engine.wait_ready())
     await asyncio.sleep(0.2)

@@ -10,11 +10,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from slipstream.inference.plugin.arguments import (
-    engine_arguments,
-    prompt_arguments,
-    sampling_arguments,
-)
+from slipstream.inference.plugin.arguments import engine_arguments, prompt_arguments, sampling_arguments
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import GenerateRequest, SamplingParams
 

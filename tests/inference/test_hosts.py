@@ -11,7 +11,7 @@ import pytest
 from slipstream.inference.plugin.hosts import InProcessHost
 from slipstream.inference.plugin.patches import delivery
 
-from .fakes import put
+from .fakes import put, until
 
 
 def output(id_, tokens, finished=True):
@@ -90,12 +90,6 @@ def host():
     made.shutdown()
     made._thread.join(60)
     assert not made._thread.is_alive()
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_a_pause_with_tokens_that_did_not_arrive_fails(host, monkeypatch):

@@ -274,12 +274,7 @@ async def test_metrics_are_of_each_engine_and_since_the_last_call():
     assert metrics["replica_0/tokens_per_s"] > 0
     later = several.replicas.take_metrics()
     assert all(0 < later.pop(f"replica_{number}/idle_s") < 60 for number in range(2))
-    assert later == {
-        "replica_0/requests": 0.0,
-        "replica_0/restarts": 0.0,
-        "replica_1/requests": 0.0,
-        "replica_1/restarts": 0.0,
-    }
+    assert later == {f"replica_{number}/{name}": 0.0 for number in (0, 1) for name in ("requests", "restarts")}
 
 
 async def test_a_delta_is_possible_only_where_all_hold_the_same():

@@ -26,6 +26,8 @@ from slipstream.records import (
 )
 from slipstream.weights.bridges.single_copy import SharedWeights
 
+from .fakes import until
+
 TICKET = Ticket(Version(0, 1, "d"), "disk", "/weights", (ParameterSpec("w", (2,), "float32", "aa"),))
 REPORT = ApplyReport(TICKET.version, ("w",), num_bytes=8)
 SHARED = (SharedWeights((), {}, {"w": "why"}),)
@@ -86,12 +88,6 @@ def frames(body):
         found.append(decode(body[4 : 4 + size], Completion))
         body = body[4 + size :]
     return found
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(("status", "code"), [("ready", 200), ("starting", 503), ("out_of_service", 503)])
@@ -167,10 +163,8 @@ async def test_an_id_is_one_requests_at_a_time(server, client):
     server.gates = {"a": asyncio.Event()}
     first = await client.post("/generate", data=ask("a"))
     second = await client.post("/generate", data=ask("b", "a"))
-    assert (second.status, await second.text()) == (
-        400,
-        "request a is running already: give each one its own id",
-    )
+    told = "request a is running already: give each one its own id"
+    assert (second.status, await second.text()) == (400, told)
     assert server.calls == ["a"], "none of them begins"
     third = await client.post("/generate", data=ask("c", "d", "d"))
     assert (third.status, (await third.text()).split()[1]) == (400, "d")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from numpy import s_
 from torch import nn
 
 from slipstream.inference.plugin.weights.receiver import WorkerExtension
@@ -92,11 +93,8 @@ def test_whole_parameters_are_copied_to_all_their_places_and_others_are_kept():
     assert fused.tolist() == [[9, 10, 11], [0, 0, 0], [0, 0, 0], [6, 7, 8]]
     assert twin.tolist() == [[6, 7, 8], [9, 10, 11]]
     pack.zero_()
-    assert {name: tensor.flatten().tolist() for name, tensor in left.items()} == {
-        "o": [12, 13, 14, 15, 16, 17],
-        "t": [18, 19, 20, 21, 22, 23],
-        "none": [0, 1, 2, 3, 4, 5],
-    }
+    kept = {"o": [12, 13, 14, 15, 16, 17], "t": [18, 19, 20, 21, 22, 23], "none": [0, 1, 2, 3, 4, 5]}
+    assert {name: tensor.flatten().tolist() for name, tensor in left.items()} == kept
     assert not located.pieces["t"][0].target.any()
 
 
@@ -130,34 +128,18 @@ WHOLE = torch.empty(4, 5)
 
 
 @pytest.mark.parametrize(
-    ("cuts", "rows", "columns", "found"),
+    ("cuts", "place", "found"),
     [
-        ([(slice(0, 4), slice(0, 5))], slice(2, 6), slice(0, 5), (0, 0)),
-        ([(slice(2, 3), slice(0, 5)), (slice(1, 2), slice(0, 5))], slice(2, 4), slice(0, 5), (0, 1)),
-        ([(slice(0, 4), slice(2, 4))], slice(0, 4), slice(1, 3), (1, 2)),
-        (
-            [
-                (slice(2, 4), slice(1, 3)),
-                (slice(0, 2), slice(3, 5)),
-                (slice(0, 2), slice(1, 3)),
-                (slice(2, 4), slice(3, 5)),
-            ],
-            slice(4, 8),
-            slice(0, 4),
-            (1, 1),
-        ),
+        ([s_[0:4, 0:5]], s_[2:6, 0:5], (0, 0)),
+        ([s_[2:3, 0:5], s_[1:2, 0:5]], s_[2:4, 0:5], (0, 1)),
+        ([s_[0:4, 2:4]], s_[0:4, 1:3], (1, 2)),
+        ([s_[2:4, 1:3], s_[0:2, 3:5], s_[0:2, 1:3], s_[2:4, 3:5]], s_[4:8, 0:4], (1, 1)),
     ],
 )
-def test_a_part_is_all_of_a_parameter_or_a_range_of_one_dimension(cuts, rows, columns, found):
-    own = W13[rows, columns]
-    first = [min(cut[dim].start for cut in cuts) for dim in range(2)]
-    pieces = [
-        piece_of(
-            WHOLE[cut],
-            own[cut[0].start - first[0] : cut[0].stop - first[0], cut[1].start - first[1] : cut[1].stop - first[1]],
-        )
-        for cut in cuts
-    ]
+def test_a_part_is_all_of_a_parameter_or_a_range_of_one_dimension(cuts, place, found):
+    own = W13[place]
+    top, left = (min(cut[dim].start for cut in cuts) for dim in range(2))
+    pieces = [piece_of(WHOLE[y, x], own[y.start - top : y.stop - top, x.start - left : x.stop - left]) for y, x in cuts]
     part = TensorMap({"w": pieces}).part(spec_of("w", (4, 5)))
     assert torch.equal(part.tensor, own)
     assert part.tensor.data_ptr() == own.data_ptr()
@@ -185,10 +167,7 @@ def apart(*pairs):
         (apart((slice(0, 2), W13[2:4]), (slice(2, 4), W13[:2])), "keeps its parts apart"),
         (apart((slice(0, 2), W13[:2]), (slice(2, 4), W13.as_strided((2, 5), (1, 2), 10))), "keeps its parts apart"),
         ([piece_of(torch.empty(5, 4).t(), W13[:4])], "keeps its parts apart"),
-        (
-            apart(((slice(0, 1), slice(2, 5)), W13[:1, 2:]), ((slice(1, 2), slice(0, 2)), W13[1:2, :2])),
-            "keeps its parts apart",
-        ),
+        (apart((s_[0:1, 2:5], W13[:1, 2:]), (s_[1:2, 0:2], W13[1:2, :2])), "keeps its parts apart"),
         (apart((slice(0, 1), W13[:1]), (slice(2, 3), W13[2:3])), "keeps only a part"),
         (apart(((slice(0, 2), slice(0, 2)), W13[:2, :2])), "keeps only a part"),
     ],

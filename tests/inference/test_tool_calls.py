@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.plugin.tools.call_records import (
     MAX_CALLS,
     MAX_DEPTH,
@@ -16,8 +15,9 @@ from slipstream.inference.plugin.tools.call_records import (
     read_calls,
 )
 from slipstream.inference.plugin.tools.formats import FORMATS, Format, answer_start, ends_in_thought
-from slipstream.inference.settings import EngineSettings
 from slipstream.records import Completion, GenerateRequest, SamplingParams, ToolCall, decode, encode
+
+from .fakes import supervised
 
 HERMES = FORMATS["hermes"]
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
@@ -165,13 +165,8 @@ def test_a_template_may_begin_the_thought():
 
 async def test_what_a_parser_raised_is_told_once_and_counted(tmp_path, monkeypatch):
     events = []
-    settings = EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8, tool_parser="hermes")
-    engine = SupervisedEngine(
-        settings,
-        tmp_path / "log",
-        start_timeout_s=1,
-        max_restarts=0,
-        on_event=lambda kind, **fields: events.append((kind, fields)),
+    engine = supervised(
+        tmp_path, "hermes", max_restarts=0, on_event=lambda kind, **fields: events.append((kind, fields))
     )
 
     async def generate(request):

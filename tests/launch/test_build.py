@@ -14,26 +14,20 @@ from tests.refusals import refuses
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = new_model(
-        tmp_path_factory.mktemp("models") / "tiny",
-        hidden_size=32,
-        num_layers=2,
-        intermediate_size=48,
-        context_length=128,
-    )
+    shape = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 48, "context_length": 128}
+    folder = new_model(tmp_path_factory.mktemp("models") / "tiny", **shape)
     training = TrainingConfig(steps=1, micro_batch_tokens=256, gradient_checkpointing="selective", compile=False)
     model = ModelConfig(path=str(folder), dtype="float32")
     return planned_config(RunConfig(model=model, algorithm=SFTConfig(), training=training, evaluation=None))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_layers_are_as_the_config_says(config, monkeypatch):
     monkeypatch.setattr(layers, "COMPILER", lambda graph, _inputs: graph.forward)
     learner = build(with_values(config, {"training.compile": True}), None, 123).learner
@@ -43,17 +37,19 @@ def test_layers_are_as_the_config_says(config, monkeypatch):
     assert plain.model.layers == LayerOptions("selective")
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiler_that_fails_ends_the_run(config, monkeypatch):
+@pytest.fixture
+def broken_compiler(monkeypatch):
     def compiler(_graph, _inputs):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(layers, "COMPILER", compiler)
+
+
+def test_a_compiler_that_fails_ends_the_run(config, broken_compiler):
     with refuses("training.compile"):
         build(with_values(config, {"training.compile": True}), None, 123)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_precompiled_layers_serve_the_model_and_use_no_random_numbers(config, monkeypatch):
     graphs = []
 
@@ -72,19 +68,13 @@ def test_precompiled_layers_serve_the_model_and_use_no_random_numbers(config, mo
     assert len(graphs) == num_graphs
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_failed_precompilation_does_not_end_the_run(config, monkeypatch, caplog):
-    def compiler(_graph, _inputs):
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(layers, "COMPILER", compiler)
+def test_a_failed_precompilation_does_not_end_the_run(config, broken_compiler, caplog):
     caplog.set_level("INFO", "slipstream")
     precompile_layers(with_values(config, {"training.compile": True}))
     assert "not compiled before the model is loaded" in caplog.text
     assert "out of order" in caplog.text
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_precompilation_covers_rows_of_the_runs_length(config, monkeypatch):
     asked = []
     monkeypatch.setattr(compilation, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")

@@ -133,10 +133,8 @@ def test_groups_of_an_earlier_attempt_are_used_only_where_all_that_made_them_is_
         return prepare(load_settings(settings))
 
     def with_kernels(plan):
-        config = plan.config
-        return replace(
-            plan, config=config.model_copy(update={"model": config.model.model_copy(update={"shared_kernels": True})})
-        )
+        model = plan.config.model.model_copy(update={"shared_kernels": True})
+        return replace(plan, config=plan.config.model_copy(update={"model": model}))
 
     usual = prepared()
     shape = shape_of_groups(usual, 0)

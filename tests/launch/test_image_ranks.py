@@ -87,18 +87,15 @@ def test_rollout_matching_over_ranks(settings, detector, tmp_path):
     steps = [list(detector.examples), channel_b, list(detector.examples)[:1]]
     rows = {}
     for ranks in (1, 2):
-        config = planned_config(
-            RunConfig.model_validate(
-                {
-                    "model": {"path": str(detector.folder), "dtype": "float32", "fp32_head": False},
-                    "environment": {"name": "detection", "settings": {"path": "none"}},
-                    "algorithm": {"kind": "sft"},
-                    "matching": settings,
-                    "training": {"steps": 3, "ranks": ranks, "micro_batch_tokens": 512, "rank_timeout_s": 120.0},
-                    "run": {"threads": 2},
-                }
-            )
-        )
+        sections = {
+            "model": {"path": str(detector.folder), "dtype": "float32", "fp32_head": False},
+            "environment": {"name": "detection", "settings": {"path": "none"}},
+            "algorithm": {"kind": "sft"},
+            "matching": settings,
+            "training": {"steps": 3, "ranks": ranks, "micro_batch_tokens": 512, "rank_timeout_s": 120.0},
+            "run": {"threads": 2},
+        }
+        config = planned_config(RunConfig.model_validate(sections))
         objective = build_objective(config, SAMPLING, detector.tokens.coordinate_ids)
         rows[ranks] = []
         with trained(config, tmp_path) as (parts, _):

@@ -22,7 +22,7 @@ from tests.data.test_square_images import save_model
 
 SFT = """
 [model]
-path = "model"
+path = "{model}"
 [data]
 path = "rows.jsonl"
 [algorithm]
@@ -30,16 +30,13 @@ kind = "sft"
 [training]
 steps = 1
 prompts_per_batch = 2
-[evaluation]
-eval_path = "x"
 """
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return new_vision_model(
-        tmp_path_factory.mktemp("models") / "m", hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1
-    )
+    shape = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    return new_vision_model(tmp_path_factory.mktemp("models") / "m", **shape)
 
 
 @pytest.fixture
@@ -53,8 +50,7 @@ def run(model, tmp_path, monkeypatch):
         rows.append({"messages": [asked, {"role": "assistant", "content": str(number)}], "images": [f"{number}.png"]})
     rows.append({"prompt": "a", "completion": "b"})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    text = SFT.replace('path = "model"', f'path = "{model}"').replace('[evaluation]\neval_path = "x"\n', "")
-    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "run.toml").write_text(SFT.format(model=model))
 
     def make(*overrides):
         return prepare(load_config(tmp_path / "run.toml", ["--no-evaluation", *overrides]))
@@ -98,11 +94,8 @@ def test_a_tower_that_takes_more_than_there_is_for_a_row_is_told(run):
     large = dataclasses.replace(prepared.facts.tower, total_tokens=10**6, image_tokens=16_000, row_tokens=16_000)
     facts = dataclasses.replace(prepared.facts, tower=large, memory_bytes=4 << 30)
     (warning,) = (each for each in make_plan(prepared.loaded.config, facts).warnings if "tower" in each)
-    assert re.match(
-        r"the vision tower takes \d\.\d\d GiB for 64,000 patches of images at once, more than an eighth of the memory "
-        r"\(0\.50 GiB\): lower model\.max_pixels, or model\.train_tower = false",
-        warning,
-    )
+    said = r"takes \d\.\d\d GiB for 64,000 patches of images at once, .* \(0\.50 GiB\): lower model\.max_pixels, or"
+    assert re.match(f"the vision tower {said} model.train_tower = false", warning)
     with pytest.raises(ConfigError, match=r"the run needs about .*: lower model\.max_pixels"):
         make_plan(prepared.loaded.config, dataclasses.replace(facts, memory_bytes=1 << 29))
 
@@ -168,9 +161,8 @@ def test_images_whose_tokens_see_later_ones(run, tmp_path, monkeypatch):
     """Gemma 3: the packed attention of training does it, transformers' causal mask and vLLM on a CPU do not."""
     folder = str(save_model(tmp_path / "gemma"))
     notes = [note for note in run("--model.path", folder).plan.notes if note.name == "images"]
-    assert [(note.value, note.how) for note in notes] == [
-        (2, "4 to 4 tokens each; scaled once, to 16 x 16 pixels, by the model's processor")
-    ]
+    ((value, how),) = [(note.value, note.how) for note in notes]
+    assert (value, how) == (2, "4 to 4 tokens each; scaled once, to 16 x 16 pixels, by the model's processor")
     said = r"has images whose tokens attend to later ones too, and training.packing = false has a causal mask"
     with pytest.raises(ConfigError, match=said):
         run("--model.path", folder, "--training.packing", "false")

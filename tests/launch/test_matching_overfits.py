@@ -106,15 +106,8 @@ def test_steps_of_both_channels_raise_f1_and_overlap(tmp_path):
     for _ in range(WRITTEN):
         trained.step(moved, SFTObjective(), 2e-3)
     config = SimpleNamespace(matching=CONFIG, run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST))
-    reader = MatchingReader(
-        config,
-        trained.tasks,
-        trained.examples,
-        trained.detector.tokens,
-        512,
-        lambda step: list(range(NUM_IMAGES)),
-        roll_out=trained.roll_out,
-    )
+    given = (config, trained.tasks, trained.examples, trained.detector.tokens, 512)
+    reader = MatchingReader(*given, lambda step: list(range(NUM_IMAGES)), roll_out=trained.roll_out)
     objective = MatchingObjective(CONFIG, trained.detector.tokens.coordinate_ids)
     found = []
     for step in range(STEPS + 1):

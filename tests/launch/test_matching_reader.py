@@ -36,15 +36,9 @@ def reader_of(detector, said=None, **matching):
         asked.append((step, list(items), seed, temperature))
         return [rollout(detector, item, said(item), step) for item in items]
 
-    reader = MatchingReader(
-        config_of(**matching),
-        detector.tasks,
-        detector.examples,
-        detector.tokens,
-        512,
-        lambda step: [step % 2, (step + 1) % 2],
-        roll_out=roll_out if said is not None else None,
-    )
+    given = (config_of(**matching), detector.tasks, detector.examples, detector.tokens, 512)
+    asks = roll_out if said is not None else None
+    reader = MatchingReader(*given, lambda step: [step % 2, (step + 1) % 2], roll_out=asks)
     return reader, asked
 
 
@@ -57,10 +51,8 @@ def test_steps_of_channel_a_ask_no_engine(detector):
     for step in range(3):
         batch = reader.take(step)
         assert (batch.step, batch.metrics) == (step, {"stage2/channel_a": 1.0, "stage2/channel_b": 0.0})
-        assert [each.sequences[0] for each in batch.rollouts] == [
-            detector.examples[step % 2],
-            detector.examples[(step + 1) % 2],
-        ]
+        expected = [detector.examples[step % 2], detector.examples[(step + 1) % 2]]
+        assert [each.sequences[0] for each in batch.rollouts] == expected
 
 
 def test_channels_follow_the_pattern_or_the_exact_share(detector):
@@ -131,19 +123,15 @@ def test_fewer_rollouts_than_tasks_end_the_run(detector):
         reader.take(0)
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_invalid": 0.5}])
-def test_a_run_of_invalid_rollouts_ends_with_examples(detector, limit):
+@pytest.mark.parametrize("limit", [{}, {"max_invalid": 0.5}, {"max_invalid": 1.0}])
+def test_a_run_of_invalid_rollouts_ends_with_examples_unless_that_is_asked_for(detector, limit):
     ids = detector.tokenizer.plain_tokens("nothing of the kind")
     reader, _ = reader_of(detector, lambda item: ids, pattern=("B",), **limit)
     for step in range(9):
         reader.take(step)
+    if limit.get("max_invalid") == 1.0:
+        reader.take(9)
+        return
     named = re.escape(f"matching.max_invalid = {limit.get('max_invalid', 0.9)}")
     with pytest.raises(TrainingError, match=rf"20 of the 20 rollouts .*{named}.*'nothing of the kind'"):
         reader.take(9)
-
-
-def test_it_goes_on_where_that_is_asked_for(detector):
-    ids = detector.tokenizer.plain_tokens("nothing of the kind")
-    reader, _ = reader_of(detector, lambda item: ids, pattern=("B",), max_invalid=1.0)
-    for step in range(12):
-        reader.take(step)

@@ -44,6 +44,12 @@ def shown(detector, sequence):
     return "".join(found)
 
 
+def match(detector, number, ids, *, times=1, longest=512):
+    """What becomes of a rollout of this task, as often as that."""
+    rollouts, tasks = [rollout(detector, number, ids)] * times, [detector.tasks[number]] * times
+    return matched(rollouts, tasks, detector.tokens, MatchingConfig(), longest)
+
+
 def after_prompt(detector, number, text):
     prompt = detector.tokenizer.render(detector.tasks[number].prompt)
     length = sum(len(detector.tokens.piece(id_).decode()) for id_ in prompt)
@@ -67,7 +73,7 @@ def test_channel_a_trains_the_whole_answer_and_its_end(detector):
 
 def test_channel_b_trains_matched_json_and_what_was_missed(detector):
     ids = answer_ids(detector, ("x", (500, 500, 600, 600)), ("tinny", (9, 590, 95, 705)))
-    found = matched([rollout(detector, 1, ids)], [detector.tasks[1]], detector.tokens, MatchingConfig(), 512)
+    found = match(detector, 1, ids)
     (trained,) = found.rollouts
     (sequence,) = trained.sequences
     text = after_prompt(detector, 1, shown(detector, sequence))
@@ -77,10 +83,8 @@ def test_channel_b_trains_matched_json_and_what_was_missed(detector):
         '{"desc": ".....", "bbox_2d": ["#", "#", "#", "#"]}, '
         '"object_3": {"desc": "big blue", "bbox_2d": ["#", "#", "#", "#"]}}<|im_end|>'
     )
-    assert [(box.coordinates, box.is_appended) for box in sequence.detection.boxes] == [
-        ((7, 600, 90, 700), False),
-        ((0, 0, 999, 500), True),
-    ]
+    boxes = [(box.coordinates, box.is_appended) for box in sequence.detection.boxes]
+    assert boxes == [((7, 600, 90, 700), False), ((0, 0, 999, 500), True)]
     assert sequence.detection.is_rollout
     num_prompt = len(detector.tokenizer.render(detector.tasks[1].prompt))
     kept = len(ids) - 2  # neither the last brace nor the end of the turn
@@ -91,8 +95,7 @@ def test_channel_b_trains_matched_json_and_what_was_missed(detector):
 def test_what_a_rollout_gets_wrong_changes_no_target(detector):
     def texts(wrong):
         ids = answer_ids(detector, ("tiny", (9, 590, 95, 705)), wrong)
-        found = matched([rollout(detector, 1, ids)], [detector.tasks[1]], detector.tokens, MatchingConfig(), 512)
-        return shown(detector, found.rollouts[0].sequences[0])
+        return shown(detector, match(detector, 1, ids).rollouts[0].sequences[0])
 
     assert texts(("x", (500, 500, 600, 600))) == texts(("y", (1, 980, 7, 999)))
 
@@ -100,36 +103,30 @@ def test_what_a_rollout_gets_wrong_changes_no_target(detector):
 @pytest.mark.parametrize("text", ["", "no json at all", '{"object_1": {"desc": "a", "bbox'])
 def test_an_invalid_rollout_is_trained_on_the_true_objects_and_counted(detector, text):
     ids = detector.tokenizer.plain_tokens(text)
-    made = rollout(detector, 0, ids)
-    found = matched([made], [detector.tasks[0]], detector.tokens, MatchingConfig(), 512)
+    found = match(detector, 0, ids)
     metrics = found.metrics()
     assert (metrics["stage2/invalid_rollout"], metrics["stage2/empty_rollout"], metrics["rollout/f1"]) == (1, 0, 0)
-    assert found.invalid == [made.completion]
-    assert '"object_1": {"desc": "red", "bbox_2d": ["#", "#", "#", "#"]}}<|im_end|>' in shown(
-        detector, found.rollouts[0].sequences[0]
-    )
+    assert found.invalid == [rollout(detector, 0, ids).completion]
+    trained = shown(detector, found.rollouts[0].sequences[0])
+    assert '"object_1": {"desc": "red", "bbox_2d": ["#", "#", "#", "#"]}}<|im_end|>' in trained
 
 
 def test_a_whole_answer_of_nothing_is_counted_apart(detector):
     ids = [*detector.tokenizer.plain_tokens("{}"), detector.tokens.end_id]
-    metrics = matched(
-        [rollout(detector, 0, ids)], [detector.tasks[0]], detector.tokens, MatchingConfig(), 512
-    ).metrics()
+    metrics = match(detector, 0, ids).metrics()
     assert (metrics["stage2/invalid_rollout"], metrics["stage2/empty_rollout"]) == (0, 1)
 
 
 def test_a_rollout_that_leaves_the_context_is_dropped_and_counted(detector):
     ids = answer_ids(detector, ("tiny", (9, 590, 95, 705)))
-    found = matched([rollout(detector, 1, ids)], [detector.tasks[1]], detector.tokens, MatchingConfig(), 100)
+    found = match(detector, 1, ids, longest=100)
     assert not found.rollouts
     assert found.metrics()["dropped/too_long"] == 1
 
 
 def test_lengths_add_up(detector):
     ids = answer_ids(detector, ("tiny", (9, 590, 95, 705)))
-    metrics = matched(
-        [rollout(detector, 1, ids)] * 2, [detector.tasks[1]] * 2, detector.tokens, MatchingConfig(), 512
-    ).metrics()
+    metrics = match(detector, 1, ids, times=2).metrics()
     mean = {name: metrics[f"rollout/{name}_mean"] for name in ("prompt_len", "prefix_len", "append_len", "encoded_len")}
     assert mean["encoded_len"] == mean["prompt_len"] + mean["prefix_len"] + mean["append_len"]
     assert metrics["rollout/rollout_len_p90"] == len(ids)

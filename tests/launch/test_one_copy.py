@@ -8,14 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import ConfigError, WeightsError
-from slipstream.launch.build import build_sharded
-from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
 
 from ..trainer.test_vision_towers import save_with_tower
-from .test_ranks import BATCHES, SAMPLING, make_config, one_step
+from .test_ranks import BATCHES, make_config, one_step, trained
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create") or torch.cuda.is_available(), reason="needs Linux and ranks on a CPU"
@@ -26,10 +24,8 @@ COLUMNS, ROWS = ("o_proj", "down_proj"), ("q_proj", "gate_proj", "up_proj")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     # One head of keys, which both workers have, and 97 words.
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    return new_model(
-        folder, hidden_size=48, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=96, context_length=256
-    )
+    shape = {"hidden_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+    return new_model(tmp_path_factory.mktemp("models") / "tiny", **shape, intermediate_size=96, context_length=256)
 
 
 class Worker:
@@ -67,10 +63,7 @@ class Worker:
 
 def run(config, folder, workers=()):
     """Numbers of each step, the weights, and what they are proved by."""
-    torch.manual_seed(0)
-    crew = RankProcesses(config, SAMPLING, folder / "logs", tuple(worker.shared for worker in workers))
-    try:
-        parts = build_sharded(config, SAMPLING, crew, 0)
+    with trained(config, folder / "logs", workers) as (parts, _):
         memory = parts.learner._local.memory
         assert (memory is not None) == bool(workers)
         rows = [one_step(parts, config, batch) for batch in BATCHES[:2]]
@@ -93,8 +86,6 @@ def run(config, folder, workers=()):
             check(workers, dict(parts.learner.named_weights()))
             assert [one_step(parts, config, batch) for batch in BATCHES[2:]] == rows[2:]
         return rows, weights
-    finally:
-        crew.close()
 
 
 def check(workers, weights):
@@ -124,17 +115,13 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
     model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
     stored, config = load_file(model / "model.safetensors"), make_config(model, 2)
     workers = [Worker(stored, rank) for rank in range(2)]
-    crew = RankProcesses(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
-    try:
-        parts = build_sharded(config, SAMPLING, crew, 0)
+    with trained(config, tmp_path, workers) as (parts, _):
         part = parts.learner._local
         assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
         assert {name.split(".")[-2] for name in part.memory.copied} >= {"embed_tokens", "norm", "k_proj"}
         assert not [name for name in part.memory.copied if "visual" in name]
         one_step(parts, config, BATCHES[0])
         weights = {name: weight.clone() for name, weight in parts.learner.named_weights()}
-    finally:
-        crew.close()
     check(workers, weights)
     for name, tensor in weights.items():
         assert torch.equal(tensor, stored[name]) == ("visual" in name), name
@@ -144,18 +131,12 @@ def test_what_the_workers_must_have_loaded_and_must_be_able_to_share(model, tmp_
     stored = load_file(model / "model.safetensors")
     config = make_config(model, 2)
     reason = {"model.norm.weight": "vLLM keeps its parts apart"}
-    workers = [Worker(stored, rank, reason).shared for rank in range(2)]
-    crew = RankProcesses(config, SAMPLING, tmp_path, tuple(workers))
-    try:
-        with pytest.raises(ConfigError, match=r"model\.norm\.weight \(vLLM keeps its parts apart\)"):
-            build_sharded(config, SAMPLING, crew, 0)
-    finally:
-        crew.close()
+    workers = [Worker(stored, rank, reason) for rank in range(2)]
+    says = r"model\.norm\.weight \(vLLM keeps its parts apart\)"
+    with pytest.raises(ConfigError, match=says), trained(config, tmp_path, workers):
+        pass
     stored["model.layers.1.mlp.down_proj.weight"][0, -1] += 1
-    workers = [Worker(stored, rank).shared for rank in range(2)]
-    crew = RankProcesses(config, SAMPLING, tmp_path, tuple(workers))
-    try:
-        with pytest.raises(WeightsError, match=r"another model\.layers\.1\.mlp\.down_proj\.weight than the files"):
-            build_sharded(config, SAMPLING, crew, 0)
-    finally:
-        crew.close()
+    workers = [Worker(stored, rank) for rank in range(2)]
+    says = r"another model\.layers\.1\.mlp\.down_proj\.weight than the files"
+    with pytest.raises(WeightsError, match=says), trained(config, tmp_path, workers):
+        pass

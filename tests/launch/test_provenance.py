@@ -54,11 +54,8 @@ def model(tmp_path_factory):
 def prepared(model, tmp_path):
     def prepared(**environment):
         given = {"model": {"path": str(model)}, "training": {"steps": 1, "prompts_per_batch": 2}}
-        return prepare(
-            load_settings(
-                {**given, "algorithm": {"kind": "grpo"}, "evaluation": {"num_tasks": 4}, "environment": environment}
-            )
-        )
+        given |= {"algorithm": {"kind": "grpo"}, "evaluation": {"num_tasks": 4}, "environment": environment}
+        return prepare(load_settings(given))
 
     return prepared
 
@@ -244,11 +241,9 @@ NAMED = {
 }
 PLACES = {
     "alone": lambda given, first: given,
-    "in a mixture apart": lambda given, first: {
-        "name": "mixture",
-        "mixture": {"first": {"name": first}, "second": given},
-        "apart": True,
-    },
+    "in a mixture apart": lambda given, first: (
+        {"name": "mixture", "mixture": {"first": {"name": first}, "second": given}} | {"apart": True}
+    ),
 }
 
 
@@ -296,10 +291,8 @@ def test_verifiers_is_looked_up_where_its_interpreter_has_it(prepared, tmp_path)
         config = made.config.model_copy(update={"environment": section})
         return found(replace(made, plan=replace(made.plan, config=config), reads=()), "environment")
 
-    assert [(each.name, each.version) for each in sources("verifiers/my-shop")] == [
-        ("verifiers", "0.5.1"),
-        ("my-shop", "3.0"),
-    ]
+    versions = [(each.name, each.version) for each in sources("verifiers/my-shop")]
+    assert versions == [("verifiers", "0.5.1"), ("my-shop", "3.0")]
     files = sources(f"verifiers/{tmp_path / 'taskset.py'}")[1:]
     assert [each.name for each in files] == ["taskset.py", "part.py"]
     (tmp_path / "venv/lib/python3.12/site-packages/my_shop.py").write_text("import verifiers\n")
@@ -323,9 +316,8 @@ def test_tools_and_the_files_of_tool_servers(prepared, tmp_path):
     tool.write_text(tool.read_text() + "\n")
     assert code_digest(made) == before, "what was executed counts"
     assert code_digest(prepared(name=str(environment), tools=[f"{tool}:double"], max_turns=2)) != before
-    server = SimpleNamespace(
-        **vars(made.config.environment) | {"tools": (f"mcp:{sys.executable} {tool} --key s3cret",)}
-    )
+    run = {"tools": (f"mcp:{sys.executable} {tool} --key s3cret",)}
+    server = SimpleNamespace(**vars(made.config.environment) | run)
     config = made.config.model_copy(update={"environment": server})
     served = replace(made, plan=replace(made.plan, config=config), reads=())
     sources = found(served, "tools")

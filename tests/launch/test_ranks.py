@@ -61,15 +61,15 @@ def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, fp32_h
 
 
 @contextlib.contextmanager
-def trained(config, logs):
-    """What a run trains, and the other ranks while it does."""
+def trained(config, logs, workers=()):
+    """What a run trains, and the other ranks while it does; in the memory of `workers` where there are some."""
     if 0 < torch.cuda.device_count() < config.training.ranks:
         pytest.skip(f"{config.training.ranks} ranks need a GPU each, and there are {torch.cuda.device_count()}")
     torch.manual_seed(0)
     if config.training.ranks == 1:
         yield build(config, None, 0), None
         return
-    crew = RankProcesses(config, SAMPLING, logs)
+    crew = RankProcesses(config, SAMPLING, logs, tuple(worker.shared for worker in workers))
     try:
         yield build_sharded(config, SAMPLING, crew, 0), crew
     finally:

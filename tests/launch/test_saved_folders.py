@@ -217,9 +217,8 @@ def test_an_export_says_what_the_folder_cannot(tmp_path):
     assert any("by a path of this machine" in text for text in remarks(folder))
     assert check_adapter(SimpleNamespace(path=str(tmp_path / "base")), str(folder)) == []
     tensors = load_file(folder / "adapter_model.safetensors")
-    save_file(
-        {name: tensor * (".lora_A." in name) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
-    )
+    zeroed = {name: tensor * (".lora_A." in name) for name, tensor in tensors.items()}
+    save_file(zeroed, folder / "adapter_model.safetensors")
     assert any("is zero" in text for text in remarks(folder))
     assert len(check_adapter(SimpleNamespace(path=str(tmp_path / "base")), str(folder))) == 1
     edit(folder / "adapter_config.json", base_model_name_or_path="org/tiny")

@@ -112,9 +112,8 @@ def test_the_loss_of_held_out_rows(run_file, model, tmp_path):
 def test_training_is_the_same_with_and_without_held_out_rows(run_file, tmp_path):
     held_out = write(tmp_path / "eval.jsonl", [{"prompt": "100 + 1?", "completion": "101"}])
     _, without = carry_out(run_file, tmp_path / "without", "--training.steps", "4")
-    _, beside = carry_out(
-        run_file, tmp_path / "beside", "--training.steps", "4", "--data.eval_path", held_out, "--evaluation.every", "1"
-    )
+    more = ("--data.eval_path", held_out, "--evaluation.every", "1")
+    _, beside = carry_out(run_file, tmp_path / "beside", "--training.steps", "4", *more)
     assert [row["train/loss"] for row in without] == [row["train/loss"] for row in beside if row["step"]]
 
 
@@ -131,9 +130,8 @@ def test_a_resumed_run_has_the_same_batches_and_losses(run_file, tmp_path):
 
 def test_long_rows_are_dropped_by_default_or_cut(run_file, tmp_path):
     write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "1?", "completion": "2" * 70}])
-    held_out = write(
-        tmp_path / "eval.jsonl", [{"prompt": "2?", "completion": "3" * 70}, {"prompt": "3", "completion": "4"}]
-    )
+    rows = [{"prompt": "2?", "completion": "3" * 70}, {"prompt": "3", "completion": "4"}]
+    held_out = write(tmp_path / "eval.jsonl", rows)
     by_default = prepared(run_file, "--data.eval_path", held_out)
     assert (by_default.num_items, len(by_default.held_out)) == (40, 1)
     assert by_default.dropped == {"conversation_too_long": 1, "eval_conversation_too_long": 1}
@@ -161,13 +159,10 @@ def test_a_warning_where_thinking_is_on_and_nothing_thinks(run_file, model, tmp_
     assert warned() == []
     thinks = tmp_path / "thinks"
     shutil.copytree(model, thinks)
-    file = next(path for path in (thinks / "chat_template.jinja", thinks / "tokenizer_config.json") if path.is_file())
-    switch = "{% if enable_thinking is defined and enable_thinking is false %}{% endif %}"
-    if file.suffix == ".jinja":
-        file.write_text(switch + file.read_text())
-    else:
-        settings = json.loads(file.read_text())
-        file.write_text(json.dumps(settings | {"chat_template": switch + settings["chat_template"]}))
+    template = thinks / "chat_template.jinja"
+    template.write_text(
+        "{% if enable_thinking is defined and enable_thinking is false %}{% endif %}" + template.read_text()
+    )
     (text,) = warned("--model.path", str(thinks))
     assert text.startswith("none of the 40 answers to imitate holds a <think>")
     assert warned("--model.path", str(thinks), "--model.thinking", "false") == []

@@ -103,6 +103,11 @@ class Supervised:
         _, err = self.process.communicate(timeout=120)
         return self.process.returncode, err
 
+    def ok(self):
+        code, err = self.wait()
+        assert code == 0, err
+        return err
+
 
 @pytest.fixture
 def supervised(tmp_path, monkeypatch):
@@ -131,18 +136,14 @@ def test_the_trainers_end_is_the_runs(supervised):
     assert run.kinds("restart") == []
     ((_, arguments),) = run.attempts
     assert arguments[:3] == ["trainer", "run.toml", "--resume"]
-    assert run.kinds("restart") == []
 
 
 def test_a_trainer_that_is_killed_is_started_again_and_the_last_attempt_counts(supervised):
     left = 'subprocess.Popen(["sleep", "1000"], start_new_session=True) if number == 0 else None\n'
-    run = supervised(
-        left + "os.kill(os.getpid(), signal.SIGSEGV if number else signal.SIGKILL) if number < 2 else 0",
-        options=QUICKLY,
-    )
+    kills = "os.kill(os.getpid(), signal.SIGSEGV if number else signal.SIGKILL) if number < 2 else 0"
+    run = supervised(left + kills, options=QUICKLY)
     run.process.send_signal(signal.SIGCONT)
-    code, err = run.wait()
-    assert code == 0, err
+    err = run.ok()
     assert [arguments[2:-1] for _, arguments in run.attempts] == [[], ["--resume=auto"], ["--resume=auto"]]
     first, second = run.kinds("restart")
     assert (first["number"], first["lineage"], first["step"], first["signal"]) == (1, 0, 2, "SIGKILL")
@@ -174,11 +175,9 @@ def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_p
 
 
 def test_killed_before_it_has_opened_the_run(supervised):
-    run = supervised(
-        "sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None", max_restarts=2
-    )
-    code, err = run.wait()
-    assert code == 0, err
+    kills = "os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None"
+    run = supervised("sys.exit(0)", before=kills, max_restarts=2)
+    err = run.ok()
     assert len(run.attempts) == 3
     assert "restart 2 of run.max_restarts = 2" in err
     run = supervised("sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL)", max_restarts=1)
@@ -295,8 +294,7 @@ def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
     run = supervised("time.sleep(1000) if number == 0 else None", options="stalls.STOPPED_POLLS = 10")
     run.until(run.has_begun())
     os.kill(run.attempts[0][0], signal.SIGSTOP)
-    code, err = run.wait()
-    assert code == 0, err
+    err = run.ok()
     assert f"the trainer, process {run.attempts[0][0]}, is stopped (state T) for 1 s: it is killed" in err
     assert len(run.attempts) == 2
 
@@ -315,8 +313,7 @@ def test_a_trainer_without_a_sign_of_life(supervised):
     looks = "beat = supervisor.read_heartbeat; stalls.SILENT_POLLS = 20; supervisor.stacks._ANSWER_S = 60; "
     looks += "supervisor.read_heartbeat = lambda folder: beat(folder) if (folder / 'silent').exists() else None"
     run = supervised(body, before="(folder / 'silent').unlink(missing_ok=True)", options=looks)
-    code, err = run.wait()
-    assert code == 0, err
+    err = run.ok()
     assert "gives no sign of life (state S)" in err
     name = f"run-{run.attempts[0][0]}"
     (told,) = run.kinds("restart")

@@ -37,9 +37,8 @@ ENDS = {
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_at_its_end(tmp_path, monkeypatch, case, auto):
     saved, limit, ended, expected = ENDS[case]
     evaluation = {"evaluation.stop_at": 0.9, "evaluation.patience": 3, "evaluation.num_tasks": 16}
-    config = make_plan(
-        with_values(GRPO, {"training.steps": 4, "training.max_seconds": 60.0, **evaluation}), facts()
-    ).config
+    limits = {"training.steps": 4, "training.max_seconds": 60.0}
+    config = make_plan(with_values(GRPO, limits | evaluation), facts()).config
     with RunLog.create(tmp_path / "run") as log:
         if limit is not None:
             log.event("time_limit", step=saved[0], max_seconds=limit)

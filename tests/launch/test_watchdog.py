@@ -174,9 +174,8 @@ def test_nobody_is_blamed_while_all_of_a_group_are_stopped(watched):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_of_a_group_is_the_trainers(watched, number):
-    run = watched(
-        f"got = []; signal.signal({int(number)}, lambda *_: got.append(1)); (folder / 'set').touch()\n{UNTIL}"
-    )
+    notes = f"got = []; signal.signal({int(number)}, lambda *_: got.append(1)); (folder / 'set').touch()"
+    run = watched(f"{notes}\n{UNTIL}")
     run.until((run.folder / "set").exists)
     os.killpg(run.process.pid, number)
     assert run.watchdog.is_running()

@@ -9,9 +9,8 @@ from slipstream.records import ApplyReport, Version
 def noted(memory_bytes):
     notes, events = {}, []
     log = SimpleNamespace(note=notes.update, event=lambda kind, **fields: events.append(fields))
-    config = SimpleNamespace(
-        weights=SimpleNamespace(apply_timeout_s=1.0), inference=SimpleNamespace(tensor_parallel_size=2, sleep=False)
-    )
+    engine = SimpleNamespace(tensor_parallel_size=2, sleep=False)
+    config = SimpleNamespace(weights=SimpleNamespace(apply_timeout_s=1.0), inference=engine)
     hooks = RunHooks(config, log, None, None, planned_bytes=4 << 30)
     hooks.version_applied(ApplyReport(Version(0, 1, "d"), memory_bytes=memory_bytes), {"update/bytes": 1.0})
     return notes, events

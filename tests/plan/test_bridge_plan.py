@@ -8,7 +8,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan.facts import AdapterFacts
 from slipstream.plan.memory.sizes import GIB
 
-from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, plan, reasons
+from .test_plan import ALONE, CARD, GENERATED, GRPO, LORA, SFT, SFT_DATA, plan, reasons
 
 ADAPTER = AdapterFacts(num_parameters=10_000, target_modules=("q_proj",))
 SMALL = CARD | {"gpu_memory_bytes": 48 * GIB}
@@ -41,12 +41,7 @@ def bridge_of(values=None, config=GRPO, **measured):
         ({"inference.options": {"quantization": "fp8"}}, CARD, "disk", "inference.options.quantization"),
         ({"inference.options": {"cpu-offload-gb": 4}}, CARD, "disk", "inference.options.cpu-offload-gb"),
         ({"inference.replicas": 2, "run.placement": "shared"}, TWO, "disk", "each of inference.replicas = 2 engines"),
-        (
-            {"inference.tensor_parallel_size": 2, "run.placement": "shared"},
-            TWO,
-            "disk",
-            "training.ranks = 1 and inference.tensor_parallel_size = 2, which must be equal",
-        ),
+        ({"inference.tensor_parallel_size": 2, "run.placement": "shared"}, TWO, "disk", "which must be equal"),
     ],
 )
 def test_the_rule(values, measured, bridge, reason):
@@ -56,18 +51,16 @@ def test_the_rule(values, measured, bridge, reason):
 
 
 def test_an_adapter_travels_alone_and_dora_as_a_whole_model():
-    lora, dora = (GRPO.model_copy(update={"lora": LoraConfig(dora=dora)}) for dora in (False, True))
-    assert bridge_of(config=lora, adapter=ADAPTER, **CARD)[0] == "lora"
-    assert bridge_of(config=lora, adapter=ADAPTER, context_length=4096)[0] == "lora"
+    dora = LORA.model_copy(update={"lora": LoraConfig(dora=True)})
+    for measured in (CARD, {"context_length": 4096}):
+        assert bridge_of(config=LORA, adapter=ADAPTER, **measured)[0] == "lora"
     found, why = bridge_of(config=dora, adapter=ADAPTER, **CARD)
     assert (found, "DoRA" in why) == ("disk", True)
     assert bridge_of(config=dora, adapter=ADAPTER, **TWO)[0] == "broadcast"
 
 
 def test_an_adapter_of_a_tower_that_vllm_does_not_find_travels_merged():
-    towers = GRPO.model_copy(
-        update={"lora": LoraConfig(), "model": GRPO.model.model_copy(update={"train_tower": True})}
-    )
+    towers = LORA.model_copy(update={"model": GRPO.model.model_copy(update={"train_tower": True})})
     gemma, qwen = ({"architecture": f"{kind}ForConditionalGeneration"} for kind in ("Gemma3", "Qwen3VL"))
     found, why = bridge_of(config=towers, adapter=ADAPTER, **gemma, **CARD)
     assert (found, "other names for the layers of Gemma3" in why) == ("disk", True)
@@ -95,22 +88,24 @@ def test_where_both_sides_do_not_fit_the_one_that_leaves_more_room_wins_and_both
     assert "0.00 GiB" in why.partition("disk, where the engine sleeps")[2]
 
 
-def test_ranks_and_workers_that_are_as_many_share_their_cards_where_there_are_no_others():
-    values = {"training.ranks": 2, "inference.tensor_parallel_size": 2}
-    made = plan(GENERATED | values, **TWO)
-    assert (made.config.weights.bridge, made.config.run.placement) == ("single_copy", "shared")
-    four = plan(GENERATED | values, **TWO | {"num_gpus": 4})
-    assert (four.config.weights.bridge, four.config.run.placement) == ("broadcast", "separate")
-    forced = plan(GENERATED | values | {"run.placement": "shared"}, **TWO | {"num_gpus": 4})
-    assert (forced.config.weights.bridge, forced.config.run.placement) == ("single_copy", "shared")
-    tight = plan(GENERATED | values, **TWO | {"gpu_memory_bytes": 34 * GIB})
-    assert tight.config.weights.bridge == "single_copy", "by another bridge ranks need cards of their own"
+@pytest.mark.parametrize(
+    ("num_gpus", "gib", "values", "bridge", "placement"),
+    [
+        (2, 139, {}, "single_copy", "shared"),
+        (4, 139, {}, "broadcast", "separate"),
+        (4, 139, {"run.placement": "shared"}, "single_copy", "shared"),
+        (2, 34, {}, "single_copy", "shared"),  # by another bridge ranks need cards of their own
+    ],
+)
+def test_ranks_and_as_many_workers_share_cards_where_there_are_no_others(num_gpus, gib, values, bridge, placement):
+    values = GENERATED | {"training.ranks": 2, "inference.tensor_parallel_size": 2} | values
+    made = plan(values, **CARD | {"num_gpus": num_gpus, "gpu_memory_bytes": gib * GIB})
+    assert (made.config.weights.bridge, made.config.run.placement) == (bridge, placement)
 
 
 def test_sft_that_is_evaluated():
     assert bridge_of(config=SFT, max_sequence_tokens=SFT_DATA.max_sequence_tokens, **CARD)[0] == "single_copy"
-    config = SFT.model_copy(update={"evaluation": None})
-    made = plan(GENERATED, config, max_sequence_tokens=SFT_DATA.max_sequence_tokens, **CARD)
+    made = plan(GENERATED, ALONE, max_sequence_tokens=SFT_DATA.max_sequence_tokens, **CARD)
     assert "weights.bridge" not in reasons(made)
 
 
@@ -123,7 +118,6 @@ def test_what_was_set_stays():
 
 TWO_ENGINES = {"inference.replicas": 2, "weights.bridge": "disk", "training.staleness": 1}
 EVALUATED = {"evaluation.every": 10}
-THREE = CARD | {"num_gpus": 3}
 
 
 @pytest.mark.parametrize(
@@ -132,11 +126,7 @@ THREE = CARD | {"num_gpus": 3}
         ({}, True, "one engine stays on the version and evaluates it, the other goes on"),
         ({"inference.replicas": 3}, True, "evaluates it, the other 2 go on"),
         ({"weights.delta": True}, True, "the other goes on"),
-        (
-            {"weights.bridge": "broadcast"},
-            False,
-            'weights.bridge = "broadcast" brings a version to all engines at once',
-        ),
+        ({"weights.bridge": "broadcast"}, False, '"broadcast" brings a version to all engines at once'),
         ({"weights.bridge": "restart"}, False, 'weights.bridge = "restart" brings a version to all'),
         ({"inference.replicas": 1}, False, "the run has inference.replicas = 1 engine, and two or more are needed"),
         ({"training.staleness": 0}, False, "without training.staleness the course of a run depends on no timing"),
@@ -171,6 +161,6 @@ def test_of_engines_that_sleep_none_evaluates():
 
 
 def test_an_adapter_can_be_evaluated_beside_training():
-    lora = GRPO.model_copy(update={"lora": LoraConfig()})
     values = EVALUATED | {"inference.replicas": 2, "training.staleness": 1}
-    assert plan(GENERATED | values, lora, adapter=ADAPTER, **THREE).config.evaluation.beside is True
+    made = plan(GENERATED | values, LORA, adapter=ADAPTER, **CARD | {"num_gpus": 3})
+    assert made.config.evaluation.beside is True

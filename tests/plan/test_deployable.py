@@ -124,10 +124,7 @@ def test_an_adapter_brings_its_base(place, tmp_path):
     assert "q_proj" in adapter.target_modules
     other = find_deployable(str(weights), str(place / "whole/checkpoints/step-000002/weights"))
     assert other.model.endswith("whole/checkpoints/step-000002/weights")
-    lost = tmp_path / "lost"
-    lost.mkdir()
-    for file in weights.iterdir():
-        (lost / file.name).write_bytes(file.read_bytes())
+    lost = shutil.copytree(weights, tmp_path / "lost")
     content = json.loads((lost / "adapter_config.json").read_text())
     for base, said in (("/gone", "belongs to the model /gone, which is not there: name it with --base"),
                        ("", "does not say which model it belongs to: name it with --base")):  # fmt: skip
@@ -138,19 +135,19 @@ def test_an_adapter_brings_its_base(place, tmp_path):
 
 
 def test_what_cannot_be_started_is_one_sentence(place, tmp_path):
-    (tmp_path / "empty").mkdir()
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    (begun / "events.jsonl").touch()
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "manifest.json").write_text('{"files": {"weights/model.safetensors": {"size_bytes": 5}}}')
+    for name, file, content in (
+        ("empty", "notes", ""),
+        ("begun", "events.jsonl", ""),
+        ("damaged", "manifest.json", '{"files": {"weights/model.safetensors": {"size_bytes": 5}}}'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(content)
     for named, said in (
         (tmp_path / "empty", "holds neither a model nor an adapter, checkpoint or run: name one"),
         (tmp_path / "none", "does not exist: name the folder"),
         (place / "rows.jsonl", "is a file: name the folder"),
-        (begun, "has no whole checkpoint yet: wait for its first"),
-        (damaged, "is damaged .*missing.*: use another one"),
+        (tmp_path / "begun", "has no whole checkpoint yet: wait for its first"),
+        (tmp_path / "damaged", "is damaged .*missing.*: use another one"),
     ):
         with pytest.raises(ConfigError, match=said):
             find_deployable(str(named))

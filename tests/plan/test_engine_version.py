@@ -8,7 +8,7 @@ from slipstream.inference.plugin.patches import patch_table
 from slipstream.plan.facts import EngineFacts
 from slipstream.plan.vllm_version import read_engine
 
-from .test_plan import SFT, plan, reasons
+from .test_plan import ALONE, plan, reasons
 
 KNOWN = EngineFacts("0.32.0", checked=("plain_steps",), unchecked=("other",))
 UNKNOWN = EngineFacts("0.32.1", unchecked=("plain_steps", "other"))
@@ -22,19 +22,14 @@ def test_a_vllm_that_was_checked_gets_its_fast_paths_and_the_plan_names_them():
     assert not [text for text in made.warnings if "vLLM" in text]
 
 
-def test_one_that_was_not_gets_none_of_them():
-    made = plan(engine=UNKNOWN)
-    assert made.config.inference.patches == "required"
-    assert reasons(made)["inference.patches"] == "no fast path was checked against vLLM 0.32.1"
-    assert not [text for text in made.warnings if "vLLM" in text]
-
-
-@pytest.mark.parametrize("choice", ["required", "all"])
-def test_what_was_set_stays(choice):
+@pytest.mark.parametrize("choice", ["auto", "required", "all"])
+def test_one_that_was_not_gets_none_of_them_unless_that_is_asked_for(choice):
     made = plan({"inference.patches": choice}, engine=UNKNOWN)
-    assert made.config.inference.patches == choice
-    told = [text for text in made.warnings if "plain_steps, other" in text]
-    assert len(told) == (choice == "all")
+    assert made.config.inference.patches == ("required" if choice == "auto" else choice)
+    reason = "no fast path was checked against vLLM 0.32.1" if choice == "auto" else None
+    assert reasons(made).get("inference.patches") == reason
+    told = [text for text in made.warnings if "vLLM" in text]
+    assert ["plain_steps, other" in text for text in told] == [True] * (choice == "all")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +43,7 @@ def test_a_version_that_nobody_looked_at_is_told_before_anything_starts(version,
 
 
 def test_without_an_engine_nothing_is_said_of_it():
-    without = SFT.model_copy(update={"evaluation": None})
-    made = plan(config=without, max_sequence_tokens=90, engine=EngineFacts("0.1"))
+    made = plan(config=ALONE, max_sequence_tokens=90, engine=EngineFacts("0.1"))
     assert not [text for text in made.warnings if "vLLM" in text]
     assert "inference.patches" not in reasons(made)
 

@@ -4,19 +4,12 @@ import os
 import pytest
 import torch
 
-from slipstream.config import (
-    EnvironmentConfig,
-    LoraConfig,
-    ModelConfig,
-    RLConfig,
-    RunConfig,
-    SFTConfig,
-    TrainingConfig,
-)
+from slipstream.config import LoraConfig, ModelConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError
 from slipstream.plan.machine import gpu_capability, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.plan.measure import gather_facts, measure_adapter, measure_data, read_model
 from slipstream.records import Message, Sequence, Task
+from tests.plan.test_plan import GRPO
 from tests.refusals import refuses
 
 SHAPE = {
@@ -60,13 +53,7 @@ def task(prompt, answer):
 
 
 def config(algorithm, **changes):
-    return RunConfig(
-        model=ModelConfig(path="org/name"),
-        environment=EnvironmentConfig(name="x"),
-        algorithm=algorithm,
-        training=TrainingConfig(steps=1),
-        **changes,
-    )
+    return GRPO.model_copy(update={"algorithm": algorithm, **changes})
 
 
 def folder_with(path, shape):
@@ -117,15 +104,8 @@ class TestModel:
         assert untied.num_parameters == model.num_parameters + 100 * 128
 
     def test_defaults_of_older_shapes(self, tmp_path):
-        shape = {key: value for key, value in SHAPE.items() if key in ("vocab_size",)}
-        shape |= {
-            "model_type": "gpt2",
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 99,
-            "torch_dtype": "bfloat16",
-        }
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 99, "vocab_size": 100}
+        shape = {"model_type": "gpt2", "torch_dtype": "bfloat16", **sizes}
         model = read_model(folder_with(tmp_path, shape))
         assert (model.num_kv_heads, model.head_dim, model.intermediate_size) == (4, 16, 256)
         assert (model.context_length, model.dtype) == (99, "bfloat16")
@@ -151,12 +131,9 @@ class TestModel:
         assert model.num_experts == 8
 
     def test_parameters_are_counted_in_all_files(self, tmp_path):
-        numpy = pytest.importorskip("numpy")
-        from safetensors.numpy import save_file
-
         path = folder_with(tmp_path, SHAPE)
-        save_file({"a": numpy.zeros((3, 4), "float16")}, tmp_path / "model-1.safetensors")
-        save_file({"b": numpy.zeros(5, "float32")}, tmp_path / "model-2.safetensors")
+        for number, size in ((1, (3, 4)), (2, 5)):
+            save_weights(tmp_path / f"model-{number}.safetensors", size)
         assert read_model(path).num_parameters == 17
         (tmp_path / "model-2.safetensors").write_bytes(b"short")
         with pytest.raises(ConfigError, match=r"model-2\.safetensors cannot be read"):
@@ -188,11 +165,6 @@ class TestModel:
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match="is not a folder"):
             read_model(str(tmp_path / "file"))
-
-    def test_unreachable_hub_id(self, monkeypatch):
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(ConfigError, match="neither a local folder nor a hub id"):
-            read_model("no-such-org/no-such-model")
 
 
 class TestMachine:
@@ -255,12 +227,9 @@ class TestMachine:
 
 
 def test_gather(tmp_path):
-    settings = config(RLConfig())
-    settings = settings.model_copy(update={"model": ModelConfig(path=folder_with(tmp_path, SHAPE))})
+    settings = config(RLConfig(), model=ModelConfig(path=folder_with(tmp_path, SHAPE)))
     facts = gather_facts(settings, [task("abc", "ab")], LetterTokenizer())
-    assert facts.num_cpus == usable_cpus()
-    assert facts.model.hidden_size == 128
-    assert facts.data.max_prompt_tokens == 6
+    assert (facts.num_cpus, facts.model.hidden_size, facts.data.max_prompt_tokens) == (usable_cpus(), 128, 6)
 
 
 def test_the_adapter_is_measured_and_checked_without_the_models_weights(tmp_path):
@@ -274,8 +243,7 @@ def test_the_adapter_is_measured_and_checked_without_the_models_weights(tmp_path
     (folder / "model.safetensors").unlink()
 
     def measured(**lora):
-        run = config(SFTConfig(), lora=LoraConfig(**lora))
-        return measure_adapter(run.model_copy(update={"model": ModelConfig(path=str(folder))}))
+        return measure_adapter(config(SFTConfig(), lora=LoraConfig(**lora), model=ModelConfig(path=str(folder))))
 
     assert measure_adapter(config(SFTConfig())) is None
     fitting = {"rank": 8, "alpha": 16.0, "target_modules": ("q_proj", "o_proj"), "path": str(tmp_path / "adapter")}

@@ -33,23 +33,11 @@ def line(folder, held):
 
 
 def test_whatever_grows_is_an_event(tmp_path):
-    folder = run(
-        tmp_path / "run",
-        None,
-        (5.0, 6.0, 800),
-        (5.01, 6.05, 805),
-        (5.01, 7.0, 805),
-        (5.01, 7.0, 1000),
-        (7.25, 7.5, 1000),
-        time=1,
-    )
+    sizes = [(5.0, 6.0, 800), (5.01, 6.05, 805), (5.01, 7.0, 805), (5.01, 7.0, 1000), (7.25, 7.5, 1000)]
+    folder = run(tmp_path / "run", None, *sizes, time=1)
     events = [event for event in read_events(folder) if event["kind"] == "memory"]
-    assert [tuple(event[name] for name in ("step", "peak_gib", "held_gib", "row_tokens")) for event in events] == [
-        (1, 5.0, 6.0, 800),
-        (3, 5.01, 7.0, 805),
-        (4, 5.01, 7.0, 1000),
-        (5, 7.25, 7.5, 1000),
-    ]
+    told = [tuple(event[name] for name in ("step", "peak_gib", "held_gib", "row_tokens")) for event in events]
+    assert told == [(step, *sizes[step - 1]) for step in (1, 3, 4, 5)]
     assert all((event["planned_gib"], event["model"]) == (8.5, "org/name") for event in events)
     assert last_run_memory(tmp_path / "new", "org/name") == line(folder, "7.50")
 

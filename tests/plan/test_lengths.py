@@ -2,14 +2,13 @@
 
 import pytest
 
-from slipstream.config import LoraConfig, with_values
-from slipstream.errors import ConfigError
+from slipstream.config import with_values
 from slipstream.plan import make_plan
 from slipstream.plan.derive import RATES, learning_rate
 from slipstream.plan.lengths import least_tokens, wanted_tokens
 from slipstream.plan.memory.sizes import GIB
 
-from .test_plan import GRPO, SFT, facts
+from .test_plan import GRPO, LORA, SFT, facts, note, reasons, refusal
 
 CHAT = {"num_parameters": 30_000_000, "context_length": 4096}
 
@@ -18,25 +17,22 @@ def planned(values=None, config=GRPO, **changes):
     return make_plan(with_values(config, values or {}), facts(memory_bytes=64 * GIB, **changes))
 
 
-def reason_for(made, name):
-    return next(item.reason for item in made.derived if item.name == name)
-
-
 class TestMaxTokens:
     def test_a_chat_model_has_room_to_reason_whatever_the_gold_answers_are(self):
         made = planned(**CHAT)
         assert made.config.sampling.max_tokens == 2048
-        assert "half of the model's context of 4096" in reason_for(made, "sampling.max_tokens")
+        assert "half of the model's context of 4096" in reasons(made)["sampling.max_tokens"]
 
-    def test_of_a_long_context_it_gets_no_half(self):
-        assert planned(**CHAT | {"context_length": 131_072}).config.sampling.max_tokens == 2048
-
-    def test_turns_share_it(self):
-        made = planned(**CHAT, max_turns=4)
-        assert made.config.sampling.max_tokens == 512
-
-    def test_a_tiny_model_says_the_answer(self):
-        assert planned().config.sampling.max_tokens == 19
+    @pytest.mark.parametrize(
+        ("changes", "tokens"),
+        [
+            (CHAT | {"context_length": 131_072}, 2048),  # no half of a long context
+            (CHAT | {"max_turns": 4}, 512),  # turns share it
+            ({}, 19),  # a tiny model says the answer
+        ],
+    )
+    def test_others_have_less(self, changes, tokens):
+        assert planned(**changes).config.sampling.max_tokens == tokens
 
     def test_few_tokens_for_a_model_that_thinks_are_warned_of(self):
         thinking = CHAT | {"thinks": True}
@@ -66,43 +62,33 @@ class TestLearningRate:
         assert planned(**large).config.training.learning_rate == 1e-6
         sft = make_plan(SFT, facts(max_sequence_tokens=90, **large))
         assert sft.config.training.learning_rate == 1e-5
-        assert "usual in SFT" in reason_for(sft, "training.learning_rate")
-        lora = with_values(GRPO, {}).model_copy(update={"lora": LoraConfig()})
-        assert planned(config=lora, **large).config.training.learning_rate == 1e-4
+        assert "usual in SFT" in reasons(sft)["training.learning_rate"]
+        assert planned(config=LORA, **large).config.training.learning_rate == 1e-4
 
     def test_the_critics_follows(self):
         assert planned({"algorithm.kind": "ppo"}).config.critic.learning_rate == 1e-3
 
 
-class TestBlame:
-    """What is refused names the setting that did it."""
-
-    def refusal(self, values, **changes):
-        with pytest.raises(ConfigError) as caught:
-            make_plan(with_values(GRPO, values), facts(**changes))
-        return str(caught.value)
-
-    def test_a_batch_of_too_many_sequences(self):
-        message = self.refusal(
-            {"training.prompts_per_batch": 10**6, "algorithm.group_size": 10_000}, num_train_tasks=10**6
-        )
-        assert "lower training.prompts_per_batch or algorithm.group_size" in message
-
-    @pytest.mark.parametrize(
-        ("values", "named"),
-        [
-            ({"training.micro_batch_tokens": 10**9}, "training.micro_batch_tokens = 1000000000"),
-            ({"inference.replicas": 256}, "inference.replicas = 256"),
-            ({"training.ranks": 256, "training.micro_batch_tokens": 300_000}, "training.ranks = 256"),
-        ],
-    )
-    def test_memory(self, values, named):
-        assert named in self.refusal(values)
+@pytest.mark.parametrize(
+    ("values", "tasks", "named"),
+    [
+        (
+            {"training.prompts_per_batch": 10**6, "algorithm.group_size": 10_000},
+            10**6,
+            "lower training.prompts_per_batch or algorithm.group_size",
+        ),
+        ({"training.micro_batch_tokens": 10**9}, 1000, "training.micro_batch_tokens = 1000000000"),
+        ({"inference.replicas": 256}, 1000, "inference.replicas = 256"),
+        ({"training.ranks": 256, "training.micro_batch_tokens": 300_000}, 1000, "training.ranks = 256"),
+    ],
+)
+def test_what_is_refused_names_the_setting_that_did_it(values, tasks, named):
+    assert named in refusal(values, num_train_tasks=tasks)
 
 
 def test_fewer_held_out_tasks_than_asked_for_are_planned_with_both_numbers():
     made = planned(num_eval_tasks=115)
     assert made.config.evaluation.num_tasks == 115
-    assert reason_for(made, "evaluation.num_tasks").startswith("lowered from 500: there are only 115 held-out tasks")
-    assert next(note.how for note in made.notes if note.name == "evaluations") == "of 115 held-out tasks"
+    assert reasons(made)["evaluation.num_tasks"].startswith("lowered from 500: there are only 115 held-out tasks")
+    assert note(made, "evaluations").how == "of 115 held-out tasks"
     assert planned(num_eval_tasks=500).config.evaluation.num_tasks == 500

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
+from slipstream.config import with_values
 from slipstream.launch.build import build_optimizer
 from slipstream.plan import ModelFacts
 from slipstream.plan.memory.sizes import (
@@ -15,13 +15,8 @@ from slipstream.plan.memory.sizes import (
     weights_bytes,
 )
 from slipstream.trainer.model.layers import LayerOptions, configure_layers
+from tests.plan.test_plan import GRPO
 
-CONFIG = RunConfig(
-    model=ModelConfig(path="org/name"),
-    environment=EnvironmentConfig(name="x"),
-    algorithm=RLConfig(),
-    training=TrainingConfig(steps=4),
-)
 VOCABULARY, HIDDEN, LAYERS = 20_000, 64, 2
 """Words are the largest matrix by far."""
 
@@ -54,7 +49,7 @@ def make(dtype, optimizer="adamw", tied=False):
         tie_word_embeddings=tied,
     )
     network = Qwen3ForCausalLM._from_config(shape, dtype=getattr(torch, dtype))
-    return network, build_optimizer(with_values(CONFIG, {"training.optimizer": optimizer}), network)
+    return network, build_optimizer(with_values(GRPO, {"training.optimizer": optimizer}), network)
 
 
 def gradients(network, num_tokens):

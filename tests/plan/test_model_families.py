@@ -8,21 +8,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.config import LoraConfig, ModelConfig, with_values
+from slipstream.config import ModelConfig, with_values
 from slipstream.plan import make_plan
 from slipstream.plan.measure import measure_adapter, read_model, with_scores
 
 from .test_facts import SHAPE
-from .test_plan import GRPO, SFT, SFT_DATA, facts, plan
+from .test_plan import GRPO, LORA, SFT, SFT_DATA, facts, note, plan, reasons
 
 
 def test_the_plan_says_which_of_two_sets_of_rotary_factors_is_trained():
     for length, says in ((256, "is within it.*short factors.*within it, too"), (257, "is above it.*long factors")):
         made = plan({"inference.max_model_len": length}, original_context=256)
-        (note,) = [note for note in made.notes if note.name == "original context"]
-        assert note.value == 256
-        assert re.search(says, note.how)
-    assert not [note for note in plan().notes if note.name == "original context"]
+        told = note(made, "original context")
+        assert told.value == 256
+        assert re.search(says, told.how)
+    assert "original context" not in {each.name for each in plan().notes}
 
 
 def test_under_sft_the_longest_conversation_decides_the_rotary_factors():
@@ -74,7 +74,7 @@ def test_what_no_adapter_can_reach_is_counted_and_said(tmp_path):
 
     network = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS))
     network.save_pretrained(tmp_path)
-    lora = GRPO.model_copy(update={"lora": LoraConfig(), "model": ModelConfig(path=str(tmp_path))})
+    lora = LORA.model_copy(update={"model": ModelConfig(path=str(tmp_path))})
     adapter = measure_adapter(lora)
     of_experts = {name: p.numel() for name, p in network.named_parameters() if ".mlp." in name}
     assert adapter.num_unreached == sum(of_experts.values())
@@ -82,14 +82,11 @@ def test_what_no_adapter_can_reach_is_counted_and_said(tmp_path):
     model = read_model(str(tmp_path))
     made = make_plan(lora, dataclasses.replace(facts(), model=model, adapter=adapter))
     (warning,) = made.warnings
-    assert re.search(
-        r"leaves mlp\.experts\.down_proj, mlp\.experts\.gate_up_proj, mlp\.gate\.weight as they are", warning
-    )
+    left = r"leaves mlp\.experts\.down_proj, mlp\.experts\.gate_up_proj, mlp\.gate\.weight as they are"
+    assert re.search(left, warning)
     assert f"{adapter.num_unreached:,} of the model's {model.num_parameters:,}" in warning
-    (note,) = [note for note in made.notes if note.name == "parameters that LoRA cannot reach"]
-    assert note.value == adapter.num_unreached
-    (reason,) = [item.reason for item in made.derived if item.name == "lora.target_modules"]
-    assert "and so not mlp.experts.down_proj" in reason
+    assert note(made, "parameters that LoRA cannot reach").value == adapter.num_unreached
+    assert "and so not mlp.experts.down_proj" in reasons(made)["lora.target_modules"]
 
 
 @pytest.mark.parametrize(("cap", "packing", "scores"), [(50.0, False, "capped"), (50.0, True, ""), (None, False, "")])

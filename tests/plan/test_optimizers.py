@@ -5,16 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.config import (
-    EnvironmentConfig,
-    Loaded,
-    LoraConfig,
-    ModelConfig,
-    RLConfig,
-    RunConfig,
-    TrainingConfig,
-    with_values,
-)
+from slipstream.config import Loaded, LoraConfig, with_values
 from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
 from slipstream.config.traits import BY_BITSANDBYTES
@@ -27,14 +18,9 @@ from slipstream.plan.memory.trainer import training_state
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.adapter_folder import AdapterConfig
+from tests.plan.test_plan import GRPO, LORA, note, reasons
 from tests.trainer.test_vision_towers import save_with_tower
 
-CONFIG = RunConfig(
-    model=ModelConfig(path="org/name"),
-    environment=EnvironmentConfig(name="x"),
-    algorithm=RLConfig(),
-    training=TrainingConfig(steps=4),
-)
 SHAPE = {"hidden_size": 128, "num_layers": 2, "intermediate_size": 256}
 
 
@@ -56,7 +42,7 @@ def test_the_plan_counts_what_is_held(folder, name, dtype):
     if (name, dtype) == ("adamw_bf16", "float32"):
         pytest.skip("refused in a config")
     network = PolicyModel.load(folder, dtype, packing=False).network
-    optimizer = build_optimizer(with_values(CONFIG, {"training.optimizer": name}), network)
+    optimizer = build_optimizer(with_values(GRPO, {"training.optimizer": name}), network)
     for _ in range(2):
         network(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
         held = [holder.grad for holder in optimizer._holders.values()]
@@ -74,7 +60,7 @@ def test_the_plan_counts_what_is_held(folder, name, dtype):
 @pytest.mark.parametrize("name", OptimizerName.__args__)
 def test_lora_plus_has_b_move_further(folder, name):
     def moved(ratio):
-        config = CONFIG.model_copy(update={"lora": LoraConfig(rank=8, plus_ratio=ratio)})
+        config = LORA.model_copy(update={"lora": LoraConfig(rank=8, plus_ratio=ratio)})
         model = PolicyModel.load(folder, "bfloat16", packing=False)
         model.add_adapter(AdapterConfig(8, 32.0, ("q_proj",), str(folder)), None)
         live = [(n, p) for n, p in model.network.named_parameters() if p.requires_grad]
@@ -103,7 +89,7 @@ def test_a_tower_moves_at_a_rate_of_its_own(name, family, tmp_path):
             for parameter in live.values():
                 parameter.zero_()
         values = {"training.optimizer": name, "training.learning_rate": 1e-3, "training.tower_learning_rate": rate}
-        optimizer = build_optimizer(with_values(CONFIG, values), model.network)
+        optimizer = build_optimizer(with_values(GRPO, values), model.network)
         sum(parameter.float().sum() for parameter in live.values()).backward()
         optimizer.prepare(1e-3)
         optimizer.commit()
@@ -126,39 +112,36 @@ def test_a_plan_shows_what_is_saved(folder):
         assert found == count * each + passing
     adapter = {"with_reference": False, "num_adapter_parameters": 1000, "optimizer": "adamw_bf16"}
     assert training_state_bytes(known.model, "bfloat16", **adapter) == 2 * count + 1000 * 16
-    made = make_plan(with_values(CONFIG, {"training.optimizer": "adamw_bf16"}), known)
+    made = make_plan(with_values(GRPO, {"training.optimizer": "adamw_bf16"}), known)
     assert made.config.model.dtype == "bfloat16"
-    assert {item.name: item.reason for item in made.derived}[
-        "model.dtype"
-    ] == "the type that training.optimizer rounds to"
-    how = {note.name: note for note in made.notes}["memory of the trainer"].how
-    assert how.startswith("weights, moments and gradients ")
+    assert reasons(made)["model.dtype"] == "the type that training.optimizer rounds to"
+    assert note(made, "memory of the trainer").how.startswith("weights, moments and gradients ")
 
 
 def test_moments_that_may_leave_a_gpu_are_not_planned_there(folder):
     known = facts(PolicyModel.load(folder).network)
     on_gpu = dataclasses.replace(known, num_gpus=1, gpu_memory_bytes=80 * GIB)
-    plain, paged = (with_values(CONFIG, {"training.optimizer": name}) for name in ("adamw", "adamw_paged"))
+    plain, paged = (with_values(GRPO, {"training.optimizer": name}) for name in ("adamw", "adamw_paged"))
     for config in (plain, paged):
         assert training_state(config, "float32", known) == training_state(plain, "float32", known)
-    small, both = (with_values(CONFIG, {"training.optimizer": name}) for name in ("adamw_8bit", "adamw_paged_8bit"))
+    small, both = (with_values(GRPO, {"training.optimizer": name}) for name in ("adamw_8bit", "adamw_paged_8bit"))
     assert training_state(both, "float32", known) == training_state(small, "float32", known)
     two_bytes = training_state(small, "float32", on_gpu) - training_state(both, "float32", on_gpu)
     assert two_bytes == 2 * known.model.num_parameters
     moments = 8 * known.model.num_parameters
     assert training_state(plain, "float32", on_gpu) - training_state(paged, "float32", on_gpu) == moments
-    notes = {note.name: note.how for note in make_plan(paged, on_gpu).notes}
-    assert "are in the CPU's memory as far as the GPU has no room" in notes["memory of the trainer"]
+    how = note(make_plan(paged, on_gpu), "memory of the trainer").how
+    assert "are in the CPU's memory as far as the GPU has no room" in how
 
 
 @pytest.mark.parametrize("name", sorted(BY_BITSANDBYTES))
 def test_some_need_a_library(monkeypatch, name):
-    config = with_values(CONFIG, {"training.optimizer": name})
+    config = with_values(GRPO, {"training.optimizer": name})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"{name}\" needs bitsandbytes.*pip install 'slipstream\[8bit\]'"):
         prepare(Loaded(config, {}))
 
 
 def test_weights_in_float32_are_not_rounded():
-    config = with_values(CONFIG, {"training.optimizer": "adamw_bf16", "model.dtype": "float32"})
+    config = with_values(GRPO, {"training.optimizer": "adamw_bf16", "model.dtype": "float32"})
     assert [key for key, _ in contradictions(config)] == ["training.optimizer"]

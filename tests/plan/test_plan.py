@@ -67,6 +67,9 @@ GRPO = RunConfig(
     training=TrainingConfig(steps=40),
 )
 SFT = with_values(GRPO, {}).model_copy(update={"algorithm": SFTConfig()})
+ALONE = SFT.model_copy(update={"evaluation": None})
+"""SFT without an engine."""
+LORA = GRPO.model_copy(update={"lora": LoraConfig()})
 SFT_DATA = dataclasses.replace(DATA, max_sequence_tokens=90)
 
 
@@ -91,6 +94,11 @@ def reasons(made):
     return {item.name: item.reason for item in made.derived}
 
 
+def note(made, name):
+    (found,) = (each for each in made.notes if each.name == name)
+    return found
+
+
 def refusal(values=None, config=GRPO, **changes):
     with pytest.raises(ConfigError) as caught:
         plan(values, config, **changes)
@@ -112,7 +120,7 @@ def autos(made, config=GRPO):
         (0.5, 1000, 32, 16),
         (0.001, 1000, 32, 1),
         (0.07, 100, 1, 7),
-        (2.0, 5, 32, 2),
+        (2, 5, 32, 2),
     ],
 )
 def test_epochs_become_steps(epochs, num_tasks, size, steps):
@@ -121,10 +129,8 @@ def test_epochs_become_steps(epochs, num_tasks, size, steps):
         lengths = {"max_sequence_tokens": 90} if config is SFT else {}
         made = plan(values, config, num_train_tasks=num_tasks, **lengths)
         assert made.config.training.steps == steps
-        assert (
-            f" over {num_tasks} training prompts in batches of {min(size, num_tasks)}"
-            in reasons(made)["training.steps"]
-        )
+        told = f" over {num_tasks} training prompts in batches of {min(size, num_tasks)}"
+        assert told in reasons(made)["training.steps"]
 
 
 def test_epochs_that_cannot_be():
@@ -198,14 +204,9 @@ def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
 
 
 H100 = {
-    "num_gpus": 1,
-    "gpu_memory_bytes": 80 * GIB,
-    "architecture": "LlamaForCausalLM",
-    "head_dim": 64,
-    "vocab_size": 128,
-    "gpu_capability": 9,
-    "engine": EngineFacts("0.26.0", has_flash3=True),
-}
+    "num_gpus": 1, "gpu_memory_bytes": 80 * GIB, "architecture": "LlamaForCausalLM", "head_dim": 64, "vocab_size": 128,
+    "gpu_capability": 9, "engine": EngineFacts("0.26.0", has_flash3=True),
+}  # fmt: skip
 
 
 def test_kernels_are_shared_where_that_was_shown_to_give_the_same_bits():
@@ -328,17 +329,13 @@ def test_every_auto_gets_its_value_and_reason():
     assert autos(made) == []
     derived = {item.name: item.value for item in made.derived}
     measured = {
-        "model.dtype": "float32",
-        "weights.bridge": "disk",
-        "weights.probe_warn": 0.01,
+        "model.dtype": "float32", "weights.bridge": "disk", "weights.probe_warn": 0.01,
         "sampling.max_tokens": 19,  # 1.25 * 12 + 4
         "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
         "inference.max_num_seqs": 256,  # 32 * 8
-        "inference.kv_cache_gib": 0.25,
-        "environment.num_train_tasks": 1000,
-        "training.micro_batch_tokens": 8192,
+        "inference.kv_cache_gib": 0.25, "environment.num_train_tasks": 1000, "training.micro_batch_tokens": 8192,
         "run.threads": 2,
-    }
+    }  # fmt: skip
     assert derived | measured == derived
     assert all(item.reason for item in made.derived)
     assert made.warnings == ()
@@ -362,14 +359,17 @@ def test_dtype(num_parameters, num_gpus, dtype):
 
 
 class TestLengths:
-    @pytest.mark.parametrize(("answer", "expected"), [(1, 8), (4, 9), (12, 19), (100, 129)])
-    def test_max_tokens_from_gold_answers(self, answer, expected):
-        assert plan(max_answer_tokens=answer).config.sampling.max_tokens == expected
-
-    def test_max_tokens_without_gold_answers_is_what_is_left(self):
-        assert plan(max_answer_tokens=None).config.sampling.max_tokens == 512 - 60
-        values = {"inference.max_model_len": 100}
-        assert plan(values, max_answer_tokens=None).config.sampling.max_tokens == 40
+    @pytest.mark.parametrize(
+        ("values", "measured", "tokens"),
+        [
+            *(({}, {"max_answer_tokens": answer}, tokens) for answer, tokens in ((1, 8), (4, 9), (12, 19), (100, 129))),
+            # Without gold answers it is what is left.
+            ({}, {"max_answer_tokens": None}, 512 - 60),
+            ({"inference.max_model_len": 100}, {"max_answer_tokens": None}, 40),
+        ],
+    )
+    def test_max_tokens_from_gold_answers(self, values, measured, tokens):
+        assert plan(values, **measured).config.sampling.max_tokens == tokens
 
     def test_context_cuts_both(self):
         made = plan(max_prompt_tokens=500)
@@ -381,12 +381,11 @@ class TestLengths:
 
     def test_errors(self):
         assert "leaves no room for a completion in the model's context of 512" in refusal(max_prompt_tokens=512)
-        message = refusal({"inference.max_model_len": 60})
-        assert "in inference.max_model_len of 60" in message
-        assert "raise inference.max_model_len" in message
+        shorter = refusal({"inference.max_model_len": 60})
+        assert "in inference.max_model_len of 60" in shorter
+        assert "raise inference.max_model_len" in shorter
         assert "use at most 512" in refusal({"inference.max_model_len": 513})
-        message = refusal({"sampling.max_tokens": 453})
-        assert message == (
+        assert refusal({"sampling.max_tokens": 453}) == (
             "sampling.max_tokens = 453 and the longest prompt of 60 tokens do not fit into "
             "the model's context of 512: use at most 452"
         )
@@ -399,9 +398,9 @@ class TestBatch:
     def test_few_prompts_lower_the_batch_and_say_so(self):
         made = plan(num_train_tasks=12)
         assert made.config.training.prompts_per_batch == 12
-        [lowered] = [item for item in made.derived if item.name == "training.prompts_per_batch"]
-        assert lowered.reason == "lowered from 32: the training data has only 12 prompts"
-        assert made.warnings == (f"training.prompts_per_batch was {lowered.reason}",)
+        lowered = reasons(made)["training.prompts_per_batch"]
+        assert lowered == "lowered from 32: the training data has only 12 prompts"
+        assert made.warnings == (f"training.prompts_per_batch was {lowered}",)
         assert made.config.inference.max_num_seqs == 256, "the evaluation still has 500 tasks"
 
     def test_updates_have_to_divide_the_lowered_batch(self):
@@ -435,9 +434,8 @@ class TestCache:
         assert plan(few | {"evaluation.num_tasks": 50}).config.inference.max_num_seqs == 50
         several = plan(few | {"evaluation.num_tasks": 50, "evaluation.samples_per_task": 4})
         assert several.config.inference.max_num_seqs == 200
-        assert "the tasks of an evaluation, 4 completions of each" in [each.reason for each in several.derived]
-        note = next(note.how for note in several.notes if note.name == "evaluations")
-        assert note == "of 50 held-out tasks, 4 completions of each"
+        assert "the tasks of an evaluation, 4 completions of each" in reasons(several).values()
+        assert note(several, "evaluations").how == "of 50 held-out tasks, 4 completions of each"
 
     def test_size_is_that_of_all_sequences(self):
         made = plan({"inference.max_num_seqs": 1000}, max_answer_tokens=None)
@@ -451,8 +449,7 @@ class TestCache:
         num_sequences = made.config.inference.max_num_seqs
         assert 1 <= num_sequences < 256
         assert num_sequences * each <= GIB // 8
-        reason = next(item.reason for item in made.derived if item.name == "inference.max_num_seqs")
-        assert "a quarter of the memory" in reason
+        assert "a quarter of the memory" in reasons(made)["inference.max_num_seqs"]
 
     def test_a_given_cache_bounds_the_sequences(self):
         made = plan({"inference.kv_cache_gib": 0.02}, max_answer_tokens=None)
@@ -493,8 +490,7 @@ class TestGPU:
         made = plan(GENERATED, num_gpus=1, gpu_memory_bytes=44 * GIB, **LARGE)
         assert made.config.inference.sleep is True
         assert any("frees its memory" in item.reason for item in made.derived)
-        reason = next(note.how for note in made.notes if note.name == "memory of the engine")
-        assert "freed while the trainer works" in reason
+        assert "freed while the trainer works" in note(made, "memory of the engine").how
         assert sum(note.value for note in made.notes if note.unit == "GiB") > 44
 
     def test_with_staleness_they_share_what_there_is(self):
@@ -530,11 +526,8 @@ class TestGPU:
         assert (made.config.run.placement, made.config.weights.bridge) == ("shared", "single_copy")
         shared = {"run.placement": "shared", "weights.bridge": "disk"}
         two = plan(GENERATED | shared, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
-        ours, theirs = (
-            next(note for note in each.notes if note.name == "memory of the trainer") for each in (made, two)
-        )
-        assert "weights" not in ours.how
-        assert "weights" in theirs.how
+        ours, theirs = (note(each, "memory of the trainer").how for each in (made, two))
+        assert ("weights" in ours, "weights" in theirs) == (False, True)
         # They take turns where both do not fit, and one copy cannot.
         small = {"num_gpus": 1, "gpu_memory_bytes": 48 * GIB, **LARGE}
         assert plan(GENERATED, **small).config.inference.sleep is True
@@ -558,19 +551,15 @@ class TestGPU:
         assert "1 of 4 GPUs are not used" in few.warnings[0]
         divided = plan(GENERATED | {"inference.tensor_parallel_size": 2}, **four | {"num_gpus": 5})
         assert divided.config.inference.replicas == 2
-        engine = next(note for note in divided.notes if note.name == "memory of the engine")
-        assert "on each of its GPUs" in engine.how
+        assert "on each of its GPUs" in note(divided, "memory of the engine").how
         assert plan(GENERATED | {"weights.bridge": "single_copy"}, **four).config.inference.replicas == 1
         both = GENERATED | {"inference.replicas": 2, "run.placement": "separate"}
         assert "needs 3 GPUs" in refusal(both, **four | {"num_gpus": 2})
-        assert "needs 2 GPUs, and there is 1" in refusal(
-            GENERATED | {"inference.replicas": 2}, **four | {"num_gpus": 1}
-        )
+        two = {"inference.replicas": 2}
+        assert "needs 2 GPUs, and there is 1" in refusal(GENERATED | two, **four | {"num_gpus": 1})
         message = refusal(GENERATED | {"inference.tensor_parallel_size": 8}, **four | {"num_gpus": 9})
         assert "does not divide the model's 12 attention heads" in message
-        assert "keeps the weights 2 times" in refusal_of_file(
-            {"inference.replicas": 2, "weights.bridge": "single_copy"}
-        )
+        assert "keeps the weights 2 times" in refusal_of_file(two | {"weights.bridge": "single_copy"})
 
     def test_what_cannot_be(self):
         alone = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, **LARGE}
@@ -589,8 +578,7 @@ def test_several_engines_on_a_cpu():
     one, two = plan(), plan({"inference.replicas": 2})
     assert (one.config.inference.max_num_seqs, two.config.inference.max_num_seqs) == (256, 250)
     assert any("divided among 2 engines" in item.reason for item in two.derived)
-    note = next(note for note in two.notes if note.name == "memory of the engine")
-    assert "2 processes together" in note.how
+    assert "2 processes together" in note(two, "memory of the engine").how
     small = {"num_layers": 40, "num_kv_heads": 32, "memory_bytes": 4 * GIB}
     one, two = plan(**small), plan({"inference.replicas": 2}, **small)
     assert two.config.inference.max_num_seqs <= one.config.inference.max_num_seqs / 2
@@ -661,9 +649,8 @@ class TestMicroBatch:
         made = plan(values, num_gpus=1, gpu_memory_bytes=80 * GIB)
         assert made.config.training.gradient_checkpointing is True
         for other in (False, "selective"):
-            assert "set training.gradient_checkpointing = true" in refusal_of_file(
-                values | {"training.gradient_checkpointing": other}
-            )
+            asked = values | {"training.gradient_checkpointing": other}
+            assert "set training.gradient_checkpointing = true" in refusal_of_file(asked)
 
 
 CARD = {"num_gpus": 1, "gpu_memory_bytes": 139 * GIB, **LARGE}
@@ -688,9 +675,8 @@ class TestCompile:
 
 class TestSFT:
     def test_without_an_engine_its_keys_stay(self):
-        config = SFT.model_copy(update={"evaluation": None})
-        made = make_plan(config, dataclasses.replace(FACTS, data=SFT_DATA))
-        assert autos(made, config) == []
+        made = make_plan(ALONE, dataclasses.replace(FACTS, data=SFT_DATA))
+        assert autos(made, ALONE) == []
         assert made.config.inference == PlannedInference(), "no engine"
         assert {item.name for item in made.derived} == {
             "model.dtype", "model.fp32_head", "model.fp32_residual", "model.replay_experts", "model.shared_kernels",
@@ -700,7 +686,7 @@ class TestSFT:
         }  # fmt: skip
         assert [note.name for note in made.notes if note.unit] == ["memory of the trainer", "size of a checkpoint"]
         on_gpu = dataclasses.replace(FACTS, data=SFT_DATA, num_gpus=1, gpu_memory_bytes=8 * GIB)
-        assert make_plan(config, on_gpu).config.training.micro_batch_tokens == 16_384
+        assert make_plan(ALONE, on_gpu).config.training.micro_batch_tokens == 16_384
 
     def test_with_evaluation_it_has_one(self):
         made = make_plan(SFT, dataclasses.replace(FACTS, data=SFT_DATA))
@@ -748,11 +734,11 @@ def test_the_plan_can_be_shown():
 def test_a_recipe_is_shown_with_its_source(kind):
     config = with_values(GRPO, {"algorithm.kind": kind, "algorithm.clip_high": 0.3})
     made = plan(config=config)
-    reasons = {item.name: item.reason for item in made.derived if item.name.startswith("algorithm.")}
-    assert reasons["algorithm.advantage"] == RECIPES[kind].source
-    assert "arXiv" in reasons["algorithm.loss"]
-    assert "algorithm.clip_high" not in reasons
-    assert "algorithm.kl_in" not in reasons, "it has no effect while kl_coef is 0"
+    told = {name: reason for name, reason in reasons(made).items() if name.startswith("algorithm.")}
+    assert told["algorithm.advantage"] == RECIPES[kind].source
+    assert "arXiv" in told["algorithm.loss"]
+    assert "algorithm.clip_high" not in told
+    assert "algorithm.kl_in" not in told, "it has no effect while kl_coef is 0"
     assert autos(made, config) == []
     assert any("never act with one update" in text for text in made.warnings)
 
@@ -766,39 +752,35 @@ def test_an_estimator_that_holds_nothing_back_is_a_warning():
 def test_deltas_cost_a_copy_of_the_weights():
     values = {"weights.delta": True, "model.dtype": "bfloat16"}
     made, without = plan(values, num_parameters=2**29), plan({"model.dtype": "bfloat16"}, num_parameters=2**29)
-    ours, theirs = (next(n for n in each.notes if n.name == "memory of the trainer") for each in (made, without))
+    ours, theirs = (note(each, "memory of the trainer") for each in (made, without))
     assert ours.value == pytest.approx(theirs.value + 1)
     assert "a copy of the version published last (1.00 GiB, for weights.delta to find what changed)" in ours.how
     assert not made.warnings
     assert "saves nothing while" in plan({"weights.delta": True}).warnings[0]
-    sft = SFT.model_copy(update={"evaluation": None})
-    without_engine = plan({"weights.delta": True}, sft, max_sequence_tokens=90)
-    assert "copy" not in next(n for n in without_engine.notes if n.name == "memory of the trainer").how
+    without_engine = plan({"weights.delta": True}, ALONE, max_sequence_tokens=90)
+    assert "copy" not in note(without_engine, "memory of the trainer").how
     assert not without_engine.warnings
 
 
 def test_lora():
     adapter = AdapterFacts(num_parameters=10_000, target_modules=("down_proj", "q_proj"))
-    config = GRPO.model_copy(update={"lora": LoraConfig()})
-    made = plan(config=config, adapter=adapter)
+    made = plan(config=LORA, adapter=adapter)
     derived = {item.name: item.value for item in made.derived}
     assert derived["weights.bridge"] == "lora"
     assert derived["lora.target_modules"] == made.config.lora.target_modules == ("down_proj", "q_proj")
-    notes = {note.name: note for note in made.notes}
-    assert notes["trainable parameters"].value == 10_000
-    assert "1.25 % of the model's 800,000" in notes["trainable parameters"].how
-    assert "frozen weights" in notes["memory of the trainer"].how
-    chosen = config.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))})
+    assert note(made, "trainable parameters").value == 10_000
+    assert "1.25 % of the model's 800,000" in note(made, "trainable parameters").how
+    assert "frozen weights" in note(made, "memory of the trainer").how
+    chosen = GRPO.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))})
     assert plan({"weights.bridge": "disk"}, chosen, adapter=adapter).config.lora.target_modules == ("q_proj",)
 
 
 def test_an_adapter_in_float32_is_for_vllm_on_cpus():
     adapter = AdapterFacts(num_parameters=10_000, target_modules=("q_proj",))
-    config, card = GRPO.model_copy(update={"lora": LoraConfig()}), {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB}
-    wanted = {"model.dtype": "float32"}
-    assert 'use model.dtype = "bfloat16"' in refusal(wanted, config, adapter=adapter, **card)
-    assert plan(wanted | {"weights.bridge": "disk"}, config, adapter=adapter, **card)
-    assert plan(wanted, config, adapter=adapter)
+    card, wanted = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB}, {"model.dtype": "float32"}
+    assert 'use model.dtype = "bfloat16"' in refusal(wanted, LORA, adapter=adapter, **card)
+    assert plan(wanted | {"weights.bridge": "disk"}, LORA, adapter=adapter, **card)
+    assert plan(wanted, LORA, adapter=adapter)
 
 
 def test_a_thinking_budget_that_never_acts_is_a_warning():
@@ -813,8 +795,8 @@ def test_a_critic_is_counted_and_gets_the_policys_rate():
     assert made.config.algorithm.scale_rewards == "whiten"
     assert autos(made, ppo) == []
     assert "critic.learning_rate" not in {item.name for item in without.derived}
-    how = {note.name: note for note in made.notes}["memory of the trainer"].how
-    assert f"the critic's own {gib(training_state_bytes(TINY, 'float32', with_reference=False))}" in how
+    own = gib(training_state_bytes(TINY, "float32", with_reference=False))
+    assert f"the critic's own {own}" in note(made, "memory of the trainer").how
     alone = training_state(with_values(GRPO, {}), "float32", FACTS)
     assert training_state(ppo, "float32", FACTS) == 2 * alone
     # One copy of the policy's weights for trainer and engine; the critic's are its own.

@@ -33,19 +33,10 @@ def reward(task, completion):
     return 1.0
 """
 BARE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "vocab_size": 1000,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2,
+    "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 4096, "vocab_size": 1000, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @pytest.fixture

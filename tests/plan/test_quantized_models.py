@@ -72,8 +72,7 @@ def test_quantized_tensors_are_refused_without_the_key(model, kind):
 
 def test_an_architecture_of_another_model_type_is_said_to_be_one(model):
     file = model / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5"})
-    )
+    names = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
     with pytest.raises(ConfigError, match=r"Qwen3_5ForCausalLM for .* 'qwen3_5'.* has Qwen3_5ForConditional"):
         checked(model)

@@ -5,14 +5,16 @@ import pytest
 from slipstream.launch.engines import engine_gpus
 from slipstream.plan.memory.sizes import GIB
 
-from .test_plan import GENERATED, LARGE, SFT, SFT_DATA, plan, refusal
+from .test_plan import ALONE, GENERATED, LARGE, SFT, SFT_DATA, note, plan, reasons, refusal
 
 FOUR = {"num_gpus": 4, "gpu_memory_bytes": 80 * GIB, **LARGE}
 THREE = GENERATED | {"training.ranks": 3}
+TRAINER = "memory of the trainer"
 
 
-def memory_of(made, who):
-    return next(note for note in made.notes if note.name == f"memory of the {who}")
+def kept_gib(made):
+    """What the trainer keeps of weights, moments and gradients."""
+    return float(note(made, TRAINER).how.partition("gradients ")[2].partition(" ")[0])
 
 
 def test_the_engine_has_the_cards_after_the_ranks():
@@ -33,12 +35,11 @@ def test_the_engine_has_the_cards_after_the_ranks():
 
 def test_a_rank_keeps_a_part_of_the_state():
     by_layer = THREE | {"training.reshard": "layer"}
-    one, three = (memory_of(plan(values, **FOUR), "trainer").how for values in (GENERATED, by_layer))
-    assert "of each of 3 ranks" in three
-    assert "ranks" not in one
-    kept = [float(how.partition("gradients ")[2].partition(" ")[0]) for how in (one, three)]
+    one, three = (plan(values, **FOUR) for values in (GENERATED, by_layer))
+    assert "of each of 3 ranks" in note(three, TRAINER).how
+    assert "ranks" not in note(one, TRAINER).how
     # Embedding, head and two layers are gathered beside it.
-    assert kept[0] / 3 < kept[1] < kept[0] / 2
+    assert kept_gib(one) / 3 < kept_gib(three) < kept_gib(one) / 2
 
 
 def test_a_frozen_tower_is_whole_on_each_rank():
@@ -56,55 +57,45 @@ def test_weights_stay_whole_through_a_step_where_there_is_room():
     # bfloat16 weights and float32 gradients of all parameters, but no more than that.
     more = (made.trainer_bytes - layer.trainer_bytes) / GIB
     assert more == pytest.approx(6 * FOUR["num_parameters"] / GIB, rel=0.01)
-    reason = next(item.reason for item in made.derived if item.name == "training.reshard")
-    assert "with whole weights and gradients" in reason
+    assert "with whole weights and gradients" in reasons(made)["training.reshard"]
     assert plan(THREE, **FOUR | {"gpu_memory_bytes": 24 * GIB}).config.training.reshard == "layer"
     assert plan({"training.ranks": 2}).config.training.reshard == "layer", "a CPU's memory is that of all ranks"
-    assert "training.reshard" not in {item.name for item in plan(GENERATED, **FOUR).derived}
+    assert "training.reshard" not in reasons(plan(GENERATED, **FOUR))
 
 
 def test_ranks_and_workers_that_have_one_copy():
     beside = GENERATED | {"training.ranks": 2, "inference.tensor_parallel_size": 2}
-    made, apart = plan(beside | {"weights.bridge": "single_copy"}, **FOUR), plan(beside, **FOUR)
+    one_copy = beside | {"weights.bridge": "single_copy"}
+    made, apart = plan(one_copy, **FOUR), plan(beside, **FOUR)
     assert made.config.run.placement == "shared"
     assert engine_gpus(made.config, None) == (), "it sees all, and takes the first, as the ranks do"
     assert "2 of 4 GPUs are not used: the trainer uses 2 (training.ranks)" in made.warnings
-    kept = [
-        float(memory_of(each, "trainer").how.partition("gradients ")[2].partition(" ")[0]) for each in (made, apart)
-    ]
-    assert kept[0] < kept[1]
-    odd = FOUR | {"vocab_size": 151_937, "num_gpus": 2}
-    own_words = plan(beside | {"weights.bridge": "single_copy"}, **odd)
-    assert kept[0] < float(memory_of(own_words, "trainer").how.partition("gradients ")[2].partition(" ")[0]) < kept[1]
-    reasons = {item.name: item.reason for item in own_words.derived}
-    assert reasons["run.placement"] == "trainer and engine have one copy of the weights"
-    assert reasons["inference.replicas"] == "trainer and engine are on the same 2 GPUs"
-    assert "divide the 4 experts of this model's layers in different ways: use another bridge" in refusal(
-        beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_experts": 4}
-    )
-    assert plan(beside, **FOUR | {"num_experts": 4}).config.training.ranks == 2
-    assert "needs 2 GPUs, and there is 1" in refusal(
-        beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_gpus": 1}
-    )
+    own_words = plan(one_copy, **FOUR | {"vocab_size": 151_937, "num_gpus": 2})
+    assert kept_gib(made) < kept_gib(own_words) < kept_gib(apart)
+    assert reasons(own_words)["run.placement"] == "trainer and engine have one copy of the weights"
+    assert reasons(own_words)["inference.replicas"] == "trainer and engine are on the same 2 GPUs"
+    experts = FOUR | {"num_experts": 4}
+    why = "divide the 4 experts of this model's layers in different ways: use another bridge"
+    assert why in refusal(one_copy, **experts)
+    assert plan(beside, **experts).config.training.ranks == 2
+    assert "needs 2 GPUs, and there is 1" in refusal(one_copy, **FOUR | {"num_gpus": 1})
 
 
 def test_too_few_cards():
-    assert "training.ranks = 4 needs 5 GPUs, one for each and 1 for the engine, and there are 4: lower it" in refusal(
-        GENERATED | {"training.ranks": 4}, **FOUR
-    )
+    why = "training.ranks = 4 needs 5 GPUs, one for each and 1 for the engine, and there are 4: lower it"
+    assert why in refusal(GENERATED | {"training.ranks": 4}, **FOUR)
     assert 'leave run.placement = "shared" to one rank' in refusal(THREE | {"run.placement": "shared"}, **FOUR)
-    config = SFT.model_copy(update={"evaluation": None})
-    made = plan({"training.ranks": 4}, config, max_sequence_tokens=90, **FOUR)
+    made = plan({"training.ranks": 4}, ALONE, max_sequence_tokens=90, **FOUR)
     assert not any("not used" in text for text in made.warnings)
-    assert "needs 5 GPUs" in refusal({"training.ranks": 5}, config, max_sequence_tokens=90, **FOUR)
+    assert "needs 5 GPUs" in refusal({"training.ranks": 5}, ALONE, max_sequence_tokens=90, **FOUR)
 
 
 def test_on_a_cpu_they_share_cores_and_memory():
     one, two, three = (plan({"training.ranks": ranks}) for ranks in (1, 2, 3))
     assert (two.config.run.placement, two.config.weights.bridge) == ("shared", "disk")
     assert two.config.training.micro_batch_tokens <= one.config.training.micro_batch_tokens
-    assert memory_of(two, "trainer").value >= memory_of(one, "trainer").value
-    assert memory_of(two, "trainer").how.endswith("of all 2 ranks")
+    assert note(two, TRAINER).value >= note(one, TRAINER).value
+    assert note(two, TRAINER).how.endswith("of all 2 ranks")
     assert two.warnings == ()
     assert three.warnings == ("training.ranks = 3 processes share 2 cores: lower it",)
 
@@ -116,11 +107,9 @@ def test_data_is_planned_as_for_one(ranks):
 
 
 def test_layers_are_compiled_where_it_pays_for_so_many_cards():
-    config = SFT.model_copy(update={"evaluation": None})
-
     def compiled(ranks, steps):
-        made = plan({"training.ranks": ranks, "training.steps": steps}, config, max_sequence_tokens=2000, **FOUR)
-        return made.config.training.compile, next(i.reason for i in made.derived if i.name == "training.compile")
+        made = plan({"training.ranks": ranks, "training.steps": steps}, ALONE, max_sequence_tokens=2000, **FOUR)
+        return made.config.training.compile, reasons(made)["training.compile"]
 
     # As many seconds of training: so many steps for each card.
     assert compiled(1, 1000) == compiled(4, 4000)

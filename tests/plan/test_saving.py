@@ -23,7 +23,7 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch
 
-from .test_plan import CARD, GENERATED, GRPO, facts, plan, reasons, refusal
+from .test_plan import CARD, GENERATED, GRPO, facts, note, plan, reasons, refusal
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,16 @@ class TestBeside:
     def test_where_there_is_memory(self):
         made = plan(GENERATED, memory_bytes=128 * GIB, **CARD)
         assert made.config.run.async_checkpoints is True
-        (note,) = (note for note in made.notes if note.name == "size of a checkpoint")
-        assert note.value == pytest.approx(1_543_714_304 * 14 / GIB, abs=0.01)
-        assert "from a copy in the machine's memory" in note.how
-        assert "1 kept to resume from, the weights of 2" in note.how
+        told = note(made, "size of a checkpoint")
+        assert told.value == pytest.approx(1_543_714_304 * 14 / GIB, abs=0.01)
+        assert "from a copy in the machine's memory" in told.how
+        assert "1 kept to resume from, the weights of 2" in told.how
 
     def test_where_there_is_none_training_waits_and_the_plan_says_so(self):
         made = plan(GENERATED, memory_bytes=24 * GIB, **CARD)
         assert made.config.run.async_checkpoints is False
         assert "training waits" in reasons(made)["run.async_checkpoints"]
-        (note,) = (note for note in made.notes if note.name == "size of a checkpoint")
-        assert "training waits while it is written" in note.how
+        assert "training waits while it is written" in note(made, "size of a checkpoint").how
         asked = GENERATED | {"run.async_checkpoints": True}
         assert plan(asked, memory_bytes=24 * GIB, **CARD).config.run.async_checkpoints is True, "it does fit"
         assert "needs 20.13 GiB of the machine's memory" in refusal(asked, memory_bytes=16 * GIB, **CARD)
@@ -101,14 +100,10 @@ class TestDisk:
         assert self.planned(64).warnings == ()
 
     def test_one_that_is_certainly_too_small(self):
-        for free, values in (
-            (28, {}),
-            (51, {"run.checkpoint_every": 10}),
-            (100, {"run.checkpoint_every": 1, "run.keep_checkpoints": 4}),
-        ):
-            with pytest.raises(
-                ConfigError, match=r"take [\d.]+ GiB of the disk of the run folder .* are free there: make"
-            ):
+        full = r"take [\d.]+ GiB of the disk of the run folder .* are free there: make"
+        every = "run.checkpoint_every"
+        for free, values in ((28, {}), (51, {every: 10}), (100, {every: 1, "run.keep_checkpoints": 4})):
+            with pytest.raises(ConfigError, match=full):
                 self.planned(free, values)
         self.planned(28, own=30)
         assert self.planned(28, {"weights.bridge": "single_copy"}).config.weights.bridge == "single_copy"
@@ -134,7 +129,6 @@ def test_a_run_none_of_whose_checkpoints_is_whole_does_not_begin_again_by_itself
     config = make_plan(GRPO, facts()).config
     refuse_to_resume(tmp_path, config)
     (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match=r"none of the checkpoints .* can be resumed from \(step-000004: its manifest"
-    ):
+    damage = r"none of the checkpoints .* can be resumed from \(step-000004: its manifest"
+    with pytest.raises(ConfigError, match=damage):
         refuse_to_resume(tmp_path, config)

@@ -16,6 +16,7 @@ from slipstream.plan.memory import shortages
 from slipstream.plan.memory.shortages import find_shortages, memory_at_start
 from slipstream.runlog import RunLog
 
+from .test_plan import reasons
 from .test_trainer_memory import CONFIG, FACTS
 
 VLLM = "the engine did not start: engine process ended with code 1 ({}); its log is runs/x/logs/engine.log"
@@ -35,10 +36,6 @@ def sizes(made):
 
 def failed(made, side="trainer"):
     return Shortage("x (lineage 0)", side, *sizes(made))
-
-
-def reason(made, name):
-    return next(item.reason for item in made.derived if item.name == name)
 
 
 def test_a_trainer_gets_shorter_rows_then_computes_layers_again_then_takes_from_the_engine():
@@ -61,7 +58,7 @@ def test_a_trainer_gets_shorter_rows_then_computes_layers_again_then_takes_from_
     assert list(dict.fromkeys(kinds)) == expected
     assert seen[-1][2] == 1  # there is an end
     halved = plan(failed(first))
-    assert "x (lineage 0) ran out of memory with rows of" in reason(halved, "training.micro_batch_tokens")
+    assert "x (lineage 0) ran out of memory with rows of" in reasons(halved)["training.micro_batch_tokens"]
 
 
 def test_what_is_set_stays():
@@ -77,7 +74,7 @@ def test_an_engine_gets_a_smaller_cache():
     assert sizes(made)[2] == sizes(first)[2] // 2
     assert made.config.inference.kv_cache_gib < first.config.inference.kv_cache_gib
     assert made.config.inference.gpu_memory_utilization < first.config.inference.gpu_memory_utilization
-    assert "the engine of x (lineage 0) ran out of memory" in reason(made, "inference.max_num_seqs")
+    assert "the engine of x (lineage 0) ran out of memory" in reasons(made)["inference.max_num_seqs"]
 
 
 @pytest.mark.parametrize(

@@ -4,36 +4,29 @@ import dataclasses
 
 import pytest
 
-from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
+from slipstream.config import RLConfig, with_values
 from slipstream.config.schema import TeacherConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.engines import engine_gpus
-from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.plan import make_plan
 from slipstream.plan.memory.sizes import GIB
 
-STUDENT = ModelFacts(
-    num_parameters=1_500_000_000, hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12,
-    num_kv_heads=2, head_dim=128, context_length=32768, vocab_size=151_936, dtype="bfloat16",
-)  # fmt: skip
+from . import test_plan, test_trainer_memory
+
+STUDENT = test_trainer_memory.MODEL
 TEACHER = dataclasses.replace(STUDENT, num_parameters=7_000_000_000, hidden_size=3584, num_kv_heads=4)
-DATA = DataFacts(num_train_tasks=1000, max_prompt_tokens=200, max_answer_tokens=400)
-CONFIG = RunConfig(
-    model=ModelConfig(path="org/student"),
-    teacher=TeacherConfig(path="org/teacher"),
-    environment=EnvironmentConfig(name="x"),
-    algorithm=RLConfig(kind="distill"),
-    training=TrainingConfig(steps=40),
+CONFIG = test_plan.GRPO.model_copy(
+    update={"teacher": TeacherConfig(path="org/teacher"), "algorithm": RLConfig(kind="distill")}
 )
 
 
 def facts(**changes):
-    base = Facts(num_cpus=8, memory_bytes=256 * GIB, model=STUDENT, data=DATA, teacher=TEACHER)
-    return dataclasses.replace(base, **changes)
+    made = test_plan.facts(num_cpus=8, memory_bytes=256 * GIB, max_prompt_tokens=200, max_answer_tokens=400)
+    return dataclasses.replace(made, **{"model": STUDENT, "teacher": TEACHER} | changes)
 
 
 def note(plan):
-    (found,) = (each for each in plan.notes if each.name == "memory of the teacher")
-    return found
+    return test_plan.note(plan, "memory of the teacher")
 
 
 def test_on_a_cpu_it_shares_the_memory_and_the_plan_says_so():

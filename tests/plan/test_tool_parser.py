@@ -46,11 +46,8 @@ def test_the_format_is_seen_in_the_template(name):
     assert reasons(made)[VALUE].startswith("the model's chat template shows calls as ")
 
 
-def test_the_small_models_template_shows_qwens_calls():
+def test_the_small_models_template_shows_qwens_calls_and_the_architecture_decides_between_two_parsers():
     assert plan(**tools(CHAT_TEMPLATE)).config.inference.tool_parser == "hermes"
-
-
-def test_the_architecture_decides_between_two_parsers_of_one_template():
     assert plan(**tools(TEMPLATES["qwen3_coder"], model_type="mimo")).config.inference.tool_parser == "mimo"
 
 

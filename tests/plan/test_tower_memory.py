@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from slipstream.config import LoraConfig, RunConfig
+from slipstream.config import ModelConfig
 from slipstream.data.images.families import image_processor
 from slipstream.plan.facts import AdapterFacts
 from slipstream.plan.measure import measure_tower, read_trained_model
@@ -20,7 +20,7 @@ from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig
 from tests.plan.test_memory import most_bytes
-from tests.plan.test_plan import CARD, GRPO, plan
+from tests.plan.test_plan import CARD, GRPO, LORA, SFT, plan
 from tests.trainer.test_image_rows import FAMILIES, picture, save, sequence, sequences
 from tests.trainer.test_vision_towers import MODELS
 
@@ -47,14 +47,7 @@ def folders(tmp_path_factory):
 
 
 def facts_of(folder, batch, dtype="float32", *, trained=True):
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": str(folder), "dtype": dtype, "train_tower": trained},
-            "data": {"path": "none"},
-            "algorithm": {"kind": "sft"},
-            "training": {"steps": 1},
-        }
-    )
+    config = SFT.model_copy(update={"model": ModelConfig(path=str(folder), dtype=dtype, train_tower=trained)})
     images = [[(media.sha256, media.num_tokens) for media in sequence.media] for sequence in batch if sequence.media]
     return measure_tower(config, read_trained_model(str(folder), with_tower=trained), images)
 
@@ -166,12 +159,9 @@ def test_a_reference_beside_an_adapter_of_the_tower_keeps_features_of_its_own(fo
     score(reference, batch, micro_batch_tokens=512)
     kept = sum(features.num_bytes for features in reference.images._kept.values())
     tokens = sum(media.num_tokens for media in images_of(batch))
-    towers = GRPO.model_copy(
-        update={"lora": LoraConfig(), "model": GRPO.model.model_copy(update={"train_tower": True, "dtype": "float32"})}
-    )
-    shape = {"adapter": AdapterFacts(10_000, ("q_proj",)), "training.micro_batch_tokens": 512}
-    facts = {"adapter": shape.pop("adapter"), "tower": tower}
-    without, with_one = (plan(shape | {"algorithm.kl_coef": kl}, towers, **facts).trainer_bytes for kl in (0.0, 0.1))
+    towers = LORA.model_copy(update={"model": GRPO.model.model_copy(update={"train_tower": True, "dtype": "float32"})})
+    rows, facts = {"training.micro_batch_tokens": 512}, {"adapter": AdapterFacts(10_000, ("q_proj",)), "tower": tower}
+    without, with_one = (plan(rows | {"algorithm.kl_coef": kl}, towers, **facts).trainer_bytes for kl in (0.0, 0.1))
     assert with_one - without == kept * 10**5 // tokens
 
 

@@ -5,49 +5,17 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import (
-    EnvironmentConfig,
-    ModelConfig,
-    RLConfig,
-    RunConfig,
-    SamplingConfig,
-    TrainingConfig,
-    with_values,
-)
-from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.config import with_values
+from slipstream.plan import make_plan
 from slipstream.plan.memory.sizes import GIB
 from slipstream.plan.memory.trainer import RowMemory
 
-MODEL = ModelFacts(
-    num_parameters=1_543_714_304,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_layers=28,
-    num_heads=12,
-    num_kv_heads=2,
-    head_dim=128,
-    context_length=32_768,
-    vocab_size=151_936,
-    dtype="bfloat16",
-)
-FACTS = Facts(
-    num_cpus=16,
-    memory_bytes=128 * GIB,
-    model=MODEL,
-    data=DataFacts(num_train_tasks=1000, max_prompt_tokens=128, max_answer_tokens=None),
-    num_gpus=1,
-    gpu_memory_bytes=80 * GIB,
-)
-CONFIG = with_values(
-    RunConfig(
-        model=ModelConfig(path="org/name"),
-        environment=EnvironmentConfig(name="x"),
-        algorithm=RLConfig(),
-        training=TrainingConfig(steps=400),
-        sampling=SamplingConfig(max_tokens=512),
-    ),
-    {"weights.bridge": "single_copy"},
-)
+from .test_plan import GENERATED, GRPO, LARGE, facts
+
+MEMORY = {"num_cpus": 16, "memory_bytes": 128 * GIB, "num_gpus": 1, "gpu_memory_bytes": 80 * GIB}
+FACTS = facts(dtype="bfloat16", **LARGE | MEMORY)
+MODEL = FACTS.model
+CONFIG = with_values(GRPO, GENERATED | {"training.steps": 400, "weights.bridge": "single_copy"})
 
 
 def plan(values=None, **facts):

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_S = 60.0
@@ -22,6 +23,13 @@ WAIT_S = 60.0
 def find():
     """The browser's path, or None; CHROMIUM names one that is not on the search path."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+needs_browser = pytest.mark.skipif(
+    find() is None and "SLIPSTREAM_REQUIRE_BROWSER" not in os.environ,
+    reason="no Chromium: apt-get install chromium-headless-shell, or name one in CHROMIUM",
+)
 
 
 class Page:
@@ -59,9 +67,8 @@ class Page:
     async def call(self, method, **params):
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        await self._socket.send_json(
-            {"id": number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
-        )
+        session = {"sessionId": self._session} if self._session else {}
+        await self._socket.send_json({"id": number, "method": method, "params": params} | session)
         told = await asyncio.wait_for(self._waiting[number], WAIT_S)
         assert "error" not in told, f"{method}: {told['error']}"
         return told["result"]
@@ -74,9 +81,8 @@ class Page:
             await self.call(f"{domain}.enable")
 
     async def open(self, path, width, *, dark=False):
-        await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-        )
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
         await self.call("Emulation.setScrollbarsHidden", hidden=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])

@@ -55,17 +55,30 @@ def report(tmp_path, *folders):
     return text, Words(text)
 
 
+def rewrite(folder, name, change):
+    """Passes every line of a run's file through `change`."""
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    (folder / name).write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    return folder
+
+
+def with_samples(folder, lines):
+    """The run in `folder` with these for its samples."""
+    shared = {"time": 1.0, "lineage": 0, "prompt": "ask", "task": "t", "outcome": "done"}
+    (folder / "samples.jsonl").write_text("".join(json.dumps(shared | line) + "\n" for line in lines))
+    return folder
+
+
 def test_who_waited_and_where_tokens_went(write, tmp_path):
-    folder = write("one")
-    with (folder / "metrics.jsonl").open() as file:
-        rows = [json.loads(line) for line in file]
-    for row in rows[1:]:
+    def change(row):
         step = row["step"]
-        row |= {"idle/engine_s": 1.0 + step, "idle/trainer_s": 2.0 * step, "staleness/age_0": 1 / step}
-        row |= {"tokens/generated": 10.0 * step, "tokens/trained": 9.0 * step, "rollout/requests_open": 1.0 * step}
-    rows[3] |= {"idle/engine_update_s": 1.0, "dropped_tokens/undone_by_a_resume": 4.0, "staleness/age_2": 0.5}
-    rows[3] |= {"dropped_groups/undone_by_a_resume": 1.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = {"idle/engine_s": 1.0 + step, "idle/trainer_s": 2.0 * step, "staleness/age_0": 1 / (step or 1)}
+        own |= {"tokens/generated": 10.0 * step, "tokens/trained": 9.0 * step, "rollout/requests_open": 1.0 * step}
+        late = {"idle/engine_update_s": 1.0, "dropped_tokens/undone_by_a_resume": 4.0, "staleness/age_2": 0.5}
+        late |= {"dropped_groups/undone_by_a_resume": 1.0}
+        return row | (own if step else {}) | (late if step == 3 else {})
+
+    folder = rewrite(write("one"), "metrics.jsonl", change)
     ledger = Ledger(folder, 0, 0, staleness=1, shape={})
     ledger.begin("0.0")
     ledger.close(1)
@@ -234,19 +247,10 @@ def test_a_step_is_made_of_its_phases(write):
 
 def test_the_ranges_of_the_ratio_are_those_that_are_measured():
     names = [*ratio_shares(log_ratio_histogram(torch.zeros(1)))]
-    for title, group in (
-        ("Histogram of the policy ratio", "train"),
-        ("Histogram of the importance weights", "mismatch"),
-    ):
+    groups = {"Histogram of the policy ratio": "train", "Histogram of the importance weights": "mismatch"}
+    for title, group in groups.items():
         (panel,) = [panel for group in GROUPS for panel in group.panels if panel.title == title]
         assert [line.metric for line in panel.lines] == [f"{group}/ratio_{name}" for name in names]
-
-
-def rewrite(folder, name, change):
-    """Passes every line of a run's file through `change`."""
-    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    (folder / name).write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
-    return folder
 
 
 def test_parts_of_the_users_reward_stand_right_after_the_reward(write, tmp_path):
@@ -305,19 +309,16 @@ def test_the_band_ends_where_rewards_do(rewards):
 
 def test_rollouts_that_changed_come_first_with_the_right_answer(write, tmp_path):
     def sample(task, before, after):
-        shared = {"split": "eval", "task": task, "prompt": f"ask {task}", "outcome": "done", "answer": f"gold {task}"}
-        texts = [(0, before), (6, after)]
-        return [shared | {"step": step, "id": f"eval.{step}.0", "completion": text, "reward": reward, "lineage": 0}
-                for step, (text, reward) in texts]  # fmt: skip
+        for step, (text, reward) in ((0, before), (6, after)):
+            yield {"step": step, "id": f"eval.{step}.0", "completion": text, "reward": reward, "split": "eval",
+                   "task": task, "prompt": f"ask {task}", "answer": f"gold {task}"}  # fmt: skip
 
-    folder = write("one")
     lines = [
         *sample("same", ("x", 1.0), ("x", 1.0)),
         *sample("words", ("x", 0.0), ("y", 0.0)),
         *sample("better", ("x", 0.0), ("z", 1.0)),
     ]
-    lines.sort(key=lambda line: line["step"])
-    (folder / "samples.jsonl").write_text("".join(json.dumps({"time": 1.0} | line) + "\n" for line in lines))
+    folder = with_samples(write("one"), sorted(lines, key=lambda line: line["step"]))
     _, page = report(tmp_path, folder)
     pairs, _, every = page.words.partition("All kept rollouts")
     assert pairs.index("ask better") < pairs.index("ask words")
@@ -329,40 +330,33 @@ def test_rollouts_that_changed_come_first_with_the_right_answer(write, tmp_path)
 
 def test_every_kept_rollout_can_be_read_with_its_parts_and_turns(write, tmp_path):
     turns = [{"role": "assistant", "content": "first guess"}, {"role": "user", "content": "too low"}]
-    shared = {"time": 1.0, "lineage": 0, "task": "t", "prompt": "ask", "outcome": "done", "answer": "gold"}
     lines = [
-        shared | {"step": step, "id": f"{step}.0.0", "completion": f"text {step}", "reward": reward}
+        {"step": step, "id": f"{step}.0.0", "completion": f"text {step}", "reward": reward, "answer": "gold"}
         for step, reward in enumerate((0.0, 0.9, 1.0))
     ]
     lines[1] |= {"metrics": {"in_place": 0.75}, "num_turns": 2, "turns": turns, "outcome": "truncated"}
-    folder = write("one")
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text, page = report(tmp_path, folder)
+    text, page = report(tmp_path, with_samples(write("one"), lines))
     assert re.findall(r'data-step="(\d+)" data-kind="(\S+)" data-grade="(\w+)"', text) == [
         ("0", "training", "wrong"), ("1", "training", "wrong"), ("2", "training", "right")
     ]  # fmt: skip
     assert [f"text {step}" in page.words for step in range(3)] == [True] * 3
-    assert "reward 0.9 · in_place 0.75 · truncated · 2 turns · 1.0.0" in page.words.replace("0.9000", "0.9").replace(
-        "0.7500", "0.75"
-    )
+    words = page.words.replace("0.9000", "0.9").replace("0.7500", "0.75")
+    assert "reward 0.9 · in_place 0.75 · truncated · 2 turns · 1.0.0" in words
     assert page.words.index("first guess") < page.words.index("too low")
 
 
 def test_what_failed_can_be_found_with_its_error(write, tmp_path):
-    shared = {"time": 1.0, "lineage": 0, "task": "t", "prompt": "ask", "completion": "so far", "reward": 0.0}
+    failing = {"step": 1, "id": "1.0.0", "metrics": {"tool_failures": 1.0}}
     lines = [
-        shared | {"step": 0, "id": "0.0.0", "outcome": "done"},
-        shared | {"step": 1, "id": "1.0.0", "outcome": "done", "metrics": {"tool_failures": 1.0}, "kept": "failure"},
-        shared | {"step": 1, "id": "1.0.0", "outcome": "done", "metrics": {"tool_failures": 1.0}, "advantage": 0.25},
-        shared
-        | {"step": 2, "id": "2.0.0", "outcome": "environment_error", "stop": "timeout", "error": "KeyError: odd"},
+        {"step": 0, "id": "0.0.0"},
+        failing | {"kept": "failure"},
+        failing | {"advantage": 0.25},
+        {"step": 2, "id": "2.0.0", "outcome": "environment_error", "stop": "timeout", "error": "KeyError: odd"},
     ]
-    folder = write("one")
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text, page = report(tmp_path, folder)
-    assert re.findall(r'data-step="(\d+)" data-kind="\S+" data-grade="(\w+)" data-tools="(\w*)"', text) == [
-        *(("0", "wrong", ""), ("1", "wrong", "failed"), ("2", "failed", "")),
-    ]
+    lines = [{"completion": "so far", "reward": 0.0} | line for line in lines]
+    text, page = report(tmp_path, with_samples(write("one"), lines))
+    found = re.findall(r'data-step="(\d+)" data-kind="\S+" data-grade="(\w+)" data-tools="(\w*)"', text)
+    assert found == [("0", "wrong", ""), ("1", "wrong", "failed"), ("2", "failed", "")]
     assert 'data-by="tools"' in text
     assert '<option value="failed">failed</option>' in text
     assert "KeyError: odd" in page.words
@@ -373,29 +367,25 @@ def test_what_failed_can_be_found_with_its_error(write, tmp_path):
     assert "step 2" not in pairs, "what failed is no answer to compare"
 
 
-def test_a_run_in_which_nothing_was_lost_says_so_in_full(write, tmp_path):
-    _, page = report(tmp_path, write("one"))
+def test_a_run_in_which_nothing_was_lost_says_so_in_full_and_has_no_table_of_figures(write, tmp_path):
+    text, page = report(tmp_path, write("one"))
     assert "no steps skipped for want of signal, 2 rollouts dropped" in page.words
+    assert "Held-out figures" not in text
 
 
-def with_figures(folder):
-    """The run in `folder` with evaluations of four samples a task, of two data sources."""
-    with (folder / "metrics.jsonl").open() as file:
-        rows = [json.loads(line) for line in file]
-    for row in (each for each in rows if "eval/accuracy" in each):
-        value = row["eval/accuracy"]
-        row["eval/samples_per_task"] = 4.0
-        for group, less in (("eval", 0.0), ("eval/source/gsm8k", 0.1), ("eval/source/<em>", 0.15)):
-            for name in ("mean@4", "std@4", "best@2", "best@4", "worst@4", "maj@4", "pass@4", "reward/mean@4"):
-                row[f"{group}/{name}"] = value - less
-                row |= {f"{group}/{name}_low": value - less - 0.02, f"{group}/{name}_high": value - less + 0.02}
-            row |= {f"{group}/accuracy": value - less, f"{group}/num_tasks": 50.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+def with_figures(row):
+    """A row of metrics with evaluations of four samples a task, of two data sources."""
+    value = row.get("eval/accuracy")
+    for group, less in (("eval", 0.0), ("eval/source/gsm8k", 0.1), ("eval/source/<em>", 0.15)) if value else ():
+        for name in ("mean@4", "std@4", "best@2", "best@4", "worst@4", "maj@4", "pass@4", "reward/mean@4"):
+            row[f"{group}/{name}"] = value - less
+            row |= {f"{group}/{name}_low": value - less - 0.02, f"{group}/{name}_high": value - less + 0.02}
+        row |= {f"{group}/accuracy": value - less, f"{group}/num_tasks": 50.0, "eval/samples_per_task": 4.0}
+    return row
 
 
 def test_figures_of_several_samples_are_shown(write, tmp_path):
-    text, page = report(tmp_path, with_figures(write("one")))
+    text, page = report(tmp_path, rewrite(write("one"), "metrics.jsonl", with_figures))
     assert re.findall(r"<h2>(.*?)</h2>", text)[:3] == ["Learning", "Held-out figures", "Rollouts"]
     for title in ("Held-out figures", "Held-out accuracy by source"):
         assert f"<h3>{title}</h3>" in text, title
@@ -412,11 +402,6 @@ def test_figures_of_several_samples_are_shown(write, tmp_path):
     assert both.count("<summary>Held-out figures") == 1
 
 
-def test_one_sample_a_task_has_no_table(write, tmp_path):
-    text, _ = report(tmp_path, write("one"))
-    assert "Held-out figures" not in text
-
-
 def test_the_gain_is_told_at_the_end_and_by_a_run_of_python(write):
     gained = write("gained")
     assert _gain_line(gained).startswith("gained:     +60.0 points since step 0 (95 % interval +")
@@ -426,7 +411,6 @@ def test_the_gain_is_told_at_the_end_and_by_a_run_of_python(write):
     assert "accuracy 0.800 (+60.0 points, 95 % interval +" in repr(run)
     flat = write("flat", learns=False)
     assert _gain_line(flat).endswith("no sure gain; docs/when-rl-does-not-learn.md says what to change")
-    lines = (flat / "metrics.jsonl").read_text().replace("reward/", "other/")
-    (flat / "metrics.jsonl").write_text(lines)
+    rewrite(flat, "metrics.jsonl", lambda row: {name.replace("reward/", "other/"): row[name] for name in row})
     assert _gain_line(flat).endswith("easier tasks, or answers that show their working")
     assert load_run(write("begun", steps=0)).gained is None

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import io
 import json
-import os
 import re
 import sys
 
@@ -15,7 +14,7 @@ from slipstream.records import Rollout, Sequence
 from slipstream.report import write_report
 from slipstream.runlog.samples import sample_of
 from tests.launch.matching_runs import picture
-from tests.report.browser import browser, find
+from tests.report.browser import browser, find, needs_browser
 from tests.report.conftest import HOSTILE, write_run
 from tests.report.test_browser import check
 from tests.report.test_report import report
@@ -24,11 +23,8 @@ RED, BLUE = ("red", (100, 100, 400, 400)), ("big blue", (500, 500, 900, 950))
 
 
 def answer(*objects):
-    listed = {
-        f"object_{number}": {"desc": desc, "bbox_2d": [f"<|coord_{bin_}|>" for bin_ in box]}
-        for number, (desc, box) in enumerate(objects, 1)
-    }
-    return json.dumps(listed)
+    rows = enumerate(objects, 1)
+    return json.dumps({f"object_{n}": {"desc": d, "bbox_2d": [f"<|coord_{at}|>" for at in b]} for n, (d, b) in rows})
 
 
 def drawn(path, width=160, height=120):
@@ -144,9 +140,7 @@ def test_hostile_descriptions_stay_text(detector, tmp_path):
     text, _ = report(tmp_path, detector(kept(path, 1, answer((hostile, RED[1])), task=HOSTILE)))
     (scene,) = scenes_of(text)
     assert kinds(scene) == ["truth", "missed", "match"]
-    assert "window.hacked" in scene
-    assert "<img" not in scene
-    assert "<script" not in scene
+    assert [each in scene for each in ("window.hacked", "<img", "<script")] == [True, False, False]
 
 
 def test_the_runs_gate_decides_what_matches(detector, tmp_path):
@@ -224,10 +218,7 @@ SCENES = """
 """
 
 
-@pytest.mark.skipif(
-    find() is None and "SLIPSTREAM_REQUIRE_BROWSER" not in os.environ,
-    reason="no Chromium: apt-get install chromium-headless-shell, or name one in CHROMIUM",
-)
+@needs_browser
 async def test_pictures_in_a_real_browser(detector, tmp_path):
     path = drawn(tmp_path / "a.png", 400, 300)
     tall = drawn(tmp_path / "tall.png", 150, 400)

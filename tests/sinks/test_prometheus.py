@@ -27,11 +27,21 @@ def get(url):
 
 def samples(text):
     """{(name, further labels): value}, as Prometheus' own client reads it."""
-    return {
-        (s.name, *sorted(v for k, v in s.labels.items() if k not in ("run", "lineage"))): s.value
-        for family in text_string_to_metric_families(text)
-        for s in family.samples
-    }
+    found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {(s.name, *sorted(v for k, v in s.labels.items() if k not in ("run", "lineage"))): s.value for s in found}
+
+
+@pytest.fixture
+def log(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        yield log
+
+
+@pytest.fixture
+def server(log):
+    with MetricsServer(0) as server:
+        server.serve(log, "run")
+        yield server
 
 
 def test_names_are_made_of_what_prometheus_allows_and_stay_apart():
@@ -80,32 +90,28 @@ def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
     assert not any(thread.name == "metrics-server" for thread in threading.enumerate())
 
 
-def test_ages_of_the_heartbeats_of_further_processes(tmp_path):
-    folder = heartbeat.folder_of(tmp_path / "run")
-    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
-        server.serve(log, "run")
-        assert not any(name.startswith("slipstream_process_") for name, *_ in samples(get(server.url)))
-        folder.mkdir(parents=True)
-        now = time.time()
-        for pid, role, ago in ((os.getpid(), "engine-0", 7.0), (os.getppid(), "rank-1", 70.0)):
-            beat = heartbeat.ProcessHeartbeat(now, pid, socket.gethostname(), role, "loading weights", now - ago)
-            (folder / f"{beat.name}.json").write_bytes(msgspec.json.encode(beat))
-        found = samples(get(server.url))
+def test_ages_of_the_heartbeats_of_further_processes(log, server):
+    folder = heartbeat.folder_of(log.folder)
+    assert not any(name.startswith("slipstream_process_") for name, *_ in samples(get(server.url)))
+    folder.mkdir(parents=True)
+    now = time.time()
+    for pid, role, ago in ((os.getpid(), "engine-0", 7.0), (os.getppid(), "rank-1", 70.0)):
+        beat = heartbeat.ProcessHeartbeat(now, pid, socket.gethostname(), role, "loading weights", now - ago)
+        (folder / f"{beat.name}.json").write_bytes(msgspec.json.encode(beat))
+    found = samples(get(server.url))
     for name, ago in ((f"engine-0-{os.getpid()}", 7.0), (f"rank-1-{os.getppid()}", 70.0)):
         assert 0 <= found["slipstream_process_heartbeat_age_seconds", name] < 60
         assert ago <= found["slipstream_process_progress_age_seconds", name] < ago + 60
 
 
-def test_tokens_and_idle_seconds_are_counted_by_reason(tmp_path):
+def test_tokens_and_idle_seconds_are_counted_by_reason(log, server):
     row = {"tokens/generated": 50.0, "tokens/trained": 20.0, "dropped_tokens/surplus": 5.0}
     row |= {"dropped_groups/undone_by_a_resume": 1.0, "idle/engine_s": 3.0, "idle/engine_trainer_s": 2.0}
     row |= {"retry/exhausted": 3.0}
     row |= {"idle/engine_update_s": 1.0, "idle/trainer_generation_s": 0.5, "staleness/age_1": 0.25}
-    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
-        server.serve(log, "run")
-        log.metrics(1, ROW | row)
-        log.metrics(2, ROW | row)
-        found = samples(get(server.url))
+    log.metrics(1, ROW | row)
+    log.metrics(2, ROW | row)
+    found = samples(get(server.url))
     assert found["slipstream_tokens_generated_total",] == 100
     assert found["slipstream_requests_given_up_total",] == 6
     assert ("slipstream_requests_retried_total", "exhausted") not in found
@@ -135,39 +141,34 @@ def test_it_listens_on_this_machine_alone_and_a_port_in_use_is_one_sentence():
     with MetricsServer(0) as server:
         host, port = server._server.server_address
         assert host == "127.0.0.1"
-        with pytest.raises(
-            ConfigError, match=rf"run.metrics_port = {port}: nothing can listen .* already in use.*or 0 for"
-        ):
+        taken = rf"run.metrics_port = {port}: nothing can listen .* already in use.*or 0 for"
+        with pytest.raises(ConfigError, match=taken):
             MetricsServer(port)
     with MetricsServer(port) as again:
         assert again.url == f"http://127.0.0.1:{port}/metrics"
 
 
-def test_without_a_port_there_is_nothing(tmp_path):
-    with RunLog.create(tmp_path / "run") as log, MetricsServer(None) as server:
+def test_without_a_port_there_is_nothing(log):
+    with MetricsServer(None) as server:
         server.serve(log, "run")
         assert server.url == ""
-    assert "metrics_server" not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert "metrics_server" not in (log.folder / "events.jsonl").read_text()
 
 
-def test_a_client_that_says_nothing_holds_nobody_up(tmp_path):
-    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
-        server.serve(log, "run")
-        with socket.create_connection(server._server.server_address, timeout=60):
-            assert "slipstream_step" in get(server.url)
-            began = time.monotonic()
-            server.__exit__()
-            assert time.monotonic() - began < 9, "it would have 10 s"
+def test_a_client_that_says_nothing_holds_nobody_up(server):
+    with socket.create_connection(server._server.server_address, timeout=60):
+        assert "slipstream_step" in get(server.url)
+        began = time.monotonic()
+        server.__exit__()
+        assert time.monotonic() - began < 9, "it would have 10 s"
 
 
 @pytest.mark.parametrize(("host", "status"), [("evil.example", 421), ("127.0.0.1:1", 200), ("localhost", 200)])
-def test_a_web_page_that_was_pointed_here_gets_nothing(host, status, tmp_path):
-    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
-        server.serve(log, "run")
-        request = urllib.request.Request(server.url, headers={"Host": host})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                found = answer.status
-        except urllib.error.HTTPError as error:
-            found = error.code
+def test_a_web_page_that_was_pointed_here_gets_nothing(host, status, server):
+    request = urllib.request.Request(server.url, headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found = answer.status
+    except urllib.error.HTTPError as error:
+        found = error.code
     assert found == status

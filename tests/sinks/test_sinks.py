@@ -65,11 +65,16 @@ def put_all(sinks, rows=ROWS, first=0):
         sinks.put(step, row)
 
 
-def tensorboard_rows(folder):
+def tensorboard_reader(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
+    return reader
+
+
+def tensorboard_rows(folder):
+    reader = tensorboard_reader(folder)
     return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
 
 
@@ -79,7 +84,7 @@ def test_tensorboard_reads_what_was_written(run):
         put_all(sinks)
     assert log.warnings == []
     assert log.events == [{"kind": "sink", "name": "tensorboard", "num_written": 3, "num_lost": 0}]
-    assert tensorboard_rows(run.folder / "tensorboard") == {
+    assert tensorboard_rows(run.folder) == {
         "reward/mean": [(0, 0.25), (1, 0.5), (2, 0.75)],
         "train/loss": [(0, -1.5)],
     }
@@ -96,13 +101,10 @@ SAMPLE = {
 
 
 def test_tensorboard_shows_samples_as_text(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     with MetricSinks(["tensorboard"], run, Log()) as sinks:
         sinks.put_sample(SAMPLE)
         put_all(sinks)
-    reader = EventAccumulator(str(run.folder / "tensorboard"))
-    reader.Reload()
+    reader = tensorboard_reader(run.folder)
     (event,) = reader.Tensors("samples")
     text = event.tensor_proto.string_val[0].decode()
     assert event.step == 2
@@ -150,7 +152,7 @@ def test_tensorboard_forgets_what_was_made_again(run):
             time.sleep(1.1)  # the file's name is the second in which it was opened
         with MetricSinks(["tensorboard"], run, Log()) as sinks:
             put_all(sinks, [{"reward/mean": first + step / 4} for step in range(3)], first)
-    rows = tensorboard_rows(run.folder / "tensorboard")["reward/mean"]
+    rows = tensorboard_rows(run.folder)["reward/mean"]
     assert rows == [(0, 0.0), (1, 0.25), (2, 2.0), (3, 2.25), (4, 2.5)]
 
 
@@ -160,7 +162,7 @@ def test_tensorboard_keeps_the_step_that_a_resume_goes_on_from(run):
     time.sleep(1.1)  # the file's name is the second in which it was opened
     with MetricSinks(["tensorboard"], dataclasses.replace(run, lineage=1, resumed_from=1), Log()) as sinks:
         put_all(sinks, [{"probe/abs_logprob_diff": 0.125}, {"reward/mean": 2.0}], 1)
-    rows = tensorboard_rows(run.folder / "tensorboard")
+    rows = tensorboard_rows(run.folder)
     assert rows["reward/mean"] == [(0, 0.0), (1, 0.25), (2, 2.0)]
     assert rows["probe/abs_logprob_diff"] == [(1, 0.125)]
 
@@ -364,10 +366,8 @@ def test_a_failing_sink_is_one_warning_and_the_others_go_on(run, error):
     (warning,) = log.warnings
     assert "\n" not in warning
     assert f"sink bad did not take step 0 ({type(error).__name__}" in warning
-    assert [(event["name"], event["num_written"], event["num_lost"]) for event in log.events] == [
-        ("bad", 1, 2),
-        ("good", 3, 0),
-    ]
+    told = [(event["name"], event["num_written"], event["num_lost"]) for event in log.events]
+    assert told == [("bad", 1, 2), ("good", 3, 0)]
 
 
 @pytest.mark.parametrize("error", [ImportError("torn"), SystemExit(3)])

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch
 from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream import records
+from slipstream.cli import main
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
@@ -26,6 +28,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.processes import launchers
+from slipstream.processes.heartbeat import read_processes
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
@@ -123,15 +126,22 @@ class Scripted:
         scores = score(model, [sequence], request.sampling, micro_batch_tokens=256)
         return scores.logprobs[0].tolist()
 
-    def run(self, *overrides, script=None, change=lambda engine: None, view=None, kind=ScriptedEngine, **how):
-        """Train; returns how it ended. `change` sets what is to go wrong with each engine, `view` shows the run; `how`:
-        `resume`, `supervisor`."""
+    def run(
+        self, *overrides, script=None, change=lambda engine: None, on_request=None, before=None, view=None,
+        kind=ScriptedEngine, **how,
+    ):  # fmt: skip
+        """Train; returns how it ended. `change` sets what is to go wrong with each engine, `on_request` looks at each
+        (engine, request), `before` is awaited with them; `view` shows the run; `how`: `resume`, `supervisor`."""
 
         def make_engine(plan, logs, on_event):
             options = {"max_restarts": plan.max_restarts, "on_event": on_event}
             self.engines = [kind(script or self.letter, self._logprobs, **options) for _ in plan.gpus]
             for engine in self.engines:
                 change(engine)
+                if on_request:
+                    engine.on_request = functools.partial(on_request, engine)
+                if before:
+                    engine.generate = functools.partial(_generate, engine, before, engine.generate)
             several = len(self.engines) > 1
             self.engine = EngineReplicas(self.engines, num_places=64, on_event=on_event) if several else self.engines[0]
             return self.engine
@@ -146,6 +156,19 @@ class Scripted:
         assert report.error == (type(self.error).__name__ if self.error else "")
         return report
 
+    def finish(self, step, *overrides, **how):
+        """A run that ends well at this step."""
+        report = self.run(*overrides, **how)
+        assert (report.status, report.step) == ("finished", step)
+        return report
+
+    def fail(self, how_it_ends, words, *overrides, **how):
+        """A run that ends with (error, exit code), or with these and at a step, and says so."""
+        report = self.run(*overrides, **how)
+        assert (report.error, report.exit_code, report.step)[: len(how_it_ends)] == how_it_ends
+        assert words in report.message
+        return report
+
     @property
     def metrics(self):
         return read_metrics(self.folder)
@@ -158,6 +181,11 @@ class Scripted:
 
     def events(self, kind):
         return [event for event in read_events(self.folder) if event["kind"] == kind]
+
+
+async def _generate(engine, before, generate, request):
+    await before(engine, request)
+    return await generate(request)
 
 
 @pytest.fixture
@@ -204,6 +232,12 @@ class Held:
 
     def go(self):
         self._go.touch()
+
+
+def learned(folder):
+    """What does not depend on when it was made."""
+    names = ("train/", "reward/", "value/", "rollout/", "dropped/", "staleness/")
+    return [{name: value for name, value in row.items() if name.startswith(names)} for row in read_metrics(folder)]
 
 
 class Command:
@@ -258,6 +292,12 @@ class Command:
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
+    def ok(self, timeout_s=500.0):
+        """Its standard output, once it has ended well."""
+        code, out, err = self.wait(timeout_s)
+        assert code == 0, err
+        return out
+
     def left_behind(self, timeout_s=60.0):
         """Children that live on after the command's end."""
         _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout_s)
@@ -284,3 +324,52 @@ def command():
     yield start
     for each in started:
         each.end()
+
+
+@pytest.fixture
+def slipstream(capsys):
+    """Runs a command here; (exit code, output, error)."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def kill_when(condition, work):
+    """Do `work` in a forked process, which is killed as soon as `condition` holds."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            work()
+        os._exit(1)
+    try:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run has ended"
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def has_row(folder, step):
+    """Whether a run has written the metrics of this step."""
+    return (folder / "metrics.jsonl").is_file() and any(row["step"] == step for row in read_metrics(folder))
+
+
+def engine_number(run, folder, number):
+    """The process of this engine; None where it has not said yet which one it is."""
+    pids = [
+        each.name.rpartition("-")[2] for each in read_processes(folder) if each.name.startswith(f"engine-{number}-")
+    ]
+    return next((each for each in run.engines() if str(each.pid) in pids), None)
+
+
+def kinds(folder):
+    return [event["kind"] for event in read_events(folder)]

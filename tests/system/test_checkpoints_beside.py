@@ -1,8 +1,6 @@
 """Whole runs whose checkpoints are written beside training, with a scripted engine."""
 
-import contextlib
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.checkpoints.snapshot import Snapshot
 
-from .conftest import Scripted
+from .conftest import Scripted, has_row, kill_when
 
 SIX = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation", "false")
 
@@ -28,24 +26,13 @@ def test_killed_while_a_checkpoint_is_written_a_run_ends_with_the_same_bytes(scr
     events = {event["step"]: event["beside"] for event in scripted.events("checkpoint")}
     assert events == {2: True, 4: True, 6: False}, "for the last nobody trains"
     killed = Scripted(model, run_file, tmp_path / "killed")
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            Snapshot.save = until_killed(Snapshot.save, "000004")
-            killed.run(*SIX)
-        os._exit(1)
-    try:
-        deadline = time.monotonic() + 120
-        # Training goes on while step 4 is written, and the checkpoint that is due next waits for it.
-        while not (killed.folder / "metrics.jsonl").is_file() or not any(row["step"] == 5 for row in killed.metrics):
-            assert time.monotonic() < deadline
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run has ended"
-            time.sleep(0.02)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
+
+    def work():
+        Snapshot.save = until_killed(Snapshot.save, "000004")
+        killed.run(*SIX)
+
+    # Training goes on while step 4 is written, and the checkpoint that is due next waits for it.
+    kill_when(lambda: has_row(killed.folder, 5), work)
     there = sorted(path.name for path in (killed.folder / "checkpoints").iterdir())
     assert there[0].startswith(".unfinished-000004")
     assert there[1:] == ["step-000002"]

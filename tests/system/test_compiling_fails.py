@@ -17,8 +17,7 @@ def broken_compiler(monkeypatch):
 
 
 def test_what_the_plan_chose_is_planned_again(scripted):
-    report = scripted.run("--training.steps", "1", "--evaluation", "false")
-    assert (report.status, report.step) == ("finished", 1)
+    scripted.finish(1, "--training.steps", "1", "--evaluation", "false")
     assert read_settings(scripted.folder)["training.compile"] is False
     text = (scripted.folder / "resolved.toml").read_text()
     assert "the compiler failed (BackendCompilerFailed" in text

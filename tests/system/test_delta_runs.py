@@ -21,8 +21,7 @@ def test_grpo(command, run_file, tmp_path, bridge, staleness):
     folder = tmp_path / "run"
     options = ("--weights.bridge", bridge, "--training.staleness", staleness, "--training.steps", 4)
     run = command("train", run_file, *COIN, *SLOWLY, *options, "--run.folder", folder)
-    code, _, err = run.wait()
-    assert code == 0, err
+    run.ok()
     assert check_run(folder, steps=4) == [0]
     left = [event["problem"] for event in read_events(folder) if event["kind"] == "weight_group_left"]
     assert left == [""] * (bridge == "broadcast"), "the engine left before the trainer ended the group"
@@ -30,14 +29,9 @@ def test_grpo(command, run_file, tmp_path, bridge, staleness):
     assert [verdict for verdict in verify(folder) if verdict.problems] == []
     # Resumed, another engine has to be given everything first.
     more = ("--training.steps", 6, "--resume", "--run.folder", folder)
-    code, _, err = command("train", run_file, *COIN, *SLOWLY, *options[:4], *more).wait()
-    assert code == 0, err
+    command("train", run_file, *COIN, *SLOWLY, *options[:4], *more).ok()
     published = [event for event in read_events(folder) if event["kind"] == "publish"]
-    assert [(e["version"], e.get("delta_of")) for e in published[5:]] == [
-        ("1.4", None),
-        ("1.5", "1.4"),
-        ("1.6", "1.5"),
-    ]
+    assert [(e["version"], e.get("delta_of")) for e in published[5:]] == [("1.4", None), ("1.5", "1.4"), ("1.6", "1.5")]
 
 
 @pytest.mark.real_start
@@ -50,8 +44,7 @@ def test_an_engine_that_dies_is_started_again_on_the_whole_version_and_the_delta
     run.until(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 3)
     run.engines()[0].kill()
     held.go()
-    code, _, err = run.wait()
-    assert code == 0, err
+    run.ok()
     assert [event["kind"] for event in read_events(folder)].count("engine_restart") == 1
     # Found dead by the publisher's question, it gets the next version whole; else it comes back with what it held.
     assert len(check_run(folder, steps=25)) <= 2

@@ -27,7 +27,7 @@ def draws(tmp_path_factory):
     return folder / "model"
 
 
-def options(model, folder, *more, steps=4, rows="rows.jsonl"):
+def options_of(model, folder, *more, steps=4, rows="rows.jsonl"):
     rows = model.parent / "boxes" / rows
     where = ("--model.path", model, "--environment.settings.path", rows, "--run.folder", folder)
     size = ("--training.prompts_per_batch", "6", "--training.steps", str(steps), "--training.warmup_steps", "0")
@@ -38,8 +38,7 @@ def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
     folder = tmp_path / "a"
     more = ("--no-evaluation", "--matching.softctx_iterations", "2", "--training.learning_rate", "2e-3")
     more += ("--training.schedule", "constant")
-    code, _, err = command("sft", EXAMPLES / "a.toml", *options(draws, folder, *more, steps=12)).wait(200)
-    assert code == 0, err
+    command("sft", EXAMPLES / "a.toml", *options_of(draws, folder, *more, steps=12)).ok(200)
     assert read_exit(folder).status == "finished"
     assert not {"engine", "apply"} & {event["kind"] for event in read_events(folder)}
     assert not list(folder.glob("logs/*engine*"))
@@ -56,8 +55,7 @@ def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
 def test_both_channels_and_a_resume(command, draws, tmp_path):
     folder = tmp_path / "ab"
     pattern = ("--matching.pattern", '["A", "A", "B"]', "--evaluation.num_tasks", "4", "--run.checkpoint_every", "2")
-    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *pattern, *BRIEF, steps=6)).wait(400)
-    assert code == 0, err
+    command("sft", EXAMPLES / "ab.toml", *options_of(draws, folder, *pattern, *BRIEF, steps=6)).ok(400)
     rows = read_metrics(folder)
     trained = [row for row in rows if "stage2/channel_a" in row]
     assert [row["stage2/channel_b"] for row in trained] == [0, 0, 1, 0, 0, 1]
@@ -74,9 +72,8 @@ def test_both_channels_and_a_resume(command, draws, tmp_path):
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {2, 5} <= {sample["step"] for sample in samples}
 
-    longer = options(draws, folder, *pattern, *BRIEF, steps=9)
-    code, _, err = command("sft", EXAMPLES / "ab.toml", *longer, "--resume").wait(400)
-    assert code == 0, err
+    longer = options_of(draws, folder, *pattern, *BRIEF, steps=9)
+    command("sft", EXAMPLES / "ab.toml", *longer, "--resume").ok(400)
     more = [row for row in read_metrics(folder) if "stage2/channel_a" in row][6:]
     assert [row["stage2/channel_b"] for row in more] == [0, 0, 1]
 
@@ -84,34 +81,26 @@ def test_both_channels_and_a_resume(command, draws, tmp_path):
 @pytest.mark.engine
 @pytest.mark.usefixtures("sees")
 @pytest.mark.full
-def test_both_channels_over_two_ranks(command, draws, tmp_path):
-    folder = tmp_path / "ranks"
-    more = ("--matching.pattern", '["A", "B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
-    more += ("--matching.softctx_iterations", "2", "--training.ranks", "2", "--model.train_tower", "false")
-    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *more)).wait(400)
-    assert code == 0, err
-    rows = [row for row in read_metrics(folder) if "stage2/channel_a" in row]
-    assert [row["stage2/channel_b"] for row in rows] == [0, 1, 0, 1]
-    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
-
-
-@pytest.mark.engine
-@pytest.mark.usefixtures("sees")
-@pytest.mark.full
-def test_channel_b_of_three_engines(command, draws, tmp_path):
-    """All of them are asked, and on every version."""
-    folder = tmp_path / "three"
-    more = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
-    more += ("--inference.replicas", "3")
-    code, _, err = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *more, steps=3)).wait(400)
-    assert code == 0, err
+@pytest.mark.parametrize(
+    ("more", "steps", "channels"),
+    [
+        (("--matching.softctx_iterations", "2", "--training.ranks", "2", "--model.train_tower", "false"), 4, "AB"),
+        (("--inference.replicas", "3"), 3, "B"),
+    ],
+    ids=["two ranks", "three engines"],
+)
+def test_both_sides_may_be_several(command, draws, tmp_path, more, steps, channels):
+    """All engines are asked, and on every version."""
+    folder, pattern = tmp_path / "run", ("--matching.pattern", json.dumps([*channels]), "--matching.max_invalid", "1.0")
+    options = options_of(draws, folder, *pattern, *more, "--no-evaluation", steps=steps)
+    command("sft", EXAMPLES / "ab.toml", *options).ok(400)
     rows = read_metrics(folder)
-    assert [row["stage2/channel_b"] for row in rows if "stage2/channel_b" in row] == [1, 1, 1]
-    for number in range(3):
-        assert sum(row.get(f"replica_{number}/requests", 0) for row in rows) > 0, sorted(rows[-1])
-    applied = [event for event in read_events(folder) if event["kind"] == "apply"]
-    assert len(applied) >= 3
+    found = [row["stage2/channel_b"] for row in rows if "stage2/channel_b" in row]
+    assert found == [channels[step % len(channels)] == "B" for step in range(steps)]
     assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
+    if channels == "B":
+        assert all(sum(row.get(f"replica_{n}/requests", 0) for row in rows) > 0 for n in range(3)), sorted(rows[-1])
+        assert sum(event["kind"] == "apply" for event in read_events(folder)) >= 3
 
 
 @pytest.mark.engine
@@ -121,7 +110,7 @@ def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(co
     folder = tmp_path / "killed"
     pattern = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
     none = ("--run.max_restarts", "0", "--inference.max_restarts", "0")
-    run = command("sft", EXAMPLES / "ab.toml", *options(draws, folder, *pattern, *none, steps=10_000))
+    run = command("sft", EXAMPLES / "ab.toml", *options_of(draws, folder, *pattern, *none, steps=10_000))
     run.until(lambda: (folder / "metrics.jsonl").is_file() and len(read_metrics(folder)) > 2)
     (engine,) = run.engines()
     engine.kill()
@@ -139,7 +128,7 @@ def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tm
     rows = (folder / "rows.jsonl").read_text().splitlines()
     rows[7] = json.dumps(json.loads(rows[7]) | {"objects": [{"desc": "red", "bbox_2d": [9, 9, 1, 1]}]})
     (folder / "broken.jsonl").write_text("\n".join(rows))
-    given = options(draws, tmp_path / "run", "--no-evaluation", rows="broken.jsonl")
+    given = options_of(draws, tmp_path / "run", "--no-evaluation", rows="broken.jsonl")
     code, _, err = command("sft", EXAMPLES / "a.toml", *given).wait(100)
     assert code != 0
     assert "corners in the wrong order" in err

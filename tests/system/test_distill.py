@@ -1,5 +1,6 @@
 """On-policy distillation through the whole loop: with scripted engines, and with two real ones."""
 
+import functools
 import shutil
 from types import SimpleNamespace
 
@@ -35,18 +36,14 @@ class Pair:
         self.engine = None
         """The teacher's."""
 
-    def run(self, *overrides, change=lambda teacher: None):
+    def run(self, *overrides, on_request=lambda teacher, request: None):
         def make_engine(plan, logs, on_event):
-            engine = ScriptedEngine(
-                self.scripted.letter,
-                self.scripted._logprobs,
-                max_restarts=plan.max_restarts,
-                on_event=on_event,
-            )
+            how = {"max_restarts": plan.max_restarts, "on_event": on_event}
+            engine = ScriptedEngine(self.scripted.letter, self.scripted._logprobs, **how)
             settings = plan.settings
             if settings.model == str(self.teacher):
                 engine.location, self.engine, self.settings = settings.model, engine, settings
-                change(engine)
+                engine.on_request = functools.partial(on_request, engine)
             return engine
 
         options = (*DISTILL, "--teacher.path", str(self.teacher), *overrides)
@@ -73,30 +70,26 @@ def test_a_reward_may_have_its_say_as_well(pair):
 
 
 def test_a_teacher_that_dies_comes_back(pair):
-    def die_once(teacher):
-        def on_request(request):
-            if teacher.num_requests == 5 and not teacher.num_restarts:
-                teacher.is_alive = False
+    def die_once(teacher, request):
+        if teacher.num_requests == 5 and not teacher.num_restarts:
+            teacher.is_alive = False
 
-        teacher.on_request = on_request
-
-    rows = pair.run(change=die_once)
+    rows = pair.run(on_request=die_once)
     assert len(rows) == 4
     assert len(pair.scripted.events("teacher_restart")) == 1
     assert not pair.scripted.events("engine_restart")
 
 
-def test_one_that_may_not_come_back_ends_the_run_in_one_sentence(pair):
-    def die(teacher):
-        teacher.on_request = lambda request: setattr(teacher, "is_alive", teacher.num_requests < 5)
-
-    with pytest.raises(Exception, match=r"the teacher's engine: the engine died, and inference\.max_restarts = 0"):
-        pair.run("--inference.max_restarts", "0", change=die)
-
-
-def test_one_that_hangs_ends_it_at_the_deadline(pair):
-    with pytest.raises(Exception, match="the teacher's engine: the engine did not answer"):
-        pair.run("--inference.request_timeout_s", "1", change=lambda teacher: setattr(teacher, "is_hanging", True))
+@pytest.mark.parametrize(
+    ("option", "fails", "said"),
+    [
+        ("--inference.max_restarts=0", lambda t: setattr(t, "is_alive", t.num_requests < 5), "the engine died, and"),
+        ("--inference.request_timeout_s=1", lambda t: setattr(t, "is_hanging", True), "the engine did not answer"),
+    ],
+)
+def test_one_that_may_not_come_back_or_hangs_ends_the_run(pair, option, fails, said):
+    with pytest.raises(Exception, match=f"the teacher's engine: {said}"):
+        pair.run(*option.split("="), on_request=lambda teacher, request: fails(teacher))
 
 
 def test_the_model_itself_can_teach_nothing(pair, model, tmp_path):
@@ -157,18 +150,14 @@ def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, mod
     sft_file.write_text(sft_file.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
     for name, folder, steps in (("student", model, 20), ("taught", teacher, 60)):
         options = ("--training.steps", steps, "--training.learning_rate", 3e-3, "--evaluation", "false")
-        code, _, err = command(
-            "sft", sft_file, "--model.path", folder, "--run.folder", tmp_path / name, *options
-        ).wait()
-        assert code == 0, err
+        command("sft", sft_file, "--model.path", folder, "--run.folder", tmp_path / name, *options).ok()
     start, taught = (next((tmp_path / name / "checkpoints").glob(f"step-{steps:06}/weights"))
                      for name, steps in (("student", 20), ("taught", 60)))  # fmt: skip
     options = ("--model.path", start, "--teacher.path", taught, "--run.folder", tmp_path / "run",
                "--training.steps", 30, "--training.learning_rate", 3e-3, "--sampling.temperature", 0.8,
                "--training.prompts_per_batch", 16, "--algorithm.kind", "distill")  # fmt: skip
     run = command("train", run_file, *options)
-    code, _, err = run.wait(400)
-    assert code == 0, err
+    run.ok(400)
     assert not run.left_behind()
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 31

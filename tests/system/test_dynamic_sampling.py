@@ -4,18 +4,13 @@ import re
 
 import pytest
 
-from slipstream.runlog import read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import read_model_folder
 
+from .conftest import learned
+
 DAPO = ("--algorithm.kind", "dapo", "--evaluation", "false", "--training.steps", "4")
-
-
-def learned(rows):
-    """What does not depend on when it was made."""
-    names = ("train/", "reward/", "rollout/", "dropped/", "staleness/")
-    return [{k: v for k, v in row.items() if k.startswith(names)} for row in rows]
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def test_a_resumed_run_draws_the_same(scripted, every_third, tmp_path):
     scripted.folder = tmp_path / "again"
     scripted.run(*DAPO, "--training.steps", "2", script=every_third)
     scripted.run(*DAPO, "--run.folder", str(scripted.folder), resume=True, script=every_third)
-    assert learned(read_metrics(undisturbed)) == learned(scripted.metrics)
+    assert learned(undisturbed) == learned(scripted.folder)
     last = "checkpoints/step-000004/weights"
     assert describe(read_model_folder(undisturbed / last)) == describe(read_model_folder(scripted.folder / last))
 

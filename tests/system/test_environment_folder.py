@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from slipstream.cli import main
 from slipstream.cli.env_files import environment_files, next_commands
 from slipstream.cli.init_files import RL, SFT
 from slipstream.runlog import read_settings
@@ -20,16 +19,10 @@ SMALL = (
 
 
 @pytest.fixture
-def slipstream(capsys, tmp_path, monkeypatch):
+def slipstream(slipstream, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return (ended.value.code, *capsys.readouterr())
-
-    return run
+    return slipstream
 
 
 def sorting(scripted):

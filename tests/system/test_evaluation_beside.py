@@ -62,8 +62,7 @@ def check_versions(folder):
 def test_evaluations_come_later_at_their_own_step_and_the_last_is_made_by_all(scripted):
     text = io.StringIO()
     view = make_view("plain", Console(file=text, width=200))
-    report = scripted.run(*BESIDE, **patient(scripted), view=view)
-    assert (report.status, report.step) == ("finished", STEPS)
+    scripted.finish(STEPS, *BESIDE, **patient(scripted), view=view)
     assert evaluated(scripted) == {0: 2.0, 2: 2.0, 4: 2.0, 6: None}
     assert [row["step"] for row in scripted.metrics] == [*range(STEPS + 1)]
     assert all(row["probe/abs_logprob_diff"] < 1e-5 for row in scripted.metrics)
@@ -81,10 +80,7 @@ def test_evaluations_come_later_at_their_own_step_and_the_last_is_made_by_all(sc
 
 def test_one_is_recorded_after_the_step_in_which_it_ended_and_not_when_the_next_begins(scripted):
     options = (*TWO, "--training.steps", "9", "--evaluation.every", "9")
-    report = scripted.run(
-        *options, **patient(scripted, steps=9, then=lambda engine: slower_and_slower(scripted, engine))
-    )
-    assert (report.status, report.step) == ("finished", 9)
+    scripted.finish(9, *options, **patient(scripted, steps=9, then=lambda engine: slower_and_slower(scripted, engine)))
     later = evaluated(scripted)
     assert later.pop(9) is None
     # The engine may answer when the trainer is two versions ahead.
@@ -107,14 +103,6 @@ def slower_and_slower(scripted, engine):
 
 
 @pytest.mark.full
-def test_where_nothing_is_said_it_is_so_with_staleness_only(scripted):
-    options = ("--inference.replicas", "2", "--run.threads", "2", "--evaluation.every", "1")
-    assert scripted.run(*options).status == "finished"
-    assert set(evaluated(scripted).values()) == {None}
-    assert [row["step"] for row in scripted.metrics if "eval/accuracy" in row] == [0, 1, 2, 3]
-
-
-@pytest.mark.full
 def test_without_staleness_the_numbers_of_the_steps_are_the_same_where_it_is_asked_for(scripted, tmp_path):
     options = ("--inference.replicas", "2", "--run.threads", "2", "--evaluation.every", "1")
     names = ("train/loss", "train/grad_norm", "reward/mean", "eval/accuracy", "probe/abs_logprob_diff")
@@ -129,16 +117,12 @@ def test_without_staleness_the_numbers_of_the_steps_are_the_same_where_it_is_ask
 def test_an_engine_that_dies_while_it_evaluates_is_started_again_on_its_version(scripted):
     killed = []
 
-    def then(engine):
-        def on_request(request):
-            if request.id.startswith("eval.") and engine.version.step == 2 and len(killed) < 1:
-                killed.append(engine)
-                engine.kill()
+    def on_request(engine, request):
+        if request.id.startswith("eval.") and engine.version.step == 2 and not killed:
+            killed.append(engine)
+            engine.kill()
 
-        engine.on_request = on_request
-
-    report = scripted.run(*BESIDE, **patient(scripted, then=then))
-    assert (report.status, report.step) == ("finished", STEPS)
+    scripted.finish(STEPS, *BESIDE, **patient(scripted), on_request=on_request)
     assert len(killed) == 1
     assert evaluated(scripted) == {0: 2.0, 2: 2.0, 4: 2.0, 6: None}
     assert {row["eval/num_failed"] for row in scripted.metrics if "eval/num_failed" in row} == {0.0}
@@ -147,14 +131,11 @@ def test_an_engine_that_dies_while_it_evaluates_is_started_again_on_its_version(
 
 @pytest.mark.full
 def test_a_token_of_another_version_is_an_error_and_no_figure(scripted):
-    def then(engine):
-        def on_request(request):
-            if request.id.startswith("eval.3") and engine.version.step == 2:
-                engine.version, engine.may_answer = scripted.engines[0].version, lambda engine: True
+    def on_request(engine, request):
+        if request.id.startswith("eval.3") and engine.version.step == 2:
+            engine.version, engine.may_answer = scripted.engines[0].version, lambda engine: True
 
-        engine.on_request = on_request
-
-    report = scripted.run(*BESIDE, **patient(scripted, then=then))
+    report = scripted.run(*BESIDE, **patient(scripted), on_request=on_request)
     assert report.error == "IntegrityError"
     assert "of the evaluation of version 0.2 holds tokens of version 0." in report.message
     assert evaluated(scripted) == {0: 2.0}
@@ -165,21 +146,20 @@ def test_a_token_of_another_version_is_an_error_and_no_figure(scripted):
 def test_one_that_a_dead_run_left_is_made_again_or_told_as_missing(scripted, dies_at):
     """The other engine dies for good while step 4 is evaluated. Version 4 is in the last checkpoint, or is not."""
 
-    def then(engine):
-        def on_request(request):
-            if not request.id.startswith("eval.") and engine.version.step == dies_at:
-                engine._max_restarts = 0
-                engine.kill()
+    def on_request(engine, request):
+        if not request.id.startswith("eval.") and engine.version.step == dies_at:
+            engine._max_restarts = 0
+            engine.kill()
 
-        engine.on_request, engine.may_answer = on_request, lambda engine: engine.version.step == 0
+    def then(engine):
+        engine.may_answer = lambda engine: engine.version.step == 0
 
     options = (*TWO, "--training.steps", "8", "--evaluation.every", "4", "--run.checkpoint_every", "1")
-    report = scripted.run(*options, **patient(scripted, then=then))
+    report = scripted.run(*options, **patient(scripted, then=then), on_request=on_request)
     assert report.error == "EngineError"
     assert evaluated(scripted).keys() == {0}
     assert scripted.events("checkpoint")[-1]["step"] == dies_at - 1
-    report = scripted.run(*options, **patient(scripted, steps=8), resume=True)
-    assert (report.status, report.step) == ("finished", 8)
+    scripted.finish(8, *options, **patient(scripted, steps=8), resume=True)
     missing = [event["message"] for event in scripted.events("warning") if "is missing" in event["message"]]
     if dies_at == 5:
         assert (evaluated(scripted).keys(), missing) == ({0, 4, 8}, [])
@@ -193,8 +173,7 @@ def test_one_that_a_dead_run_left_is_made_again_or_told_as_missing(scripted, die
 @pytest.mark.full
 def test_a_run_ends_some_steps_after_the_accuracy_that_ends_it_and_its_last_version_is_evaluated(scripted):
     options = (*BESIDE, "--evaluation.stop_at", "0.05", "--evaluation.beside", "true")
-    report = scripted.run(*options, **patient(scripted, steps=2))
-    assert (report.status, report.step) == ("finished", 2)
+    scripted.finish(2, *options, **patient(scripted, steps=2))
     assert "reached evaluation.stop_at = 0.05" in scripted.events("early_stop")[0]["reason"]
     assert evaluated(scripted) == {0: 2.0, 2: None}
 
@@ -205,24 +184,17 @@ def test_the_best_checkpoint_is_that_of_the_step_that_was_evaluated(scripted):
     right, wrong = scripted.say("a"), scripted.say("b")
 
     def then(engine):
-        letter = engine._script
-        engine._script = lambda prompt, seed: letter(prompt, seed) if not engine.judged else engine.judged
+        letter, engine.judged = engine._script, None
+        engine._script = lambda prompt, seed: engine.judged or letter(prompt, seed)
 
-    def on_request(engine):
-        def look(request):
-            engine.judged = None
-            if request.id.startswith("eval."):
-                engine.judged = right if engine.version.step == 2 else wrong
-
-        return look
-
-    def change(engine):
-        engine.judged, engine.on_request = None, on_request(engine)
-        then(engine)
+    def on_request(engine, request):
+        engine.judged = None
+        if request.id.startswith("eval."):
+            engine.judged = right if engine.version.step == 2 else wrong
 
     options = (*BESIDE, "--evaluation.patience", "9", "--evaluation.beside", "true", "--run.keep_weights", "1")
-    report = scripted.run(*options, "--run.keep_checkpoints", "1", **patient(scripted, then=change))
-    assert (report.status, report.step) == ("finished", STEPS)
+    how = {**patient(scripted, then=then), "on_request": on_request}
+    scripted.finish(STEPS, *options, "--run.keep_checkpoints", "1", **how)
     folder = scripted.folder / "checkpoints"
     assert (folder / "best").resolve() == folder / "step-000002"
     assert {event["step"]: event["accuracy"] for event in scripted.events("best")}[2] == 1.0
@@ -231,6 +203,5 @@ def test_the_best_checkpoint_is_that_of_the_step_that_was_evaluated(scripted):
 
 @pytest.mark.full
 def test_batches_in_the_order_of_the_data_have_no_token_that_is_too_old(scripted):
-    report = scripted.run(*BESIDE, "--training.order", "data", **patient(scripted))
-    assert (report.status, report.step) == ("finished", STEPS)
+    scripted.finish(STEPS, *BESIDE, "--training.order", "data", **patient(scripted))
     assert max(row.get("staleness/max", 0.0) for row in scripted.metrics) <= 1.0

@@ -20,8 +20,7 @@ def test_a_run_trains_on_the_engines_choices(command, run_file, tmp_path):
     # A new model never says the letter: rewards that alternate give it something to learn from.
     coin = ("--environment.settings", "{coin = true}", "--model.path", model, "--model.dtype", "bfloat16")
     kept = ("--run.keep_batches", "3", "--evaluation", "false", "--training.learning_rate", "1e-5")
-    code, _, err = command("train", run_file, *coin, *kept, *STEPS, "--run.folder", folder).wait()
-    assert code == 0, err
+    command("train", run_file, *coin, *kept, *STEPS, "--run.folder", folder).ok()
     assert load_config(folder / "resolved.toml").config.model.replay_experts is True, "by default"
     rows = read_metrics(folder)
     assert all(0.0 < row["mismatch/experts_differ"] < 0.15 for row in rows[1:])
@@ -29,8 +28,7 @@ def test_a_run_trains_on_the_engines_choices(command, run_file, tmp_path):
     for rollout in batch.rollouts:
         (sequence,) = rollout.sequences
         assert len(sequence.experts) == len(sequence) - 1
-    code, out, err = command("replay", folder, 2, "--json").wait()
-    assert code == 0, err
+    out = command("replay", folder, 2, "--json").ok()
     found = json.loads(out)
     assert found["is_exact"]
     assert found["metrics"]["mismatch/experts_differ"]["replayed"] == rows[3]["mismatch/experts_differ"]

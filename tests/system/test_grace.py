@@ -37,17 +37,8 @@ def ended(command, run_file, tmp_path, what, number, *settings):
 @pytest.mark.parametrize(
     ("what", "number", "words"),
     [
-        (
-            "step",
-            signal.SIGUSR1,
-            "stopped by SIGUSR1 at step 1, of which step-000001 is a whole checkpoint, in phase train",
-        ),
-        pytest.param(
-            "write",
-            signal.SIGTERM,
-            "stopped by SIGTERM at step 2, in phase checkpoint: no checkpoint of it could be",
-            marks=pytest.mark.full,
-        ),
+        ("step", signal.SIGUSR1, "SIGUSR1 at step 1, of which step-000001 is a whole checkpoint, in phase train"),
+        pytest.param("write", signal.SIGTERM, "SIGTERM at step 2, in phase checkpoint: no", marks=pytest.mark.full),
     ],
 )
 def test_the_process_ends_by_itself_on_the_last_whole_checkpoint(command, run_file, tmp_path, what, number, words):
@@ -57,7 +48,7 @@ def test_the_process_ends_by_itself_on_the_last_whole_checkpoint(command, run_fi
     report = read_exit(folder)
     assert (report.status, report.exit_code, report.error) == ("interrupted", 130, "Interrupted")
     assert (report.failure_class, report.retriable) == ("stopped", True)
-    assert words in report.message
+    assert f"stopped by {words}" in report.message
     last = CheckpointStore(folder / "checkpoints").latest()
     assert last.name == "step-000001"
     assert last.name in report.message
@@ -68,17 +59,13 @@ def test_the_process_ends_by_itself_on_the_last_whole_checkpoint(command, run_fi
     assert json.loads(out) == {"error": "Interrupted", "message": report.message, "exit_code": 130}
     assert not is_running(folder)
     assert not (folder / HEARTBEAT).exists()
-    run = command("sft", run_file.with_name("sft.toml"), "--evaluation", "false", "--run.folder", folder, "--resume")
-    code, _, err = run.wait()
-    assert code == 0, err
+    command("sft", run_file.with_name("sft.toml"), "--evaluation", "false", "--run.folder", folder, "--resume").ok()
     assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3]
 
 
 def test_a_part_of_the_time_is_kept_for_the_end_itself():
-    assert [GraceEnd(grace_s, make_view("none"), lambda error: None).seconds for grace_s in (GRACE_S, 60.0)] == [
-        3.0,
-        58.0,
-    ]
+    seconds = [GraceEnd(grace_s, make_view("none"), lambda error: None).seconds for grace_s in (GRACE_S, 60.0)]
+    assert seconds == [3.0, 58.0]
 
 
 WORKS = """

@@ -70,8 +70,7 @@ def test_after_the_first_update_the_garbage_collector_looks_at_new_objects_only(
     gc.unfreeze()
     loss = tmp_path / "losses.py"
     loss.write_text(LOSS)
-    report = scripted.run("--algorithm.loss", f"{loss}:counted")
-    assert (report.status, report.step) == ("finished", 3)
+    scripted.finish(3, "--algorithm.loss", f"{loss}:counted")
     counts = [int(line) for line in loss.with_suffix(".txt").read_text().split()]
     changes = [position for position in range(1, len(counts)) if (counts[position] > 0) != (counts[position - 1] > 0)]
     # The first call is the check of the function, before anything else; the second the first step.
@@ -96,10 +95,9 @@ def test_an_engine_that_samples_no_tokens(scripted, limit, error, step, words):
 
 def test_steps_of_truncated_completions_only_are_skipped_where_these_are_not_trained_on(scripted):
     settings = ("--environment.settings", "{coin = true}", "--sampling.max_tokens", "2")
-    limit = ("--run.max_steps_without_signal", "2", "--algorithm.train_on_truncated", "false")
-    report = scripted.run(*settings, *limit, script=lambda prompt, seed: scripted.say("aaaaaa"))
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 1)
-    assert "truncated ones are not trained on, in 2 consecutive steps" in report.message
+    settings += ("--run.max_steps_without_signal", "2", "--algorithm.train_on_truncated", "false")
+    words = "truncated ones are not trained on, in 2 consecutive steps"
+    scripted.fail(("TrainingError", 7, 1), words, *settings, script=lambda prompt, seed: scripted.say("aaaaaa"))
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[0]["eval/truncated_fraction"] == 1.0
     row = scripted.metrics[1]
@@ -110,31 +108,26 @@ def off_by(offset, *, until=10**9):
     """Log-probabilities of rollouts that are so far from the truth, up to request `until`; the probe sees honest
     ones."""
 
-    def change(engine):
-        def on_request(request):
-            is_off = not request.id.startswith("probe") and engine.num_requests <= until
-            engine.logprob_offset = offset if is_off else 0.0
+    def on_request(engine, request):
+        is_off = not request.id.startswith("probe") and engine.num_requests <= until
+        engine.logprob_offset = offset if is_off else 0.0
 
-        engine.on_request = on_request
-
-    return change
+    return on_request
 
 
 @pytest.mark.parametrize(("kind", "offset"), [("sequence_masked", -9.0), ("masked", -9.0), ("truncated", 200.0)])
 def test_steps_that_importance_sampling_leaves_nothing_of_are_skipped_up_to_the_limit(scripted, kind, offset):
     """A weight of exp(-200) is zero in float32."""
-    settings = ("--run.max_steps_without_signal", "2", "--algorithm.importance_sampling", kind)
-    report = scripted.run(*WITHOUT_EVALUATION, *settings, change=off_by(offset))
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 1)
-    assert "importance sampling and clipping left no token a gradient in 2 consecutive steps" in report.message
+    settings = (*WITHOUT_EVALUATION, "--run.max_steps_without_signal", "2", "--algorithm.importance_sampling", kind)
+    words = "importance sampling and clipping left no token a gradient in 2 consecutive steps"
+    scripted.fail(("TrainingError", 7, 1), words, *settings, on_request=off_by(offset))
     (row,) = scripted.metrics[1:]
     assert (row["train/skipped"], row["train/skipped_updates"], row["train/importance_weight"]) == (1.0, 1.0, 0.0)
 
 
 def test_a_step_that_importance_sampling_leaves_nothing_of_is_followed_by_others(scripted):
     settings = ("--algorithm.importance_sampling", "sequence_masked")
-    report = scripted.run(*WITHOUT_EVALUATION, *settings, change=off_by(-9.0, until=18))
-    assert (report.status, report.step) == ("finished", 3)
+    scripted.finish(3, *WITHOUT_EVALUATION, *settings, on_request=off_by(-9.0, until=18))
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0, 0.0, 0.0]
     assert [row.get("train/learning_rate") for row in scripted.metrics] == [None, None, 1e-3, 1e-3]
 
@@ -148,9 +141,7 @@ def loss(inputs):
 def test_a_gradient_that_is_zero_though_nothing_was_masked_is_an_error(scripted, tmp_path):
     loss = tmp_path / "losses.py"
     loss.write_text(NOTHING)
-    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.loss", f"{loss}:loss")
-    assert (report.error, report.exit_code, report.step) == ("ZeroGradientError", 7, 0)
-    assert "it is zero" in report.message
+    scripted.fail(("ZeroGradientError", 7, 0), "it is zero", *WITHOUT_EVALUATION, "--algorithm.loss", f"{loss}:loss")
 
 
 LOGGED = """
@@ -172,18 +163,43 @@ def test_what_the_trainer_falls_back_to_is_an_event(scripted, tmp_path):
     assert {event["message"] for event in scripted.events("trainer")} == {"a kernel computes"}
 
 
-def test_a_gradient_that_is_not_finite_is_an_error(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, change=off_by(math.nan))
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
-    assert "NaN or infinite" in report.message
+def without_logprobs(engine, request):
+    engine.returns_logprobs = request.id.startswith("probe")
+
+
+def far_off(offset):
+    return lambda scripted: {"change": lambda engine: setattr(engine, "logprob_offset", offset)}
+
+
+def all_right(scripted):
+    return {"script": lambda prompt, seed: scripted.say("a")}
+
+
+def dead(scripted):
+    return {"change": lambda engine: engine.kill()}
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "error", "step", "words"),
+    [
+        ((), lambda scripted: {"on_request": off_by(math.nan)}, ("TrainingError", 7), 0, "NaN or infinite"),
+        ((), all_right, ("TrainingError", 7), 3, "nothing was trained in 3 steps"),
+        (("--algorithm.kl_coef", "0.1"), all_right, ("TrainingError", 7), 3, "nothing was trained"),
+        ((), far_off(0.3), ("MismatchError", 7), 0, "weights.probe_stop = 0.04"),
+        ((), far_off(math.nan), ("MismatchError", 7), 0, "weights.probe_stop = 0.04"),
+        ((), lambda _: {"on_request": without_logprobs}, ("TrainingError", 7), 0, "algorithm.importance_sampling"),
+        (("--inference.max_restarts", "0"), dead, ("EngineError", 5), 0, "the engine died"),
+    ],
+    ids=["nan", "whole run", "kl hides nothing", "probe", "nan in the probe", "no logprobs", "does not start"],
+)
+def test_what_ends_a_run(scripted, options, how, error, step, words):
+    scripted.fail((*error, step), words, *WITHOUT_EVALUATION, *options, **how(scripted))
 
 
 def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
-    report = scripted.run(
-        *WITHOUT_EVALUATION, "--run.max_steps_without_signal", "2", script=lambda prompt, seed: scripted.say("b")
-    )
-    assert (report.error, report.exit_code) == ("TrainingError", 7)
-    assert "max_steps_without_signal = 2" in report.message
+    limit = (*WITHOUT_EVALUATION, "--run.max_steps_without_signal", "2")
+    wrong = {"script": lambda prompt, seed: scripted.say("b")}
+    scripted.fail(("TrainingError", 7), "max_steps_without_signal = 2", *limit, **wrong)
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[-1]["reward/signal_fraction"] == 0.0
     (verdict, warning), (skipped,) = scripted.events("warning"), scripted.events("skipped")
@@ -192,49 +208,36 @@ def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
     assert skipped["step"] == 1
 
 
-def test_a_whole_short_run_without_reward_variance_has_failed(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, script=lambda prompt, seed: scripted.say("a"))
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 3)
-    assert "nothing was trained in 3 steps" in report.message
+def half_of_them(scripted):
+    """Every other prompt has answers that differ."""
+    return lambda prompt, seed: scripted.letter(prompt, seed) if prompt[-20] % 2 else scripted.say("a")
 
 
 def test_an_update_whose_groups_all_agree_is_left_out(scripted):
-    def script(prompt, seed):
-        return scripted.letter(prompt, seed) if prompt[-20] % 2 else scripted.say("a")
-
     halves = ("--training.prompts_per_batch", "2", "--training.updates_per_batch", "2", "--training.steps", "6")
-    report = scripted.run(*WITHOUT_EVALUATION, *halves, script=script)
-    assert (report.status, report.step) == ("finished", 6)
+    scripted.finish(6, *WITHOUT_EVALUATION, *halves, script=half_of_them(scripted))
     assert {row.get("train/skipped_updates") for row in scripted.metrics[1:]} >= {0.0, 1.0}
 
 
 def test_an_update_that_is_left_out_counts_in_the_schedule(scripted):
-    def script(prompt, seed):
-        return scripted.letter(prompt, seed) if prompt[-20] % 2 else scripted.say("a")
-
     schedule = ("--training.schedule", "linear", "--training.steps", "10", "--training.prompts_per_batch", "1")
-    scripted.run(*WITHOUT_EVALUATION, *schedule, script=script)
+    scripted.run(*WITHOUT_EVALUATION, *schedule, script=half_of_them(scripted))
     rates = [row.get("train/learning_rate") for row in scripted.metrics[1:]]
-    planned = [1e-3 * (1 - step / 10) for step in range(10)]
     assert any(rate is None for rate in rates)
-    assert [rate for rate in rates if rate] == pytest.approx(
-        [value for value, rate in zip(planned, rates, strict=True) if rate]
-    )
+    planned = [1e-3 * (1 - step / 10) for step, rate in enumerate(rates) if rate]
+    assert [rate for rate in rates if rate] == pytest.approx(planned)
 
 
 def test_quiet_steps_are_counted_across_a_resume(scripted):
-    quiet = {"script": lambda prompt, seed: scripted.say("a")}
     limit = ("--run.max_steps_without_signal", "2", "--training.steps", "4")
 
-    def stop_in_the_second_step(engine):
-        def on_request(request):
-            if engine.num_requests == 22:
-                engine.is_hanging = True  # or the second step would end before anybody has looked at the signal
-                os.kill(os.getpid(), signal.SIGTERM)
+    def stop_in_the_second_step(engine, request):
+        if engine.num_requests == 22:
+            engine.is_hanging = True  # or the second step would end before anybody has looked at the signal
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        engine.on_request = on_request
-
-    report = scripted.run(*WITHOUT_EVALUATION, *limit, **quiet, change=stop_in_the_second_step)
+    quiet = all_right(scripted)
+    report = scripted.run(*WITHOUT_EVALUATION, *limit, **quiet, on_request=stop_in_the_second_step)
     assert (report.status, report.step) == ("interrupted", 1)
     report = scripted.run(*WITHOUT_EVALUATION, *limit, **quiet, resume=True)
     assert (report.error, report.step) == ("TrainingError", 1)
@@ -242,21 +245,12 @@ def test_quiet_steps_are_counted_across_a_resume(scripted):
 
 
 def test_the_time_limit_ends_with_an_evaluation(scripted):
-    report = scripted.run("--training.max_seconds", "0.001", "--training.steps", "9")
-    assert (report.status, report.step) == ("finished", 1)
+    scripted.finish(1, "--training.max_seconds", "0.001", "--training.steps", "9")
     assert [step for step, row in enumerate(scripted.metrics) if "eval/accuracy" in row] == [0, 1]
 
 
-def test_a_kl_term_hides_no_lack_of_signal(scripted):
-    kl = ("--algorithm.kl_coef", "0.1", "--training.steps", "3")
-    report = scripted.run(*WITHOUT_EVALUATION, *kl, script=lambda prompt, seed: scripted.say("a"))
-    assert (report.error, report.step) == ("TrainingError", 3)
-    assert "nothing was trained" in report.message
-
-
 def test_a_kl_term_is_measured_against_the_first_weights(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.kl_coef", "0.1")
-    assert report.status == "finished"
+    assert scripted.run(*WITHOUT_EVALUATION, "--algorithm.kl_coef", "0.1").status == "finished"
     kl = [row["train/kl_reference"] for row in scripted.metrics[1:]]
     assert kl[0] == pytest.approx(0.0, abs=1e-9)
     assert kl[-1] > 1e-6
@@ -267,21 +261,16 @@ def test_an_environment_without_held_out_tasks(run_file):
         prepare(load_config(run_file, ("--environment.settings", "{held_out = false}")))
 
 
-def test_a_resumed_run_refuses_other_data(scripted):
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (("--environment.num_train_tasks", "12"), "64 training items, now there are 12"),
+        (("--environment.settings", "{letters = 'ab'}"), "other training items than there are now: resume with the"),
+    ],
+)
+def test_a_resumed_run_refuses_other_data(scripted, other, words):
     scripted.run(*WITHOUT_EVALUATION)
-    report = scripted.run(
-        *WITHOUT_EVALUATION, "--training.steps", "4", "--environment.num_train_tasks", "12", resume=True
-    )
-    assert (report.error, report.exit_code) == ("ConfigError", 2)
-    assert "64 training items, now there are 12" in report.message
-
-
-def test_a_resumed_run_refuses_other_tasks_of_the_same_number(scripted):
-    scripted.run(*WITHOUT_EVALUATION)
-    other = ("--training.steps", "4", "--environment.settings", "{letters = 'ab'}")
-    report = scripted.run(*WITHOUT_EVALUATION, *other, resume=True)
-    assert (report.error, report.exit_code) == ("ConfigError", 2)
-    assert "other training items than there are now: resume with the same ones" in report.message
+    scripted.fail(("ConfigError", 2), words, *WITHOUT_EVALUATION, "--training.steps", "4", *other, resume=True)
 
 
 def test_a_resumed_run_refuses_a_changed_reference(scripted, model, tmp_path):
@@ -295,9 +284,8 @@ def test_a_resumed_run_refuses_a_changed_reference(scripted, model, tmp_path):
     weights["model.layers.0.mlp.up_proj.weight"] += 0.01
     shutil.rmtree(start)
     write_model_folder(start, weights.items(), model)
-    report = scripted.run(*settings, "--training.steps", "5", resume=True)
-    assert (report.error, report.exit_code) == ("ConfigError", 2)
-    assert "other weights at model.path than there are now" in report.message
+    words = "other weights at model.path than there are now"
+    scripted.fail(("ConfigError", 2), words, *settings, "--training.steps", "5", resume=True)
 
 
 def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):
@@ -324,25 +312,16 @@ def test_a_resumed_run_says_which_settings_changed(scripted):
 
 
 def test_an_engine_that_holds_other_weights_than_were_published(scripted):
-    def change(engine):
-        def bit_flip(request):
-            engine.mismatched = ("model.norm.weight",) if engine.version.step == 1 else ()
+    def bit_flip(engine, request):
+        engine.mismatched = ("model.norm.weight",) if engine.version.step == 1 else ()
 
-        engine.on_request = bit_flip
-
-    report = scripted.run(*WITHOUT_EVALUATION, change=change)
-    assert (report.error, report.exit_code, report.step) == ("WeightsError", 6, 1)
-    assert "model.norm.weight" in report.message
+    scripted.fail(("WeightsError", 6, 1), "model.norm.weight", *WITHOUT_EVALUATION, on_request=bit_flip)
     assert [event["version"] for event in scripted.events("apply")] == ["0.0", "0.1"]
 
 
 def test_a_small_probe_difference_warns(scripted):
     console = Console(file=io.StringIO())
-    report = scripted.run(
-        *WITHOUT_EVALUATION,
-        change=lambda engine: setattr(engine, "logprob_offset", 0.03),
-        view=make_view("plain", console),
-    )
+    report = scripted.run(*WITHOUT_EVALUATION, **far_off(0.03)(scripted), view=make_view("plain", console))
     assert report.status == "finished"
     warnings = scripted.events("warning")
     assert [event["step"] for event in warnings] == [0, 1, 2, 3]
@@ -352,20 +331,12 @@ def test_a_small_probe_difference_warns(scripted):
     assert scripted.metrics[-1]["probe/abs_logprob_diff"] == pytest.approx(0.03, abs=1e-4)
 
 
-@pytest.mark.parametrize("offset", [0.3, math.nan])
-def test_a_large_probe_difference_stops(scripted, offset):
-    report = scripted.run(*WITHOUT_EVALUATION, change=lambda engine: setattr(engine, "logprob_offset", offset))
-    assert (report.error, report.exit_code, report.step) == ("MismatchError", 7, 0)
-    assert "weights.probe_stop = 0.04" in report.message
-
-
 def test_with_shared_kernels_a_small_difference_is_told_as_one_of_kernels(scripted, monkeypatch):
     """What the plan refuses on a CPU; the limits are those of bfloat16, whose rounding could make the difference."""
     monkeypatch.setattr(derive, "_against_shared_kernels", lambda builder: "")
     monkeypatch.setattr(policy, "share_kernels", lambda network: None)
     monkeypatch.setattr(policy, "pin_products", lambda: None)
-    change = lambda engine: setattr(engine, "logprob_offset", 0.005)  # noqa: E731
-    report = scripted.run(*WITHOUT_EVALUATION, "--model.shared_kernels", "true", change=change)
+    report = scripted.run(*WITHOUT_EVALUATION, "--model.shared_kernels", "true", **far_off(0.005)(scripted))
     assert report.status == "finished"
     (first, *_) = scripted.events("warning")
     assert "differ by 0.005" in first["message"]
@@ -383,36 +354,23 @@ def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
     monkeypatch.setattr(products, "be_deterministic", lambda: asked.append(where))
     monkeypatch.setattr(loop, "refuse_difference", lambda mean, where: refuse_difference(round(mean, 4), where))
     monkeypatch.setattr(batch_trainer, "refuse_difference", loop.refuse_difference)
-    change = off_by(0.001)
-    if where == "version 0":
-        change = lambda engine: setattr(engine, "logprob_offset", 0.001)  # noqa: E731
-    report = scripted.run(*WITHOUT_EVALUATION, "--run.exact", "true", change=change)
-    assert (report.error, report.exit_code) == ("MismatchError", 7)
-    assert f"differ by 0.001 in log-probability per token at {where}, and run.exact = true allows no" in report.message
+    how = far_off(0.001)(scripted) if where == "version 0" else {"on_request": off_by(0.001)}
+    words = f"differ by 0.001 in log-probability per token at {where}, and run.exact = true allows no"
+    scripted.fail(("MismatchError", 7), words, *WITHOUT_EVALUATION, "--run.exact", "true", **how)
     assert asked, "backward passes add up in one order"
 
 
-def test_behaviour_logprobs_that_are_missing(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, change=without_logprobs)
-    assert (report.error, report.exit_code) == ("TrainingError", 7)
-    assert "algorithm.importance_sampling" in report.message
-
-
 def test_without_importance_sampling_they_may_be_missing(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.importance_sampling", "none", change=without_logprobs)
-    assert (report.status, report.step) == ("finished", 3)
+    scripted.finish(3, *WITHOUT_EVALUATION, "--algorithm.importance_sampling", "none", on_request=without_logprobs)
 
 
-def test_prompts_that_leave_no_room_are_dropped_and_counted(run_file):
+def test_prompts_that_leave_no_room_are_dropped_counted_and_recorded(scripted, run_file):
     settings = ("--environment.settings", "{size = 12, lengths = [1, 1, 90]}", "--environment.num_train_tasks", "12")
     prepared = prepare(load_config(run_file, settings))
     assert prepared.dropped == {"train_prompt_too_long": 4, "eval_prompt_too_long": 2}
     assert (len(prepared.train_tasks), len(prepared.eval_tasks)) == (8, 6)
-
-
-def test_dropped_prompts_are_in_the_run_folder_too(scripted):
-    scripted.run("--environment.settings", "{size = 12, lengths = [1, 90]}", "--environment.num_train_tasks", "12")
-    assert scripted.events("start")[0]["dropped"] == {"train_prompt_too_long": 6, "eval_prompt_too_long": 4}
+    scripted.run(*settings)
+    assert scripted.events("start")[0]["dropped"] == prepared.dropped
 
 
 def test_prompts_of_which_none_leaves_room(run_file):
@@ -430,28 +388,17 @@ def test_more_prompts_per_batch_than_there_are(scripted):
     assert any("lowered from 32" in text for text in scripted.events("start")[0]["warnings"])
 
 
-def test_an_engine_that_dies_is_restarted_and_its_rollouts_are_made_again(scripted):
-    report = scripted.run(change=dying_at(20))
-    assert (report.status, report.step) == ("finished", 3)
+@pytest.mark.parametrize("at", [1, 20], ids=["probe", "rollouts"])
+def test_an_engine_that_dies_is_restarted_and_its_rollouts_are_made_again(scripted, at):
+    scripted.finish(3, on_request=dying_at(at))
     assert [event["number"] for event in scripted.events("engine_restart")] == [1]
     assert [row["rollout/num"] for row in scripted.metrics[1:]] == [16.0] * 3
 
 
-def test_an_engine_that_dies_under_its_probe_is_restarted(scripted):
-    report = scripted.run(change=dying_at(1))
-    assert (report.status, len(scripted.events("engine_restart"))) == ("finished", 1)
-
-
 @pytest.mark.parametrize("at", [1, 5, 20], ids=["probe", "evaluation", "rollouts"])
 def test_an_engine_that_dies_too_often(scripted, at):
-    report = scripted.run("--inference.max_restarts", "0", change=dying_at(at))
-    assert (report.error, report.exit_code) == ("EngineError", 5)
-    assert "inference.max_restarts = 0" in report.message
-
-
-def test_an_engine_that_does_not_start(scripted):
-    report = scripted.run("--inference.max_restarts", "0", change=lambda engine: engine.kill())
-    assert (report.error, report.exit_code, report.step) == ("EngineError", 5, 0)
+    never = ("--inference.max_restarts", "0")
+    scripted.fail(("EngineError", 5), "inference.max_restarts = 0", *never, on_request=dying_at(at))
 
 
 @pytest.mark.parametrize(
@@ -467,15 +414,12 @@ def test_an_engine_that_does_not_start(scripted):
     ids=["probe", "evaluation", "first rollouts", "second probe", "second rollouts", "last evaluation"],
 )
 def test_a_signal_leaves_a_checkpoint_and_the_run_can_be_resumed(scripted, number, at, step):
-    def change(engine):
-        def on_request(request):
-            if engine.num_requests == at:
-                engine.is_hanging = True
-                os.kill(os.getpid(), number)
+    def on_request(engine, request):
+        if engine.num_requests == at:
+            engine.is_hanging = True
+            os.kill(os.getpid(), number)
 
-        engine.on_request = on_request
-
-    report = scripted.run(change=change)
+    report = scripted.run(on_request=on_request)
     assert (report.status, report.exit_code) == ("interrupted", 130)
     assert [event["step"] for event in scripted.events("checkpoint")][-1] == step
     report = scripted.run(resume=True)
@@ -488,10 +432,10 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_can_be_resumed(scripted, numbe
 def test_an_engine_that_hangs_is_not_waited_for(scripted, monkeypatch):
     monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
 
-    def change(engine):
-        engine.on_request = lambda request: setattr(engine, "is_hanging", engine.num_requests > 14)
+    def on_request(engine, request):
+        engine.is_hanging = engine.num_requests > 14
 
-    report = scripted.run("--inference.request_timeout_s", "0.5", change=change)
+    report = scripted.run("--inference.request_timeout_s", "0.5", on_request=on_request)
     assert (report.error, report.exit_code) == ("DeadlineError", 5)
     assert report.seconds < 300, "a request may take 600 s by itself"
     (event,) = scripted.events("stacks")
@@ -515,8 +459,7 @@ def test_a_run_ends_when_its_accuracy_is_reached(scripted):
 
 
 def test_a_run_ends_when_patience_is_used_up_and_keeps_its_best_checkpoint(scripted, run_file):
-    report = scripted.run(*EVERY_STEP, "--evaluation.patience", "2")
-    assert (report.status, report.step) == ("finished", 2)  # the script's answers do not depend on the weights
+    scripted.finish(2, *EVERY_STEP, "--evaluation.patience", "2")
     assert "evaluation.patience = 2" in scripted.events("early_stop")[0]["reason"]
     folder = scripted.folder / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000000", "step-000002"]
@@ -536,19 +479,12 @@ def after_probe(scripted, answer):
     return lambda prompt, seed: answer if next(calls) >= 2 + 8 else scripted.say("a")
 
 
-def without_logprobs(engine):
-    engine.on_request = lambda request: setattr(engine, "returns_logprobs", request.id.startswith("probe"))
-
-
 def dying_at(number):
-    def change(engine):
-        def on_request(request):
-            if engine.num_requests == number:
-                engine.kill()
+    def on_request(engine, request):
+        if engine.num_requests == number:
+            engine.kill()
 
-        engine.on_request = on_request
-
-    return change
+    return on_request
 
 
 def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
@@ -566,8 +502,7 @@ def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
 @pytest.mark.parametrize(("staleness", "order"), [("1", "data"), ("1", "ready"), ("3", "auto")])
 def test_staleness(scripted, staleness, order):
     stale = ("--training.staleness", staleness, "--training.order", order)
-    report = scripted.run(*WITHOUT_EVALUATION, *stale, "--training.steps", "6")
-    assert (report.status, report.step) == ("finished", 6)
+    scripted.finish(6, *WITHOUT_EVALUATION, *stale, "--training.steps", "6")
     stale = [row["staleness/max"] for row in scripted.metrics[1:]]
     assert stale[0] == 0.0
     assert 1.0 <= max(stale) <= float(staleness)
@@ -587,17 +522,11 @@ def test_over_provision(scripted, staleness):
     """Groups of every fifth task finish only when they are cancelled."""
     ready = ("--training.staleness", staleness, "--training.order", "ready", "--training.overprovision", "0.5")
 
-    def change(engine):
-        generate = engine.generate
+    async def sometimes_slow(engine, request):
+        if request.group_id and not request.id.startswith("probe") and sum(request.prompt_ids) % 5 == 0:
+            await asyncio.sleep(600)
 
-        async def sometimes_slow(request):
-            if request.group_id and not request.id.startswith("probe") and sum(request.prompt_ids) % 5 == 0:
-                await asyncio.sleep(600)
-            return await generate(request)
-
-        engine.generate = sometimes_slow
-
-    report = scripted.run(*WITHOUT_EVALUATION, *ready, "--training.steps", "6", change=change)
+    report = scripted.run(*WITHOUT_EVALUATION, *ready, "--training.steps", "6", before=sometimes_slow)
     assert (report.status, report.step, report.message) == ("finished", 6, "")
     found = balance(scripted.folder)
     assert (found.num("trained"), found.num_open) == (6 * 4, 0)
@@ -673,31 +602,24 @@ def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scr
     options = (*WITHOUT_EVALUATION, "--training.staleness", str(staleness), "--training.steps", "6")
     options += ("--run.checkpoint_every", "1", "--environment.max_reward_failures", "1.0", "--run.save_samples", "16")
 
-    def dies(engine):
-        generate = engine.generate
+    async def dies_with_one_group(engine, request):
+        if request.group_id == deadly:
+            until = time.monotonic() + 30.0
+            while balance(scripted.folder).num(*FINISHED) < others and time.monotonic() < until:
+                await asyncio.sleep(0.05)
+            engine.kill()
 
-        async def kills_with_one_group(request):
-            if request.group_id == deadly:
-                until = time.monotonic() + 30.0
-                while balance(scripted.folder).num(*FINISHED) < others and time.monotonic() < until:
-                    await asyncio.sleep(0.05)
-                engine.kill()
-            return await generate(request)
-
-        engine.generate = kills_with_one_group
-
-    assert scripted.run(*options, change=dies).status == "failed"
+    assert scripted.run(*options, before=dies_with_one_group).status == "failed"
     left = balance(scripted.folder)
     assert left.num(*FINISHED) >= others
     assert left.num("ready", "batched") >= 3
     assert left.num("running") == 0
     asked = []
 
-    def counts(engine):
-        engine.on_request = lambda request: asked.append(request.group_id)
+    def counts(engine, request):
+        asked.append(request.group_id)
 
-    report = scripted.run(*options, "--run.folder", str(scripted.folder), resume=True, change=counts)
-    assert (report.status, report.step) == ("finished", 6)
+    scripted.finish(6, *options, "--run.folder", str(scripted.folder), resume=True, on_request=counts)
     found = balance(scripted.folder)
     assert (found.num("trained"), found.num_open) == (6 * 4, 0)
     assert found.num("cancelled") > 0
@@ -739,26 +661,22 @@ def test_requests_that_are_given_up_each_time_end_the_run_as_engine_errors(scrip
     def change(engine):
         engine.abort = lambda request: None if request.id.startswith("probe") else "refused"
 
-    report = scripted.run(*WITHOUT_EVALUATION, "--inference.request_retries", "2", change=change)
-    assert (report.error, report.exit_code) == ("EngineError", 5)
-    assert "failed in the engine" in report.message
+    twice = (*WITHOUT_EVALUATION, "--inference.request_retries", "2")
+    report = scripted.fail(("EngineError", 5), "failed in the engine", *twice, change=change)
     assert "in the last of 3 tries" in report.message
 
 
 def test_prometheus_is_served_while_the_run_lives(scripted):
     pages = []
 
-    def change(engine):
-        def on_request(request):
-            events = scripted.events("metrics_server")
-            if events and len(scripted.metrics) >= 3:
-                with urllib.request.urlopen(events[0]["url"], timeout=10) as answer:
-                    pages.append(answer.read().decode())
+    def on_request(engine, request):
+        events = scripted.events("metrics_server")
+        if events and len(scripted.metrics) >= 3:
+            with urllib.request.urlopen(events[0]["url"], timeout=10) as answer:
+                pages.append(answer.read().decode())
 
-        engine.on_request = on_request
-
-    report = scripted.run(*WITHOUT_EVALUATION, "--run.metrics_port", "0", "--run.name", "mine", change=change)
-    assert report.status == "finished"
+    serves = ("--run.metrics_port", "0", "--run.name", "mine")
+    assert scripted.run(*WITHOUT_EVALUATION, *serves, on_request=on_request).status == "finished"
     assert 'slipstream_rollouts_trained_total{lineage="0",run="mine"} 32.0' in pages[-1]
     assert 'slipstream_step{lineage="0",run="mine"} 2.0' in pages[0]
 

@@ -51,27 +51,14 @@ def test_a_resumed_adapter_run_ends_on_the_same_bits(scripted, run_file, tmp_pat
 def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command, run_file, tmp_path):
     sft = run_file.with_name("sft.toml")
     sft.write_text(sft.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
-    code, out, err = command(
-        "sft", sft, *LORA, "--evaluation", "false", "--run.folder", tmp_path / "sft", "--json"
-    ).wait()
-    assert code == 0, err
+    out = command("sft", sft, *LORA, "--evaluation", "false", "--run.folder", tmp_path / "sft", "--json").ok()
     adapter = json.loads(out)["weights"]
 
     # A new model never says the letter: rewards that alternate give GRPO something to learn from.
     coin = ("--environment.settings", "{coin = true}")
-    options = (
-        *LORA,
-        *coin,
-        "--lora.path",
-        adapter,
-        "--algorithm.kl_coef",
-        "0.05",
-        "--run.folder",
-        tmp_path / "grpo",
-        "--json",
-    )
-    code, out, err = command("train", run_file, *options).wait()
-    assert code == 0, err
+    options = (*LORA, *coin, "--lora.path", adapter, "--algorithm.kl_coef", "0.05")
+    options += ("--run.folder", tmp_path / "grpo", "--json")
+    command("train", run_file, *options).ok()
     rows = read_metrics(tmp_path / "grpo")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(row["probe/abs_logprob_diff"] < 0.001 for row in rows)
@@ -84,8 +71,7 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
 
     # Now one step ahead: new adapters come while the next batch is being made with the one before.
     ahead = ("--training.staleness", "1", "--training.steps", "6")
-    code, out, err = command("train", run_file, *options, *ahead, "--resume").wait()
-    assert code == 0, err
+    out = command("train", run_file, *options, *ahead, "--resume").ok()
     summary = json.loads(out)
     assert summary["steps"] == 6
     rows = read_metrics(tmp_path / "grpo")
@@ -95,14 +81,12 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     assert max(row["staleness/max"] for row in rows[1:]) <= 1.0
     assert summary["weights"].endswith("step-000006/weights")
 
-    code, out, err = command("eval", tmp_path / "grpo", "--json").wait()  # its base and its last adapter
-    assert code == 0, err
+    out = command("eval", tmp_path / "grpo", "--json").ok()
     assert json.loads(out)["results"].startswith(str(tmp_path / "grpo/evaluations"))
     assert json.loads(out)["eval/num_failed"] == 0
     assert json.loads(out)["eval/accuracy"] == summary["eval/accuracy"]
 
-    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000006", tmp_path / "whole", "--merged").wait()
-    assert code == 0, err
+    command("export", tmp_path / "grpo/checkpoints/step-000006", tmp_path / "whole", "--merged").ok()
     assert {name for name, _ in read_model_folder(tmp_path / "whole")}
     code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000006", tmp_path / "whole").wait()
     assert code == 2
@@ -132,15 +116,13 @@ def test_dora_with_a_live_engine_then_evaluated_from_its_folder(command, run_fil
     """bfloat16, from memory to memory, only what changed."""
     options = (*LORA, "--lora.dora", "true", "--environment.settings", "{coin = true}", "--model.dtype", "bfloat16")
     more = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--run.folder", tmp_path / "run", "--json")
-    code, out, err = command("train", run_file, *options, *more).wait(500)
-    assert code == 0, err
+    out = command("train", run_file, *options, *more).ok(500)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4
     assert all(row["probe/abs_logprob_diff"] < 0.03 for row in rows)
     assert all(0 < row["update/changed_fraction"] < 1 for row in rows[2:])
     adapter = json.loads(out)["weights"]
-    code, out, err = command("eval", run_file, *options, "--lora.path", adapter, "--json").wait()
-    assert code == 0, err
+    out = command("eval", run_file, *options, "--lora.path", adapter, "--json").ok()
     code, _, err = command("chat", adapter, "--json").wait()
     assert code == 2
     assert "slipstream export --merged" in err

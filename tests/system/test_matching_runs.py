@@ -70,15 +70,12 @@ class Detector(Scripted):
     def find(self, *overrides, on_rollout=lambda engine: None):
         """Train; `on_rollout` is told of each request of a rollout before it is answered."""
 
-        def change(engine):
-            def on_request(request):
-                if not request.id.startswith("probe"):
-                    self.asked.append(request)
-                    on_rollout(engine)
+        def on_request(engine, request):
+            if not request.id.startswith("probe"):
+                self.asked.append(request)
+                on_rollout(engine)
 
-            engine.on_request = on_request
-
-        return self.run("--no-evaluation", *overrides, script=self.say_box, change=change)
+        return self.run("--no-evaluation", *overrides, script=self.say_box, on_request=on_request)
 
     def say_box(self, prompt_ids, seed):
         return answer_ids(self, ("red", self.box))
@@ -102,18 +99,13 @@ def test_a_request_has_the_system_prompt_and_no_answer(detector):
     assert [row["stage2/channel_b"] for row in detector.metrics if "stage2/channel_b" in row] == [1, 1]
 
 
-def dies(engine):
-    engine.is_alive = False
-
-
-def hangs(engine):
-    engine.is_hanging = True
-
-
-@pytest.mark.parametrize(("fails", "said"), [(dies, "the engine died"), (hangs, "did not answer /generate in 2 s")])
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [(("is_alive", False), "the engine died"), (("is_hanging", True), "did not answer /generate in 2 s")],
+)
 def test_a_failed_engine_ends_the_run_in_bounded_time(detector, fails, said):
     began = time.monotonic()
-    report = detector.find("--run.max_restarts", "0", on_rollout=fails)
+    report = detector.find("--run.max_restarts", "0", on_rollout=lambda engine: setattr(engine, *fails))
     assert time.monotonic() - began < 60
     assert (report.status, report.exit_code) == ("failed", EngineError.exit_code)
     assert re.search(said, report.message), report.message

@@ -89,16 +89,8 @@ def test_each_part_has_its_tasks_rewards_and_figures(scripted, mixture):
 def test_a_run_that_goes_on_draws_the_tasks_of_one_that_was_not_interrupted(
     scripted, mixture, tmp_path, staleness, curriculum
 ):
-    options = (
-        *mixture,
-        "--environment.curriculum",
-        curriculum,
-        "--training.staleness",
-        staleness,
-        "--evaluation",
-        "false",
-    )
-    options += ("--run.save_samples", "16", "--run.max_steps_without_signal", "9")
+    options = (*mixture, "--environment.curriculum", curriculum, "--training.staleness", staleness)
+    options += ("--evaluation", "false", "--run.save_samples", "16", "--run.max_steps_without_signal", "9")
     if staleness != "0":
         options += ("--training.order", "data")
     whole = scripted.run(*options, "--training.steps", "8")
@@ -121,25 +113,19 @@ def test_under_ready_no_task_is_drawn_twice_or_never_in_an_epoch(scripted, mixtu
     options = (*mixture, "--environment.curriculum", curriculum, "--training.staleness", "2", "--evaluation", "false")
     options += ("--run.save_samples", "16", "--run.max_steps_without_signal", "9", "--run.checkpoint_every", "1")
 
-    def dies(engine):
-        generate = engine.generate
+    async def dies(engine, request):
+        if request.group_id == "4.1":
+            await scripted.until_a_group_waits()
+            engine.kill()
 
-        async def kills(request):
-            if request.group_id == "4.1":
-                await scripted.until_a_group_waits()
-                engine.kill()
-            return await generate(request)
-
-        engine.generate = kills
-
-    assert scripted.run(*options, "--training.steps", "9", change=dies).status == "failed"
+    assert scripted.run(*options, "--training.steps", "9", before=dies).status == "failed"
     before, asked = balance(scripted.folder), set()
 
-    def counts(engine):
-        engine.on_request = lambda request: asked.add(request.group_id)
+    def counts(engine, request):
+        asked.add(request.group_id)
 
     again = (*options, "--run.folder", str(scripted.folder), "--training.steps", "9")
-    assert scripted.run(*again, resume=True, change=counts).status == "finished", scripted.error
+    assert scripted.run(*again, resume=True, on_request=counts).status == "finished", scripted.error
     # Under a curriculum a group's name may mean another task in another attempt: none is used again.
     generated = {group for group in asked if group and "probe" not in group}
     left = 36 - before.num("trained")
@@ -170,16 +156,14 @@ def test_limits_of_a_part(scripted, mixture):
     options = ("--environment.mixture.never.group_size", "2", "--environment.mixture.vowels.max_tokens", "1")
     asked = []
 
-    def counts(engine):
-        engine.on_request = lambda request: asked.append((request.group_id, request.sampling.max_tokens))
+    def counts(engine, request):
+        asked.append((request.group_id, request.sampling.max_tokens))
 
     options += ("--run.save_samples", "99", "--evaluation", "false")
-    report = scripted.run(*mixture, *options, change=counts)
+    report = scripted.run(*mixture, *options, on_request=counts)
     assert report.status == "finished", scripted.error
-    sizes = collections.Counter(sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder))
-    parts = {
-        sample["id"].rpartition(".")[0]: sample["task"].partition("/")[0] for sample in read_samples(scripted.folder)
-    }
+    samples = [(s["id"].rpartition(".")[0], s["task"].partition("/")[0]) for s in read_samples(scripted.folder)]
+    sizes, parts = collections.Counter(group for group, _ in samples), dict(samples)
     assert {(parts[group], size) for group, size in sizes.items()} == {("vowels", 4), ("never", 2)}
     # Of ids of rollouts, which have a serial number; the probe's have none.
     limits = {parts[group]: {tokens for name, tokens in asked if name == group} for group in sizes}
@@ -193,16 +177,13 @@ def test_gradients_of_parts_can_be_combined_by_pcgrad(scripted, mixture, tmp_pat
     # With four updates each has a single group, and so one task: there is nothing to combine.
     for updates, conflicts in (("1", True), ("2", None), ("4", False)):
         scripted.folder = tmp_path / f"run-{updates}"
-        assert scripted.run(*mixture, *options, "--training.updates_per_batch", updates).status == "finished", (
-            scripted.error
-        )
+        report = scripted.run(*mixture, *options, "--training.updates_per_batch", updates)
+        assert report.status == "finished", scripted.error
         rows = [row for row in scripted.metrics[1:] if "train/loss" in row]
         lowest = min(row["train/task_lowest_cosine"] for row in rows)
         found = max(row["train/task_conflict_fraction"] for row in rows)
         assert conflicts is None or (lowest < 0, found > 0) == (conflicts, conflicts), "one wants an a, the other a b"
-    with pytest.raises(
-        ConfigError, match=r'algorithm\.task_gradients has no effect without environment\.name = "mixture"'
-    ):
+    with pytest.raises(ConfigError, match=r"algorithm\.task_gradients has no effect without environment\.name"):
         load_config(tmp_path / "run.toml", ["--algorithm.task_gradients", "pcgrad"])
 
 
@@ -224,8 +205,7 @@ def test_with_real_vllm_and_orchestrators_of_their_own_the_curriculum_reaches_th
     options = ("--environment.curriculum", "adaptive", "--run.streams", "files", "--run.orchestrators", "2")
     options += ("--training.steps", "12", "--evaluation", "false", "--run.max_steps_without_signal", "12")
     options += ("--run.save_samples", "16", "--training.staleness", "1", "--training.order", "data")
-    code, _, err = command("train", run_file, *mixture, *options, "--run.folder", folder).wait()
-    assert code == 0, err
+    command("train", run_file, *mixture, *options, "--run.folder", folder).ok()
     probabilities = [row["task/vowels/probability"] for row in read_metrics(folder) if row["step"]]
     assert probabilities[0] == 0.75
     assert probabilities[-1] > 0.9
@@ -261,9 +241,7 @@ def test_settings_that_do_not_go_together(scripted, mixture, tmp_path, options, 
 
 def test_what_the_plan_derives_may_be_less_than_a_part_asks_for(scripted, mixture, tmp_path):
     config = load_config(tmp_path / "run.toml", (*mixture, "--environment.mixture.never.max_tokens", "9999"))
-    with pytest.raises(
-        ConfigError, match=r"never\.max_tokens = 9999 is more than sampling\.max_tokens = \d+, the most"
-    ):
+    with pytest.raises(ConfigError, match=r"never\.max_tokens = 9999 is more than sampling\.max_tokens = \d+"):
         prepare(config)
 
 

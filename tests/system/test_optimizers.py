@@ -3,21 +3,16 @@
 import pytest
 
 from slipstream.config.schema import OptimizerName
-from slipstream.runlog import read_metrics
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import read_model_folder
+
+from .conftest import learned
 
 OPTIONS = ("--evaluation", "false", "--training.steps", "4")
 LAST = "checkpoints/step-000004/weights"
 
 QUICK = ("adamw_bf16", "adamw_8bit")
 """The others have such a case in trainer/, without a run around it."""
-
-
-def learned(folder):
-    """What does not depend on when it was made."""
-    names = ("train/", "reward/", "value/")
-    return [{k: v for k, v in row.items() if k.startswith(names)} for row in read_metrics(folder)]
 
 
 @pytest.mark.parametrize(
@@ -43,5 +38,4 @@ def test_another_optimizer_cannot_go_on_with_it(scripted):
     report = scripted.run(*OPTIONS, "--training.optimizer", "muon", resume=True)
     assert report.status == "failed"
     assert "the saved optimizer state is another optimizer's" in str(scripted.error)
-    report = scripted.run(*OPTIONS, resume=True)
-    assert (report.status, report.step) == ("finished", 4)
+    scripted.finish(4, *OPTIONS, resume=True)

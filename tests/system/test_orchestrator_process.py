@@ -14,9 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.config import PlannedConfig, RunConfig
+from slipstream.config import PlannedConfig, RunConfig, load_config
 from slipstream.errors import ConfigError, DataError, OrchestratorError, StartsAgain
 from slipstream.launch.parts import child, process
+from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery import retry_policy
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import remote
@@ -108,14 +109,24 @@ def numbers(rows):
     ]
 
 
+TWO = ("--run.orchestrators", "2")
+
+
 @pytest.mark.parametrize("options", [(), ("--algorithm.max_refills", "2")], ids=["lock-step", "refills"])
-def test_the_numbers_are_those_of_one_process(scripted, beside, options, tmp_path):
+@pytest.mark.parametrize("several", [(), TWO], ids=["one", "two"])
+def test_the_numbers_are_those_of_one_process(scripted, beside, several, options, tmp_path):
     first = scripted.run(*OPTIONS, *options)
     alone = numbers(scripted.metrics)
     assert (first.status, scripted.error) == ("finished", None)
     scripted.folder = tmp_path / "apart"
-    run_apart(scripted, beside, *options)
-    assert numbers(scripted.metrics) == alone
+    run_apart(scripted, beside, *several, *options)
+    apart = numbers(scripted.metrics)
+    if several:  # each has a probe of its own
+        apart, alone = (
+            [{k: v for k, v in row.items() if k[:6] != "probe/"} for row in rows] for rows in (apart, alone)
+        )
+    assert apart == alone or (several and options), "two parts fill their gaps one by one"
+    assert (scripted.folder / "ledger-1.sqlite").exists() == bool(several)
     assert [each["digest"] for each in scripted.events("apply")]
 
 
@@ -126,25 +137,6 @@ def test_with_staleness_none_is_too_old(scripted, beside, order):
     assert balance(scripted.folder).num("trained") == 20
 
 
-TWO = ("--run.orchestrators", "2")
-
-
-def without_probe(rows):
-    return [{name: value for name, value in row.items() if not name.startswith("probe/")} for row in rows]
-
-
-@pytest.mark.parametrize("options", [(), ("--algorithm.max_refills", "2")], ids=["lock-step", "refills"])
-def test_two_orchestrators_make_the_batches_of_one(scripted, beside, options, tmp_path):
-    first = scripted.run(*OPTIONS, *options)
-    alone = numbers(scripted.metrics)
-    assert (first.status, scripted.error) == ("finished", None)
-    scripted.folder = tmp_path / "apart"
-    run_apart(scripted, beside, *TWO, *options)
-    if not options:  # the parts fill their gaps one by one
-        assert without_probe(numbers(scripted.metrics)) == without_probe(alone), "each has a probe of its own"
-    assert (scripted.folder / "ledger-1.sqlite").exists()
-
-
 def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monkeypatch):
     monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
     options = (*OPTIONS, *FILES, "--training.staleness", "2", "--training.order", "ready")
@@ -153,8 +145,7 @@ def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monke
         scripted.run(*options, *TWO, change=killing(beside, 1))
     (told,) = scripted.events("restart")
     assert "orchestrator 1 ended with code -9" in told["reason"]
-    report = scripted.run(*options, *TWO, resume=True)
-    assert (report.status, report.step) == ("finished", 5)
+    scripted.finish(5, *options, *TWO, resume=True)
     assert balance(scripted.folder).num_open == 0
     assert max(row.get("staleness/max", 0) for row in scripted.metrics) <= 2
     drawn = []
@@ -169,8 +160,7 @@ def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monke
     with sqlite3.connect(scripted.folder / "ledger-1.sqlite") as data:
         data.execute("INSERT INTO groups (id, lineage, state) VALUES ('99.3', 1, 'running')")
     assert balance(scripted.folder).num_open == 1
-    again = scripted.run(*options, "--training.steps", "6", resume=True)
-    assert (again.status, again.step) == ("finished", 6)
+    scripted.finish(6, *options, "--training.steps", "6", resume=True)
     assert balance(scripted.folder).num_open == 0
     assert not (scripted.folder / "streams").exists()
 
@@ -186,14 +176,11 @@ def run_apart(scripted, beside, *options):
 
 
 def test_its_failures_are_the_runs(scripted, beside):
-    def change(engine):
-        def on_request(request):
-            if engine.version is not None and engine.version.step == 2 and not request.id.startswith("probe"):
-                engine.is_alive = False
+    def on_request(engine, request):
+        if engine.version is not None and engine.version.step == 2 and not request.id.startswith("probe"):
+            engine.is_alive = False
 
-        engine.on_request = on_request
-
-    report = scripted.run(*OPTIONS, *FILES, "--inference.max_restarts", "0", change=change)
+    report = scripted.run(*OPTIONS, *FILES, "--inference.max_restarts", "0", on_request=on_request)
     assert (report.status, report.error, report.exit_code) == ("failed", "EngineError", 5)
     assert "inference.max_restarts = 0" in report.message
     assert not (scripted.folder / "streams").exists()
@@ -285,9 +272,6 @@ def test_a_redis_url_with_a_password_is_refused_before_it_is_written(scripted):
 
 
 def test_another_plan_is_refused(scripted, run_file):
-    from slipstream.config import load_config
-    from slipstream.launch.prepare import prepare
-
     prepared = prepare(load_config(run_file))
     config = RunConfig.model_validate_json(prepared.loaded.config.model_dump_json())
     planned = PlannedConfig.model_validate_json(prepared.config.model_dump_json())
@@ -316,8 +300,7 @@ def test_with_real_vllm_its_death_and_the_end(command, run_file, tmp_path):
     assert engines
     orchestrator.kill()
     held.go()
-    code, out, err = run.wait()
-    assert code == 0, err
+    out = run.ok()
     assert json.loads(out.splitlines()[-1])["steps"] == 20
     assert [row["step"] for row in read_metrics(folder)] == list(range(21))
     assert sum(event["kind"] == "restart" for event in read_events(folder)) == 1
@@ -348,12 +331,9 @@ def test_however_the_trainer_ends_nothing_outlives_it(command, run_file, tmp_pat
         assert read_exit(folder).status == "interrupted"
         assert balance(folder).num("running") == 0
         return
-    again = command(
-        "train", run_file, *COIN, *FILES, "--training.steps", num_steps(folder) + 2, "--run.folder", folder,
-        "--resume=auto",
-    )  # fmt: skip
-    code, _, err = again.wait()
-    assert code == 0, err
+    again = ("--training.steps", num_steps(folder) + 2, "--run.folder", folder, "--resume=auto")
+    again = command("train", run_file, *COIN, *FILES, *again)
+    again.ok()
     assert again.left_behind() == []
     assert not (folder / "streams").exists(), "what the killed attempt has left is gone, too"
 
@@ -370,8 +350,7 @@ def test_two_orchestrators_with_real_engines(command, run_file, tmp_path, how):
     run.until(lambda: num_steps(folder) >= 1)
     assert len(run.engines()) == 2 * int(replicas)
     held.go()
-    code, _, err = run.wait()
-    assert code == 0, err
+    run.ok()
     check_run(folder, steps=6)
     assert balance(folder).num_open == 0
     assert balance(folder).ended == "at step 6: all 6 steps are made"
@@ -387,8 +366,7 @@ def test_every_bridge(command, run_file, tmp_path, bridge):
     folder = tmp_path / "run"
     how = ("--lora.rank", "4") if bridge == "lora" else ("--weights.bridge", bridge)
     run = command("train", run_file, *COIN, *FILES, "--training.steps", "3", *how, "--run.folder", folder)
-    code, _, err = run.wait()
-    assert code == 0, err
+    run.ok()
     if bridge == "lora":  # the checkpoint's weights are an adapter's
         assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]
     else:
@@ -406,29 +384,25 @@ def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, 
     server = Server(tmp_path / "redis")
     died = []
 
-    def change(engine):
-        def on_request(request):
-            if engine.version is not None and engine.version.step == 3 and not died:
-                died.append(True)
-                server.end()
-                if comes_back:
-                    server.start()
-                else:
-                    monkeypatch.setattr(remote, "_SILENCE_S", 3.0)
-
-        engine.on_request = on_request
+    def on_request(engine, request):
+        if engine.version is not None and engine.version.step == 3 and not died:
+            died.append(True)
+            server.end()
+            if comes_back:
+                server.start()
+            else:
+                monkeypatch.setattr(remote, "_SILENCE_S", 3.0)
 
     redis = ("--run.streams", "redis", "--redis.url", server.url, "--redis.password_variable", VARIABLE)
     try:
         with pytest.raises(StartsAgain):
-            scripted.run(*OPTIONS, *redis, change=change)
+            scripted.run(*OPTIONS, *redis, on_request=on_request)
         (told,) = scripted.events("restart")
         assert ("lost" if comes_back else "127.0.0.1") in told["reason"]
         if not comes_back:
             monkeypatch.setattr(remote, "_SILENCE_S", usual_s)
             server.start()
-        report = scripted.run(*OPTIONS, *redis, resume=True)
-        assert (report.status, report.step) == ("finished", 5)
+        scripted.finish(5, *OPTIONS, *redis, resume=True)
         assert [row["step"] for row in scripted.metrics] == list(range(6))
         assert balance(scripted.folder).num_open == 0
         assert keys_at(server) == []

@@ -46,8 +46,7 @@ def test_a_trainer_without_memory_is_one_sentence_and_its_resume_is_planned_smal
     (event,) = scripted.events("out_of_memory")
     assert (event["who"], event["row_tokens"]) == ("trainer", rows)
     overrides = ("--run.folder", str(scripted.folder), "--run.checkpoint_every", "1")
-    report = scripted.run(*ONE_STEP, *overrides, resume=True)
-    assert (report.status, report.step) == ("finished", 2)
+    scripted.finish(2, *ONE_STEP, *overrides, resume=True)
     assert read_settings(scripted.folder)["training.micro_batch_tokens"] == rows // 2
     assert "ran out of memory with rows of" in (scripted.folder / "resolved.toml").read_text()
 
@@ -76,6 +75,5 @@ def test_an_engine_without_memory_is_the_same(scripted):
     sequences = read_settings(scripted.folder)["inference.max_num_seqs"]
     assert f"inference.max_num_seqs = {sequences // 2} instead of {sequences}" in report.message
     assert "engine.log" in report.message
-    report = scripted.run(*ONE_STEP, "--run.folder", str(scripted.folder), resume=True)
-    assert report.status == "finished"
+    assert scripted.run(*ONE_STEP, "--run.folder", str(scripted.folder), resume=True).status == "finished"
     assert read_settings(scripted.folder)["inference.max_num_seqs"] == sequences // 2

@@ -19,21 +19,18 @@ def no_waiting(monkeypatch):
 def dies_at(step, in_memory=True):
     """An engine that dies, by default with its weights, when it is asked for the batch of `step`."""
 
-    def change(engine):
-        def on_request(request):
-            if engine.version is not None and engine.version.step == step and not request.id.startswith("probe"):
-                engine.is_in_memory_only, engine.is_alive = in_memory, False
+    def on_request(engine, request):
+        if engine.version is not None and engine.version.step == step and not request.id.startswith("probe"):
+            engine.is_in_memory_only, engine.is_alive = in_memory, False
 
-        engine.on_request = on_request
-
-    return change
+    return on_request
 
 
 def attempts(scripted, *deaths, options=()):
     """The run, attempt by attempt, as the command makes them; how many there were."""
     for number, step in enumerate(deaths):
         try:
-            report = scripted.run(*STEPS, *options, resume=number > 0, change=dies_at(step))
+            report = scripted.run(*STEPS, *options, resume=number > 0, on_request=dies_at(step))
         except StartsAgain:
             assert read_exit(scripted.folder) is None, "it has not ended"
             assert not scripted.engine.is_alive
@@ -46,11 +43,8 @@ def test_it_goes_on_from_the_last_checkpoint_and_counts(scripted):
     report, number = attempts(scripted, 1, 3, 5, None)
     assert (report.status, report.step, report.restarts, number) == ("finished", 6, 3, 4)
     told = scripted.events("restart")
-    assert [(each["number"], each["step"], each["checkpoint"]) for each in told] == [
-        (1, 1, None),
-        (2, 3, "step-000002"),
-        (3, 5, "step-000004"),
-    ]
+    expected = [(1, 1, None), (2, 3, "step-000002"), (3, 5, "step-000004")]
+    assert [(each["number"], each["step"], each["checkpoint"]) for each in told] == expected
     assert all("no file holds the weights" in each["reason"] for each in told)
     assert [each["step"] for each in scripted.events("resume")] == [0, 2, 4]
     assert [each["previous"] for each in scripted.events("opened")] == ["none", "restart", "restart", "restart"]
@@ -67,7 +61,7 @@ def test_the_bound(scripted):
     assert any("run.max_restarts = 2 allows no further" in event["message"] for event in scripted.events("warning"))
     # Begun again by a person, it may do so anew.
     with pytest.raises(StartsAgain):
-        scripted.run(*STEPS, "--run.max_restarts", "2", resume=True, change=dies_at(5))
+        scripted.run(*STEPS, "--run.max_restarts", "2", resume=True, on_request=dies_at(5))
     assert scripted.events("restart")[-1]["number"] == 1
 
 
@@ -85,9 +79,10 @@ def test_no_progress_ends_it_with_the_last_error(scripted):
 
 def test_under_a_supervisor_whatever_is_retriable(scripted):
     """The engine dies once too often, while files hold its weights."""
-    supervised = {"supervisor": SimpleNamespace(num_passed_on=lambda: 0), "change": dies_at(3, in_memory=False)}
+    dies = {"on_request": dies_at(3, in_memory=False)}
+    supervised = {"supervisor": SimpleNamespace(num_passed_on=lambda: 0), **dies}
     options = (*STEPS, "--inference.max_restarts", "0")
-    report = scripted.run(*options, change=dies_at(3, in_memory=False))
+    report = scripted.run(*options, **dies)
     assert (report.error, report.failure_class, report.retriable) == ("EngineError", "engine", True)
     with pytest.raises(StartsAgain):
         scripted.run(*options, resume=True, **supervised)
@@ -96,20 +91,16 @@ def test_under_a_supervisor_whatever_is_retriable(scripted):
     assert (told["number"], told["outside"]) == (1, False)
     report = scripted.run(*options, resume=True, **supervised)
     assert (report.status, report.error) == ("failed", "EngineError"), "twice at one step"
-    report = scripted.run(*options, resume=True)
-    assert report.status == "finished"
+    assert scripted.run(*options, resume=True).status == "finished"
 
 
 def test_what_would_fail_again_does_not_start_again(scripted):
     """The engine dies, and what ended the run was another thing."""
 
-    def change(engine):
-        def on_request(request):
-            engine.is_in_memory_only, engine.logprob_offset = True, 5.0
+    def on_request(engine, request):
+        engine.is_in_memory_only, engine.logprob_offset = True, 5.0
 
-        engine.on_request = on_request
-
-    report = scripted.run(*STEPS, change=change)
+    report = scripted.run(*STEPS, on_request=on_request)
     assert (report.status, report.error) == ("failed", "MismatchError")
     assert not scripted.events("restart")
 
@@ -120,11 +111,10 @@ def test_an_engine_that_died_for_want_of_memory_starts_again_with_a_smaller_plan
             if not engine.is_alive:
                 raise EngineError("the engine died, and no file holds its weights: CUDA out of memory")
 
-        dies_at(3)(engine)
         engine.revive = revive
 
     with pytest.raises(StartsAgain):
-        scripted.run(*STEPS, change=change)
+        scripted.run(*STEPS, change=change, on_request=dies_at(3))
     assert [event["who"] for event in scripted.events("out_of_memory")] == ["engine"]
     before = read_settings(scripted.folder)["inference.max_num_seqs"]
     report = scripted.run(*STEPS, "--run.folder", str(scripted.folder), resume=True)

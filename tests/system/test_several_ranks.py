@@ -66,8 +66,7 @@ def test_float16_and_sums_in_float32_over_ranks(command, run_file, tmp_path):
     for number in (1, 2):
         folder = tmp_path / str(number)
         for again, steps in ((), 2), (("--resume",), 4):
-            code, _, err = command("sft", file, *again, *wide, steps, *ranks(number), "--run.folder", folder).wait()
-            assert code == 0, err
+            command("sft", file, *again, *wide, steps, *ranks(number), "--run.folder", folder).ok()
         rows.append(read_metrics(folder))
     for one, several in zip(*rows, strict=True):
         for name in ("train/loss", "train/grad_norm"):
@@ -89,19 +88,24 @@ def test_the_loss_of_held_out_rows_is_that_of_one_rank(command, model, tmp_path)
     found = []
     for number in (1, 2):
         folder = tmp_path / str(number)
-        code, _, err = command("sft", file, *ranks(number), "--run.folder", folder).wait()
-        assert code == 0, err
+        command("sft", file, *ranks(number), "--run.folder", folder).ok()
         found.append([row["eval/loss"] for row in read_metrics(folder) if "eval/loss" in row])
     assert len(found[0]) == 2
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def begun(command, run_file, folder):
+    """A run of two ranks that has made two steps."""
+    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 2)
+    return run
 
 
 @pytest.mark.full
 @pytest.mark.real_start
 def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_path):
     folder = tmp_path / "run"
-    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
-    run.until(lambda: num_steps(folder) >= 2)
+    run = begun(command, run_file, folder)
     (rank,) = rank_processes(run)
     assert len(meetings()) == 1
     rank.send_signal(signal.SIGKILL)
@@ -116,9 +120,7 @@ def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_pat
 @pytest.mark.real_start
 @pytest.mark.full
 def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_path):
-    folder = tmp_path / "run"
-    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
-    run.until(lambda: num_steps(folder) >= 2)
+    run = begun(command, run_file, tmp_path / "run")
     assert len(rank_processes(run)) == 1
     run.process.kill()
     run.process.wait(60)
@@ -133,8 +135,7 @@ def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_pa
 @pytest.mark.full
 def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
     folder = tmp_path / "run"
-    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
-    run.until(lambda: num_steps(folder) >= 2)
+    run = begun(command, run_file, folder)
     run.process.send_signal(signal.SIGINT)
     check_interrupted(run, folder)
 
@@ -153,8 +154,7 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
     folder = tmp_path / "run"
     options = ("--weights.bridge", bridge, "--algorithm.kl_coef", "0.01", "--run.folder", folder)
     options += ("--training.steps", str(steps))
-    code, _, err = command("train", run_file, *COIN, *ranks(2, **{"run.threads": 1}), *options).wait(400)
-    assert code == 0, err
+    command("train", run_file, *COIN, *ranks(2, **{"run.threads": 1}), *options).ok(400)
     check_run(folder, steps=steps)
     assert "train/grad_norm" in read_metrics(folder)[-1]
 
@@ -166,8 +166,7 @@ def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_fi
     folder = tmp_path / "run"
     options = ("--inference.replicas", "2", "--weights.bridge", "broadcast", "--run.folder", folder)
     run = command("train", run_file, *COIN, *ranks(2), *options)
-    code, _, err = run.wait(400)
-    assert code == 0, err
+    run.ok(400)
     assert run.left_behind() == []
     check_run(folder, steps=3)
     published, applied = (
@@ -177,11 +176,8 @@ def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_fi
     assert applied == published
     asked = [sum(row.get(f"replica_{n}/requests", 0) for row in read_metrics(folder)) for n in (0, 1)]
     assert min(asked) > 0
-    assert sorted(path.name for path in (folder / "logs").glob("*-*.log")) == [
-        "engine-0.log",
-        "engine-1.log",
-        "rank-1.log",
-    ]
+    logs = sorted(path.name for path in (folder / "logs").glob("*-*.log"))
+    assert logs == ["engine-0.log", "engine-1.log", "rank-1.log"]
 
 
 @pytest.mark.full
@@ -190,8 +186,7 @@ def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
     folder = tmp_path / "run"
     delta = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--model.dtype", "bfloat16")
     options = ("--training.learning_rate", "1e-5", "--weights.probe_warn", "1", "--weights.probe_stop", "2")
-    code, _, err = command("train", run_file, *COIN, *ranks(2), *delta, *options, "--run.folder", folder).wait(400)
-    assert code == 0, err
+    command("train", run_file, *COIN, *ranks(2), *delta, *options, "--run.folder", folder).ok(400)
     published, applied = (
         [event for event in read_events(folder) if event["kind"] == kind] for kind in ("publish", "apply")
     )
@@ -205,8 +200,7 @@ def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
 def test_an_adapter_over_two_ranks(command, run_file, model, tmp_path):
     folder = tmp_path / "run"
     lora = ("--lora.rank", "4", "--training.learning_rate", "1e-2", "--run.folder", folder)
-    code, _, err = command("train", run_file, *COIN, *ranks(2), *lora).wait(400)
-    assert code == 0, err
+    command("train", run_file, *COIN, *ranks(2), *lora).ok(400)
     events = read_events(folder)
     applied = [event["digest"] for event in events if event["kind"] == "apply"]
     assert len(set(applied)) == 4

@@ -52,17 +52,9 @@ class Sharing:
 @pytest.mark.parametrize("staleness", ["0", "1"])
 def test_they_change_only_between_a_fence_and_the_next_apply(scripted, model, staleness):
     sharing = []
-    report = scripted.run(
-        "--weights.bridge",
-        "single_copy",
-        "--evaluation",
-        "false",
-        "--training.updates_per_batch",
-        "2",
-        "--training.staleness",
-        staleness,
-        change=lambda engine: sharing.append(Sharing(engine, model)),
-    )
+    options = ("--weights.bridge", "single_copy", "--evaluation", "false")
+    options += ("--training.updates_per_batch", "2", "--training.staleness", staleness)
+    report = scripted.run(*options, change=lambda engine: sharing.append(Sharing(engine, model)))
     assert report.status == "finished", report.message
     seen = sharing[0].seen
     assert [what for what, _ in seen] == ["apply", *["fence", "apply"] * 3]
@@ -74,19 +66,9 @@ def test_they_change_only_between_a_fence_and_the_next_apply(scripted, model, st
 
 def test_a_base_that_is_shared_needs_no_fence(scripted, model):
     sharing = []
-    report = scripted.run(
-        "--weights.bridge",
-        "single_copy",
-        "--lora.rank",
-        "4",
-        "--training.learning_rate",
-        "1e-2",
-        "--weights.probe_stop",
-        "100",
-        "--evaluation",
-        "false",
-        change=lambda engine: sharing.append(AdapterSharing(engine, model)),
-    )
+    options = ("--weights.bridge", "single_copy", "--lora.rank", "4", "--training.learning_rate", "1e-2")
+    options += ("--weights.probe_stop", "100", "--evaluation", "false")
+    report = scripted.run(*options, change=lambda engine: sharing.append(AdapterSharing(engine, model)))
     assert report.status == "finished", report.message
     assert {what for what, _ in sharing[0].seen} == {"apply"}
     assert len({value for _, value in sharing[0].seen}) == 1

@@ -33,8 +33,7 @@ def adapter_run(model, tmp_path_factory):
         "[training]\nsteps = 1\nprompts_per_batch = 2\n[lora]\nrank = 4\n[run]\nthreads = 1\n"
     )
     done = Command("sft", folder / "sft.toml", "--run.folder", folder / "run", cwd=folder)
-    code, _, err = done.wait()
-    assert code == 0, err
+    done.ok()
     return folder / "run"
 
 
@@ -159,8 +158,7 @@ def test_an_adapter_answers_at_an_openai_compatible_address(adapter_run, monkeyp
         with pytest.raises(urllib.error.HTTPError, match="401"):
             post(path, body | {"model": "mine"}, "another")
     serving.process.send_signal(signal.SIGINT)
-    code, _, err = serving.wait(200)
-    assert code == 0, err
+    serving.ok(200)
     assert serving.left_behind() == []
 
 

@@ -22,8 +22,7 @@ def imitator(command, tmp_path):
     assert command("model", "new", tmp_path / "model", *shape).wait()[0] == 0
     steps = ("--training.steps", "120", "--training.prompts_per_batch", "8", "--training.learning_rate", "8e-3")
     options = ("--model.path", tmp_path / "model", *FEW, *steps, "--run.folder", tmp_path / "sft", "--json")
-    code, out, err = command("sft", EXAMPLES / "calculator_sft.toml", *options).wait()
-    assert code == 0, err
+    out = command("sft", EXAMPLES / "calculator_sft.toml", *options).ok()
     return json.loads(out)["weights"]
 
 
@@ -32,8 +31,7 @@ def test_calls_are_made_answered_and_trained_on(command, imitator, tmp_path, str
     folder = tmp_path / "run"
     size = ("--training.steps", "2", "--training.warmup_steps", "0", "--training.prompts_per_batch", "4")
     options = ("--model.path", imitator, *FEW, *size, "--run.streams", streams, "--run.folder", folder)
-    code, _, err = command("train", EXAMPLES / "calculator_rl.toml", *options).wait()
-    assert code == 0, err
+    command("train", EXAMPLES / "calculator_rl.toml", *options).ok()
     check_run(folder, steps=2)
     rows = read_metrics(folder)
     assert all(row["reward/tool_calls"] > 0 for row in rows[1:])

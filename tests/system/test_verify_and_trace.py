@@ -8,20 +8,7 @@ import shutil
 import pytest
 from safetensors import safe_open
 
-from slipstream.cli import main
 from slipstream.runlog import read_events, read_samples, read_tickets
-
-
-@pytest.fixture
-def slipstream(capsys):
-    """Runs a command here; (exit code, output, error)."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([*map(str, arguments)])
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -41,8 +41,7 @@ def test_from_rows_with_images_to_grpo(command, reads, tmp_path, streams):
     folder = tmp_path / "sft"
     options = ("--model.path", reads, "--data.path", tmp_path / "rows/rows.jsonl", "--run.folder", folder)
     size = ("--training.steps", "18", "--training.prompts_per_batch", "16", "--training.learning_rate", "5e-3")
-    code, out, err = command("sft", EXAMPLES / "sft.toml", *options, *size, *SMALL, "--json").wait(400)
-    assert code == 0, err
+    out = command("sft", EXAMPLES / "sft.toml", *options, *size, *SMALL, "--json").ok(400)
     weights = json.loads(out)["weights"]
     rows = check(folder, 18)
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 18]
@@ -56,8 +55,7 @@ def test_from_rows_with_images_to_grpo(command, reads, tmp_path, streams):
     options = ("--model.path", weights, "--model.train_tower", "false", "--run.streams", streams)
     options += ("--run.folder", folder)
     size = ("--training.steps", "2", "--training.prompts_per_batch", "6", "--training.learning_rate", "1e-3")
-    code, _, err = command("train", EXAMPLES / "grpo.toml", *options, *size, *SMALL, *FEW).wait(400)
-    assert code == 0, err
+    command("train", EXAMPLES / "grpo.toml", *options, *size, *SMALL, *FEW).ok(400)
     check(folder, 2)
     assert len({event["digest"] for event in read_events(folder) if event["kind"] == "apply"}) == 3
     trained = load_file(next(iter(sorted((folder / "checkpoints").glob("step-*"))[-1:])) / "weights/model.safetensors")

@@ -23,10 +23,6 @@ from .conftest import Command
 pytestmark = pytest.mark.engine
 
 
-def weight_sync(*arguments):
-    return Command(*arguments, module=("benchmarks.weight_sync",))
-
-
 def test_help_names_every_bridge_and_option():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.weight_sync", "--help"],
@@ -90,50 +86,67 @@ def test_the_collective_alone_is_timed(num_receivers):
     assert 0 < raw_broadcast_s(1 << 20, "gloo", [()] * num_receivers, repeats=3, timeout_s=60) < 60
 
 
-@pytest.mark.full
-def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
+THREE = ("--together", "--bridges", "disk", "broadcast", "broadcast+delta", "--updates", 2, "--context", 128)
+
+
+def measured(tmp_path, *options):
+    """What the real program says of each bridge on a small model; that, and the model's size."""
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()
-    command = weight_sync(
-        *("--model", model, "--bridges", "broadcast", "lora", "--updates", 3, "--streams", 2),
-        *("--scratch", tmp_path / "scratch", "--json"),
-    )
+    options += ("--streams", 2, "--timeout", 300, "--scratch", tmp_path / "scratch", "--json")
+    command = Command("--model", model, *options, module=("benchmarks.weight_sync",))
     code, out, err = command.wait()
     assert code == 0, err
+    assert command.left_behind() == []
+    assert list((tmp_path / "scratch").iterdir()) == []
     found = json.loads(out)
     assert found["failures"] == []
-    broadcast, lora = found["bridges"]
+    told = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert told[-1]["bridge"] == found["bridges"][-1]["bridge"], "each is told of as soon as it is there"
+    return found["bridges"], sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+@pytest.mark.full
+def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
+    rows, size = measured(tmp_path, "--bridges", "broadcast", "lora", "--updates", 3)
+    broadcast, lora = rows
     assert (broadcast["bridge"], lora["bridge"]) == ("broadcast", "lora")
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert 0.9 * size < broadcast["num_bytes"] <= size
     assert lora["num_bytes"] < broadcast["num_bytes"]
     for row in (broadcast, lora):
-        assert (row["num_updates"], row["model"], row["placement"]) == (3, str(model), "cpu")
+        assert (row["num_updates"], row["model"], row["placement"]) == (3, str(tmp_path / "model"), "cpu")
         assert 0 < row["transfer"]["median"] <= row["transfer"]["p95"] <= row["transfer"]["largest"]
         assert row["stall"]["median"] < row["update"]["largest"] + 1
         for side in ("trainer", "engine"):
             assert size < row[side]["pss"] <= row[side]["rss"]
     assert broadcast["raw_s"] > 0
-    told = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
-    assert told[-1]["bridge"] == "lora", "each is told of as soon as it is there"
-    assert list((tmp_path / "scratch").iterdir()) == []
-    assert command.left_behind() == []
+
+
+SAME = {"tensor_parallel_size": 1, "ranks": 1, "num_updates": 2, "context": 128}
 
 
 @pytest.mark.full
-def test_one_engine_takes_its_weights_by_several_bridges(tmp_path):
-    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = weight_sync(
-        *("--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
-        *("--updates", 2, "--streams", 2, "--in-flight", "keep", "--context", 128, "--timeout", 120, "--json"),
-    )
-    code, out, err = command.wait()
-    assert code == 0, err
-    rows = json.loads(out)["bridges"]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--in-flight", "keep"), {"in_flight": "keep", "gather_s": None}),
+        (("--tensor-parallel-size", 2), {"tensor_parallel_size": 2, "gather_s": None}),
+        (("--ranks", 2, "--replicas", 2), {"ranks": 2}),
+    ],
+    ids=["one", "two workers", "two ranks, two engines"],
+)
+def test_engines_take_their_weights_by_several_bridges(tmp_path, options, expected):
+    rows, size = measured(tmp_path, *THREE, *options)
     assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
-    assert {(row["in_flight"], row["context"], row["num_updates"]) for row in rows} == {("keep", 128, 2)}
+    assert [{name: row[name] for name in SAME | expected} for row in rows] == [SAME | expected] * 3
+    assert [row["raw_s"] is not None for row in rows] == [False, True, False]
     assert rows[2]["num_bytes"] < 0.2 * rows[1]["num_bytes"] == 0.2 * rows[0]["num_bytes"]
-    assert command.left_behind() == []
+    if expected.get("ranks") == 2:
+        assert [row["from_one_s"] is not None for row in rows] == [False, True, False]
+        for row in rows:
+            assert row["gather_s"] > 0
+            assert size < row["trainer"]["pss"], "all its processes"
+            assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
 
 
 def test_an_adapter_needs_an_engine_of_its_own():
@@ -143,78 +156,22 @@ def test_an_adapter_needs_an_engine_of_its_own():
 
 @pytest.mark.full
 def test_an_adapter_over_a_base_that_is_shared(tmp_path):
-    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = weight_sync(
-        *("--model", model, "--bridges", "single_copy+lora", "--updates", 2, "--streams", 2, "--json")
-    )
-    code, out, err = command.wait()
-    assert code == 0, err
-    (row,) = json.loads(out)["bridges"]
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    ((row,), size) = measured(tmp_path, "--bridges", "single_copy+lora", "--updates", 2)
     assert 0 < row["num_bytes"] < size / 2
     assert row["commit"] is None, "nothing that the engine reads is written in place"
 
 
 @pytest.mark.full
 def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
-    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    (tmp_path / "scratch").mkdir()
-    command = weight_sync(
-        *("--model", model, "--bridges", "single_copy", "--tensor-parallel-size", 2, "--updates", 3),
-        *("--streams", 2, "--context", 128, "--scratch", tmp_path / "scratch", "--json"),
-    )
-    command.until(lambda: len(command.engines()) == 1)
-    code, out, err = command.wait()
-    assert code == 0, err
-    (row,) = json.loads(out)["bridges"]
+    options = ("--bridges", "single_copy", "--tensor-parallel-size", 2, "--updates", 3, "--context", 128)
+    ((row,), size) = measured(tmp_path, *options)
     assert (row["tensor_parallel_size"], row["ranks"], row["num_updates"]) == (2, 2, 3)
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     # Norms, and words, which are no multiple of 64, go to both workers.
     assert 0 < row["num_bytes"] < size / 2
     assert 0 < row["commit"]["median"] <= row["update"]["median"]
     assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
     for side in ("trainer", "engine"):
         assert size < row[side]["pss"] <= row[side]["rss"]
-    assert list((tmp_path / "scratch").iterdir()) == []
-    assert command.left_behind() == []
-
-
-@pytest.mark.full
-def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
-    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = weight_sync(
-        *("--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
-        *("--tensor-parallel-size", 2, "--updates", 2, "--streams", 2, "--context", 128, "--timeout", 300, "--json"),
-    )
-    code, out, err = command.wait()
-    assert code == 0, err
-    rows = json.loads(out)["bridges"]
-    assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
-    assert {(row["tensor_parallel_size"], row["ranks"], row["gather_s"]) for row in rows} == {(2, 1, None)}
-    assert [row["raw_s"] is not None for row in rows] == [False, True, False]
-    assert command.left_behind() == []
-
-
-@pytest.mark.full
-def test_ranks_publish_to_two_engines(tmp_path):
-    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = weight_sync(
-        *("--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
-        *("--ranks", 2, "--replicas", 2, "--updates", 2, "--streams", 2, "--context", 128, "--timeout", 300, "--json"),
-    )
-    code, out, err = command.wait()
-    assert code == 0, err
-    rows = json.loads(out)["bridges"]
-    assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
-    assert [(row["ranks"], row["num_updates"], row["tensor_parallel_size"]) for row in rows] == [(2, 2, 1)] * 3
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    for row in rows:
-        assert row["gather_s"] > 0
-        assert size < row["trainer"]["pss"], "all its processes"
-        assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
-    assert [row["from_one_s"] is not None for row in rows] == [False, True, False]
-    assert rows[2]["num_bytes"] < 0.2 * rows[1]["num_bytes"] == 0.2 * rows[0]["num_bytes"]
-    assert command.left_behind() == []
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,7 @@ def test_the_last_step_is_saved_and_the_run_resumes(command, run_file, tmp_path,
     assert signal_all(run, number) >= 3, "engine, guard and worker"
     last = check_saved(run, folder)
     again = command("train", run_file, *SLOW, *settings, "--training.steps", last + 2, "--resume")
-    code, _, err = again.wait()
-    assert code == 0, err
+    again.ok()
     assert read_exit(folder).step == last + 2
     assert [row["step"] for row in read_metrics(folder)] == list(range(last + 3))
     assert balance(folder).num_open == 0

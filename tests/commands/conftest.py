@@ -1,0 +1,3 @@
+from tests.cli.conftest import slipstream
+
+__all__ = ["slipstream"]
