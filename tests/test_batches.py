@@ -15,7 +15,7 @@ from slipstream.processes.files import cannot_write
 from slipstream.runlog import batches
 from slipstream.runlog.batches import BatchKeeper, kept_steps, read_batch
 
-WAIT_S = 30.0
+from .waiting import WAIT_S, until
 
 
 def batch_of(step, num_tokens=3, metrics=None):
@@ -156,12 +156,8 @@ def test_an_error_is_told_once_and_a_later_batch_is_kept(tmp_path, monkeypatch):
     kept = Kept(tmp_path, 2)
     for step in range(3):
         kept.keep(step)
-        while kept.keeper._waiting:
-            time.sleep(0.01)
-    deadline = time.monotonic() + WAIT_S
-    while len(refused) < 3 or [*(tmp_path / "batches").iterdir()]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        until(lambda: not kept.keeper._waiting)
+    until(lambda: len(refused) == 3 and not [*(tmp_path / "batches").iterdir()])
     is_full = False
     kept.keep(3)
     kept.keeper.close()

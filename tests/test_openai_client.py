@@ -14,6 +14,8 @@ from slipstream import openai_client
 from slipstream.errors import ConfigError
 from slipstream.openai_client import OpenAIClient, Unanswered
 
+from .web_server import serving
+
 KEY = "sk-very-secret"
 DONE = {"done": True}
 
@@ -40,18 +42,9 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def asked_of(*script, key=KEY, user="", **options):
-    server, app = Server(*script), web.Application()
-    app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    address = f"{user}127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    try:
-        async with OpenAIClient(f"http://{address}/v1/", key, **options) as client:
-            yield client, server
-    finally:
-        await runner.cleanup()
+    server = Server(*script)
+    async with serving(server.answer) as address, OpenAIClient(f"http://{user}{address}/v1/", key, **options) as client:
+        yield client, server
 
 
 async def failure(client, **options):

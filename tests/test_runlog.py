@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError, DataError, EngineError, Interrupted, 
 from slipstream.records import Rollout, Sequence
 from slipstream.runlog import RunLog, files
 from slipstream.runlog.files import whole_lines
-from slipstream.runlog.redaction import is_secret, redact, redact_toml
+from slipstream.runlog.redaction import redact, redact_toml
 
 WRITER = """
 import sys, time
@@ -258,16 +258,6 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
     assert "line 2" in run.message
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"training": 1}', "training = 1", "training.steps = 'x' [", "\x00"])
-def test_no_content_of_a_file_breaks_the_list(tmp_path, content):
-    for name in ("metrics.jsonl", "events.jsonl", "resolved.toml", "exit.json"):
-        folder = tmp_path / name
-        with RunLog.create(folder) as log:
-            log.metrics(1, {"reward/mean": 0.5})
-        (folder / name).write_text(content + "\n")
-    assert {run.name for run in runlog.find_runs([tmp_path]).runs} == {path.name for path in tmp_path.iterdir()}
-
-
 def test_superseded_steps_are_left_out(tmp_path):
     folder = tmp_path / "run"
     for lineage, (first, last) in enumerate([(1, 7), (5, 6), (4, 5)]):
@@ -490,31 +480,6 @@ def test_secrets_appear_nowhere(tmp_path):
     assert event["nested"] == {"password": [runlog.REDACTED, runlog.REDACTED]}
 
 
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [
-        ("token", True),
-        ("hf_token", True),
-        ("api-key", True),
-        ("apiKey", True),
-        ("WANDB_API_KEY", True),
-        ("client_secret", True),
-        *(
-            (name, True)
-            for name in ("pwd", "auth", "auth_header", "bearer", "cookie", "session_id", "dsn", "webhook_url")
-        ),
-        *((name, True) for name in ("pat", "access_code", "passcode", "sessionId", "x-amz-signature")),
-        *((name, False) for name in ("author", "path", "session", "code", "pattern", "identity", "access")),
-        ("max_tokens", False),
-        ("tokenizer", False),
-        ("keyboard", False),
-        ("keep_checkpoints", False),
-    ],
-)
-def test_which_names_are_secret(name, secret):
-    assert is_secret(name) is secret
-
-
 @given(st.text(min_size=1))
 def test_a_secret_written_as_json_would_is_redacted(secret):
     literal = json.dumps(secret).replace("\x7f", "\\u007f")
@@ -616,12 +581,6 @@ def test_lists_are_newest_first_and_only_runs(tmp_path):
         time.sleep(0.01)
     (tmp_path / "other").mkdir()
     assert [run.name for run in runlog.find_runs([tmp_path]).runs] == ["a", "b"]
-
-
-def test_nothing_heavy_is_imported():
-    code = "import slipstream.runlog, sys; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "set()\n"
 
 
 HALF = json.loads('"\\ud83d"')

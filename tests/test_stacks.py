@@ -22,6 +22,8 @@ from slipstream.processes import guard, stacks
 from slipstream.processes.child import LocalChild
 from slipstream.processes.heartbeat import Heartbeat, ProcessHeartbeat
 
+from .waiting import until
+
 PROGRAM = """
 import signal, sys, threading, time
 from pathlib import Path
@@ -40,14 +42,6 @@ threading.Thread(target=another_is_here, daemon=True).start()
 stacks.register(Path(sys.argv[2]))
 the_main_thread_is_here()
 """
-
-
-def until(happened):
-    deadline = time.monotonic() + 60
-    while not (found := happened()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +123,7 @@ def test_one_that_is_stopped_and_one_that_does_not_answer_are_named_with_their_s
     monkeypatch.setattr(stacks, "_ANSWER_S", 1.0)
     well, stopped, deaf = start("a"), start("b"), start("c", "blocked")
     os.kill(stopped.pid, signal.SIGSTOP)
-    while "State:\tT" not in Path(f"/proc/{stopped.pid}/status").read_text():
-        time.sleep(0.01)
+    until(lambda: "State:\tT" in Path(f"/proc/{stopped.pid}/status").read_text())
 
     def answers_in_time():
         began = time.monotonic()

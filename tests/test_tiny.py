@@ -1,6 +1,5 @@
 """The small twin learns, and its loss is the trainer's: when they disagree, one of them is wrong."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from slipstream.config.schema import RLConfig
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
 
+from .programs import program
+
 TWIN = Path(__file__).parents[1] / "examples" / "tiny" / "grpo.py"
 LENGTHS = (3, 1, 5, 4, 2, 6)
 VOCABULARY = 12
@@ -23,14 +24,8 @@ VOCABULARY = 12
 
 @pytest.fixture(scope="module")
 def twin():
-    spec = importlib.util.spec_from_file_location("tiny_grpo", TWIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with program(TWIN, "tiny_grpo") as module:
+        yield module
 
 
 def accuracy(text, when):
