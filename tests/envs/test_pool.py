@@ -328,25 +328,23 @@ async def test_more_coroutines_than_may_run_at_once_wait_their_turn():
         assert max(score.reward for score in found) == 3.0
 
 
-async def test_a_coroutine_that_hangs_is_alone_to_blame():
-    async with ScorerPool(config(timeout_s=1.5), num_workers=1) as pool:
-        asked = [f"wait 0.2 {number}" for number in range(10)]
-        asked[3:3] = ["wait 60 3"]
-        found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
-        assert isinstance(found[3], RewardTimeout)
-        assert "in _wait" in found[3].details
-        del found[3]
-        assert [score.reward for score in found] == [float(number) for number in range(10)]
-
-
-@pytest.mark.parametrize(("how", "kind"), [("sleep 60", RewardTimeout), ("exit 3", RewardFailed)])
-@pytest.mark.quick("exit*")
-async def test_a_coroutine_that_takes_its_worker_along_is_alone_to_blame(how, kind):
+@pytest.mark.parametrize(
+    ("text", "kind", "details"),
+    [
+        ("wait 60 3", RewardTimeout, "in _wait"),
+        ("in_coroutine sleep 60", RewardTimeout, ""),
+        ("in_coroutine exit 3", RewardFailed, ""),
+    ],
+)
+@pytest.mark.quick("wait*", "*exit*")
+async def test_a_coroutine_that_hangs_or_takes_its_worker_along_is_alone_to_blame(text, kind, details):
     async with ScorerPool(config(timeout_s=1.5 if kind is RewardTimeout else 60.0), num_workers=1) as pool:
         asked = [f"wait 0.25 {number}" for number in range(4)]
-        asked[2:2] = [f"in_coroutine {how}"]
+        asked[2:2] = [text]
         found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
-        assert type(found.pop(2)) is kind
+        blamed = found.pop(2)
+        assert type(blamed) is kind
+        assert details in blamed.details
         assert [score.reward for score in found] == [0.0, 1.0, 2.0, 3.0]
 
 
