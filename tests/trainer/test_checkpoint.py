@@ -7,18 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.trainer.steps import advance
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage, has_state
-from slipstream.trainer.loss import SFTObjective
 from slipstream.weights.model_files import write_model_folder
-
-
-def advance(learner, batch):
-    learner.forward_backward(batch, SFTObjective())
-    learner.optim_prepare(1e-3)
-    learner.optim_commit()
 
 
 @pytest.mark.parametrize("durable", [True, False])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.trainer.steps import advance
 
 from slipstream.errors import SlipstreamError, TrainingError
 from slipstream.trainer.checkpoints import snapshot
@@ -22,12 +23,6 @@ from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
 from slipstream.trainer.optim.base import MasterAdamW
 
 WAIT_S = 60.0
-
-
-def advance(learner, batch):
-    learner.forward_backward(batch, SFTObjective())
-    learner.optim_prepare(1e-2)
-    learner.optim_commit()
 
 
 def files_of(folder):

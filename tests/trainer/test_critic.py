@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.steps import learner_of
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
@@ -16,10 +17,9 @@ from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.trainer.optim.base import MasterAdamW, OptimStats
+from slipstream.trainer.optim.base import OptimStats
 from slipstream.trainer.packing import ValueTargets, make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
@@ -39,8 +39,7 @@ def make_critic(model_folder):
                     torch.linspace(-0.1, 0.1, model.network.value_head.in_features)[None]
                 )
                 model.network.value_head.bias.fill_(0.3)
-        optimizer = MasterAdamW(model.network.named_parameters())
-        learner = Learner(model, optimizer, micro_batch_tokens=micro_batch_tokens)
+        learner = learner_of(model, micro_batch_tokens)
         return Critic(learner, CriticConfig(learning_rate=1e-3, **config))
 
     return make
@@ -162,7 +161,7 @@ def test_in_bfloat16_the_head_stays_exact_and_layers_may_be_computed_again(model
     found = []
     for checkpointing in (False, True):
         model = ValueModel(PolicyModel.load(model_folder, "bfloat16", checkpointing=checkpointing))
-        learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+        learner = learner_of(model, 300)
         critic = Critic(learner, CriticConfig(learning_rate=1e-2))
         # At first only the head has a gradient: it is zero.
         assert [critic.train([make_targets()])["value/skipped_updates"] for _ in range(2)] == [0.0, 0.0]

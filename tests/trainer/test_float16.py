@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.trainer.steps import advance
 
 from slipstream import records
 from slipstream.errors import ConfigError, TrainingError
@@ -103,9 +104,7 @@ def test_the_scale_grows_and_is_resumed(model_folder, tmp_path):
     assert scale.value == LARGEST
     learner = learner_of(model_folder, "float16")
     learner.optimizer.loss_scale.value = 128.0
-    learner.forward_backward(batch(), SFTObjective())
-    learner.optim_prepare(1e-3)
-    learner.optim_commit()
+    advance(learner, batch(), 1e-3)
     learner.save(tmp_path / "state")
     other = learner_of(model_folder, "float16")
     other.load(tmp_path / "state")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.refusals import refuses
+from tests.trainer.steps import learner_of
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -33,7 +34,7 @@ def fresh_compiler(monkeypatch):
 
 
 def gradients(model, batch):
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+    learner = learner_of(model, 300)
     metrics = learner.forward_backward(batch, SFTObjective())
     return metrics["loss"], {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
 

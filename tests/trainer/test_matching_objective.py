@@ -5,15 +5,14 @@ import math
 import pytest
 import torch
 from tests.launch.matching_runs import answer_ids, new_detector, rollout
+from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.matching.targets import examples_of, matched
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.matching.objective import MatchingObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 
 
@@ -42,7 +41,7 @@ def objective(detector, **settings):
 def step(detector, sequences, settings, micro_batch_tokens=10_000, packing=True):
     """Metrics and gradients of a step."""
     model = load(detector, packing=packing)
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=micro_batch_tokens)
+    learner = learner_of(model, micro_batch_tokens)
     metrics = learner.forward_backward(StepBatch(sequences), objective(detector, **settings))
     return metrics, {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer.steps import apply
 from torch import nn
 
 from slipstream.errors import TrainingError, ZeroGradientError
@@ -67,8 +68,7 @@ def test_updates_below_bfloat16s_resolution_add_up():
     optimizer = MasterAdamW(model.named_parameters())
     for step in range(4000):
         weighted_sum(model, 1.0).backward()
-        optimizer.prepare(1e-6)
-        optimizer.commit()
+        apply(optimizer, 1e-6)
         if step == 0:
             assert (model.weight == 1.0).all(), "one such update is far below bfloat16's resolution of 0.004"
     # float32 just below 1 has steps of 6e-8: each update of 1e-6 is rounded by at most half of that.
@@ -104,8 +104,7 @@ def test_vectors_are_not_decayed():
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Far below AdamW's eps, so that decay is all that moves a weight.
     weighted_sum(model, 1e-15).backward()
-    optimizer.prepare(0.1)
-    optimizer.commit()
+    apply(optimizer, 0.1)
     for name, parameter in model.named_parameters():
         factor = 0.95 if parameter.ndim > 1 else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
@@ -160,8 +159,7 @@ def test_state_of_another_model_is_refused():
 def test_a_parameter_without_gradient_in_some_steps_goes_on_as_it_was():
     def step(model, optimizer, both):
         (model[0].weight.square().sum() + (model[1].weight.square().sum() if both else 0.0)).backward()
-        optimizer.prepare(0.1)
-        optimizer.commit()
+        apply(optimizer, 0.1)
 
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)) for _ in range(2)]
@@ -249,8 +247,7 @@ def test_a_parameters_rate_is_a_multiple_of_the_learning_rate(kind):
         arguments = (model.named_parameters(), model) if kind is MasterMuon else (model.named_parameters(),)
         optimizer = kind(*arguments, **settings)
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
-        optimizer.prepare(0.1)
-        optimizer.commit()
+        apply(optimizer, 0.1)
         moved[factor] = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
     for name, change in moved[1.0].items():
         torch.testing.assert_close(moved[0.25][name], change * (0.25 if name.startswith("other") else 1.0))
@@ -308,8 +305,7 @@ def test_state_that_does_not_fit_is_refused_and_nothing_changes(change, problem)
     models = [nn.Linear(2, 2) for _ in range(2)]
     first, second = (MasterAdamW(model.named_parameters()) for model in models)
     weighted_sum(models[0], 1.0).backward()
-    first.prepare(0.1)
-    first.commit()
+    apply(first, 0.1)
     state, before = dict(first.state()), models[1].weight.detach().clone()
     change(state)
     with pytest.raises(TrainingError, match=problem):
@@ -329,8 +325,7 @@ def test_muon_trains_what_is_no_matrix_as_adamw_does():
         optimizer = kind(network.named_parameters(), *arguments, weight_decay=0.5)
         for _ in range(2):
             sum((parameter * 1e-4).sum() for parameter in network.parameters()).backward()
-            optimizer.prepare(0.1)
-            optimizer.commit()
+            apply(optimizer, 0.1)
         networks.append(network)
     for ours, theirs in zip(*(network.parameters() for network in networks), strict=True):
         assert torch.equal(ours, theirs)

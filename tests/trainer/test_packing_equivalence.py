@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from tests.trainer.plain import loss_and_gradients, plain
 
 from slipstream import records
 from slipstream.config.recipes import resolved
@@ -20,28 +20,13 @@ from slipstream.trainer.packing import StepBatch, micro_batches
 SAMPLING = records.SamplingParams(max_tokens=64, temperature=0.8)
 
 
-def plain_sft(folder, batch):
-    """Loss and gradients by transformers' own forward with sdpa, one unpadded sequence at a time."""
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    tokens = sum(sequence.num_trainable for sequence in batch.sequences)
-    total = 0.0
-    for sequence in batch.sequences:
-        ids = torch.tensor([sequence.token_ids])
-        mask = torch.tensor(sequence.mask)[1:]
-        logprobs = network(input_ids=ids).logits[0, :-1].log_softmax(-1)
-        loss = -logprobs.gather(-1, ids[0, 1:, None])[:, 0][mask].sum() / tokens
-        loss.backward()
-        total += loss.item()
-    return total, {name: parameter.grad for name, parameter in network.named_parameters()}
-
-
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("micro_batch_tokens", [100, 150, 10_000])
 def test_sft_equals_the_plain_model_however_it_is_cut(
     packing, micro_batch_tokens, model_folder, make_learner, make_batch, gradients_of
 ):
     batch = make_batch(advantages=False)
-    loss, gradients = plain_sft(model_folder, batch)
+    loss, gradients = loss_and_gradients(plain(model_folder), batch.sequences)
     learner = make_learner(micro_batch_tokens, packing=packing)
     metrics = learner.forward_backward(batch, SFTObjective())
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)

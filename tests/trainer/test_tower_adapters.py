@@ -3,7 +3,9 @@
 import peft
 import pytest
 import torch
-from tests.trainer.test_image_rows import FAMILIES, learner_of, own_loss, plain, save, sequences
+from tests.trainer.steps import learner_of
+from tests.trainer.test_image_rows import FAMILIES, own_loss, save, sequences
+from tests.trainer.test_vision_towers import plain
 
 from slipstream.commands.evaluation_target import _targets
 from slipstream.commands.export import export
