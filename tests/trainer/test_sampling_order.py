@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.credit import batch_from
 
 from slipstream import records
 from slipstream.config.recipes import resolved
@@ -123,7 +124,7 @@ def test_a_critics_credit_follows_the_order_of_sampling(seed, credit, with_kl, g
     for rollout, turns in played:
         rollout.turn_rewards = [draw.randint(-4, 4) / 4 for _ in turns]
         rollout.reward = sum(rollout.turn_rewards) + draw.randint(0, 4) / 4
-    batch = records.Batch(0, records.Version(0, 0), [rollout for rollout, _ in played])
+    batch = batch_from([rollout for rollout, _ in played])
     critic = SimpleNamespace(
         values=lambda given: [by_sequence(rollout, "value") for rollout in given.rollouts],
         config=CriticConfig(gamma=gamma, gae_lambda=gae_lambda),
@@ -161,7 +162,7 @@ def test_credit_of_turns_without_a_critic_follows_the_order_of_sampling(seed, wi
     for rollout, turns in played:
         rollout.turn_rewards = [draw.randint(-4, 4) / 4 for _ in turns]
         rollout.reward = sum(rollout.turn_rewards)
-    batch = records.Batch(0, records.Version(0, 0), [rollout for rollout, _ in played])
+    batch = batch_from([rollout for rollout, _ in played])
     penalties = [[part.double() for part in by_sequence(rollout, "penalty")] for rollout, _ in played]
     config = resolved(RLConfig(scale_rewards="none", credit="turn"))
     assign_credit(batch, config, 10, penalties if with_kl else None)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tests.trainer.credit import batch_from
 
 from slipstream import records
 from slipstream.config.recipes import resolved
@@ -29,7 +30,7 @@ def batch_of(num_groups=6, size=6, seed=0):
             sequence = records.Sequence(ids, mask, logprobs)
             rollouts.append(records.Rollout(f"{group}-{number}", f"{group}", f"{group}", [sequence], 0.0, "done"))
             advantages.append(0.0 if group % 2 or number % 3 == 0 else rng.gauss(0, 1))
-    return records.Batch(0, records.Version(0, 0), rollouts), advantages
+    return batch_from(rollouts), advantages
 
 
 OBJECTIVES = {
