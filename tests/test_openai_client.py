@@ -126,23 +126,23 @@ async def test_a_trouble_that_may_pass_is_tried_again_less_and_less_often(troubl
     assert all(wait >= least for wait, least in zip(waits, (0.01, 0.02, 0.04), strict=True))
 
 
-@pytest.mark.parametrize("form", ["seconds", "date"])
-async def test_retry_after_is_heeded(form):
+def refuse_until(asked, kind=web.HTTPServiceUnavailable):
     def refuse(request):
-        asked = "0.6" if form == "seconds" else formatdate(time.time() + 2.0, usegmt=True)
-        raise web.HTTPTooManyRequests(headers={"Retry-After": asked})
+        raise kind(headers={"Retry-After": asked() if callable(asked) else asked})
 
-    async with asked_of(refuse, DONE) as (client, server):
+    return refuse
+
+
+@pytest.mark.parametrize("asked", ["0.6", lambda: formatdate(time.time() + 2.0, usegmt=True)], ids=["seconds", "date"])
+async def test_retry_after_is_heeded(asked):
+    async with asked_of(refuse_until(asked, web.HTTPTooManyRequests), DONE) as (client, server):
         assert await client.ask("POST", "/x", {}, deadline_s=60.0) == DONE
     assert server.times[1] - server.times[0] >= 0.55
 
 
 @pytest.mark.parametrize("asked", ["100", "inf", "Fri, 31 Dec 2100 23:59:59 GMT"])
 async def test_a_server_that_asks_for_too_long_is_given_up_at_once(asked):
-    def refuse(request):
-        raise web.HTTPServiceUnavailable(headers={"Retry-After": asked})
-
-    async with asked_of(refuse) as (client, server):
+    async with asked_of(refuse_until(asked)) as (client, server):
         error = await failure(client)
     assert error.is_late
     assert "ask again in" in str(error)
@@ -151,10 +151,7 @@ async def test_a_server_that_asks_for_too_long_is_given_up_at_once(asked):
 
 @pytest.mark.parametrize("asked", ["soon", "", "nan", "-5", formatdate(0, usegmt=True)])
 async def test_an_odd_retry_after_changes_nothing(asked):
-    def refuse(request):
-        raise web.HTTPServiceUnavailable(headers={"Retry-After": asked})
-
-    async with asked_of(refuse, DONE) as (client, _):
+    async with asked_of(refuse_until(asked), DONE) as (client, _):
         assert await client.ask("POST", "/x", {}, deadline_s=60.0) == DONE
 
 

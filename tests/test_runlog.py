@@ -300,14 +300,6 @@ def test_history_after_any_resumes_has_each_step_once_and_newest(tmp_path_factor
     assert [(row["step"], row["lineage"]) for row in rows] == sorted(model.items())
 
 
-def test_rows_of_one_step_are_merged(tmp_path):
-    with RunLog.create(tmp_path / "run") as log:
-        log.metrics(1, {"reward/mean": 0.5})
-        log.metrics(1, {"eval/accuracy": 1.0})
-    [row] = runlog.read_metrics(log.folder)
-    assert (row["reward/mean"], row["eval/accuracy"]) == (0.5, 1.0)
-
-
 def test_the_first_row_of_a_resume_adds_to_the_step_that_it_begins_with_and_replaces_nothing(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         log.metrics(1, {"rollout/num": 4.0, "time/update_s": 1.0, "retry/late": 3.0, "dropped_tokens/stale": 5.0})

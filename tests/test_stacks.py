@@ -96,27 +96,23 @@ def test_a_file_that_is_long_is_begun_again(start, folder, monkeypatch):
 
 
 def test_a_process_that_did_not_register_is_not_asked(folder):
+    """Nor one that has got the number of another, which was killed; nor one that holds the file without a handler."""
     folder.mkdir()
-    with subprocess.Popen(["sleep", "60"]) as other:
-        # As left by a process that was killed, and whose number another one has got.
+    (folder / "engine-999999999.txt").touch()
+    (folder / "notes.txt").touch()
+    program = "import sys, time; file = open(sys.argv[1], 'a'); print(1, flush=True); time.sleep(60)"
+    with (
+        subprocess.Popen(["sleep", "60"]) as other,
+        subprocess.Popen([sys.executable, "-c", program, folder / "file"], stdout=subprocess.PIPE) as holder,
+    ):
         (folder / f"engine-{other.pid}.txt").write_text("old\n")
-        (folder / "engine-999999999.txt").touch()
-        (folder / "notes.txt").touch()
+        holder.stdout.readline()
+        (folder / "file").rename(folder / f"run-{holder.pid}.txt")
         assert stacks.ask(folder) == []
         time.sleep(0.2)
-        assert other.poll() is None
+        assert (other.poll(), holder.poll()) == (None, None)
         other.kill()
-
-
-def test_a_process_that_holds_the_file_and_has_no_handler_is_not_asked(folder):
-    folder.mkdir()
-    program = "import sys, time; file = open(sys.argv[1], 'a'); print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", program, folder / "file"], stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        (folder / "file").rename(folder / f"run-{other.pid}.txt")
-        assert stacks.ask(folder) == []
-        assert other.poll() is None
-        other.kill()
+        holder.kill()
 
 
 def test_one_that_is_stopped_and_one_that_does_not_answer_are_named_with_their_states(start, folder, monkeypatch):
