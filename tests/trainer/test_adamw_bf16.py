@@ -227,5 +227,4 @@ def test_weights_that_are_stored_by_columns_become_the_same(dtype):
             (model["weight"].float() * gradient).sum().backward()
             apply(optimizer, 0.1)
         found.append({name: tensor.clone() for name, tensor in optimizer.state().items()})
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor)
+    torch.testing.assert_close(found[1], found[0])
