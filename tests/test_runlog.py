@@ -27,6 +27,8 @@ from slipstream.runlog import RunLog, files
 from slipstream.runlog.files import whole_lines
 from slipstream.runlog.redaction import redact, redact_toml
 
+from .waiting import until
+
 WRITER = """
 import sys, time
 from slipstream.runlog import RunLog
@@ -131,9 +133,7 @@ def test_readers_of_a_run_that_writes_fast_see_no_damage(tmp_path):
     process = start_writer(tmp_path / "run")
     try:
         assert {runlog.summarize(tmp_path / "run").status for _ in range(8)} == {"running"}
-        deadline = time.monotonic() + 60
-        while not num_lines(tmp_path / "run") and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: num_lines(tmp_path / "run"))
     finally:
         kill(process)
     path = tmp_path / "run/metrics.jsonl"
@@ -217,9 +217,8 @@ def test_kill_9_at_any_moment_leaves_a_readable_and_resumable_run(tmp_path):
     for lineage in range(4):
         before = num_lines(folder)
         process = start_writer(folder, *more)
-        deadline = time.monotonic() + 60
-        while num_lines(folder) == before:  # a slow machine may take longer than any pause to write its first row
-            assert time.monotonic() < deadline
+        # A slow machine may take longer than any pause to write its first row.
+        until(lambda before=before: num_lines(folder) != before)
         time.sleep(0.02 * lineage)
         kill(process)
         rows = runlog.read_metrics(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.trainer.steps import advance
+from tests.waiting import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
@@ -113,10 +114,7 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(make_learner, model_folder
             finally:
                 os._exit(1)
         if number == 0:  # at a moment after a first save, however long that takes here
-            deadline = time.monotonic() + 60
-            while not any(path.name > "step-000000" for path in tmp_path.glob("step-*")):
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until(lambda: any(path.name > "step-000000" for path in tmp_path.glob("step-*")))
         time.sleep(rng.uniform(0.02, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
