@@ -14,12 +14,11 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
+from tests.algo.problem import LENGTHS, VOCABULARY, FixedPolicy
 
 from .programs import program
 
 TWIN = Path(__file__).parents[1] / "examples" / "tiny" / "grpo.py"
-LENGTHS = (3, 1, 5, 4, 2, 6)
-VOCABULARY = 12
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +49,6 @@ def test_the_twin_stays_small():
     imported = set(re.findall(r"^from (slipstream[\w.]*) import", text, re.MULTILINE))
     assert imported
     assert all(name.startswith("slipstream.algo.") for name in imported)
-
-
-class FixedPolicy:
-    """Gives each token the logits that were drawn for it, wherever its sequence was packed."""
-
-    def __init__(self, logits_of_sequence):
-        self.logits_of_sequence = logits_of_sequence
-
-    def logits(self, micro):
-        return torch.cat([self.logits_of_sequence[index] for index in micro.sequences])
 
 
 def make_step(generator, *, is_first_update):

@@ -6,6 +6,16 @@ from pathlib import Path
 WAIT_S = 60.0
 
 
+class Clock:
+    """One that stands until it is moved."""
+
+    def __init__(self, now=0.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
 def until(happened, timeout_s=WAIT_S):
     """What `happened` returns once it is true."""
     deadline = time.monotonic() + timeout_s

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.trainer.steps import advance
+from tests.waiting import Clock
 
 from slipstream.errors import SlipstreamError, TrainingError
 from slipstream.trainer.checkpoints import snapshot
@@ -65,13 +66,6 @@ class SlowStore(CheckpointStore):
         self.begun.set()
         assert self.may_go_on.wait(WAIT_S)
         return super().save(*arguments, **options)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

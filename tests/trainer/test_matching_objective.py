@@ -64,15 +64,20 @@ def giou64(predicted, true):
     return 1.0 - (common / either - (hull - either) / hull)
 
 
+def logits_of(model, sequence):
+    """In float64, at every place."""
+    every = records.Sequence(sequence.token_ids, [False] + [True] * (len(sequence) - 1), media=sequence.media)
+    (row,) = micro_batches(StepBatch([every]), 10_000)
+    with torch.no_grad():
+        return model.logits(row).double()
+
+
 def reference(detector, sequences, desc_ce_weight=1.0):
     """Loss terms in float64 from plain logits, sequence by sequence and token by token."""
     model, ids = load(detector), list(detector.tokens.coordinate_ids)
     ce = weights = l1 = giou = gate = boxes = 0.0
     for sequence in sequences:
-        every = records.Sequence(sequence.token_ids, [False] + [True] * (len(sequence) - 1), media=sequence.media)
-        (row,) = micro_batches(StepBatch([every]), 10_000)
-        with torch.no_grad():
-            logits = model.logits(row).double()
+        logits = logits_of(model, sequence)
         target = sequence.detection
         for place in range(1, len(sequence)):
             if weight := target.weights[place]:
@@ -110,10 +115,7 @@ def test_soft_cross_entropy_is_that_of_a_float64_reference(detector):
     metrics, _ = step(detector, detector.examples, {"soft_ce_weight": 0.5, "soft_ce_sigma": 3.0})
     model, ids, total, boxes = load(detector), list(detector.tokens.coordinate_ids), 0.0, 0
     for sequence in detector.examples:
-        every = records.Sequence(sequence.token_ids, [False] + [True] * (len(sequence) - 1), media=sequence.media)
-        (row,) = micro_batches(StepBatch([every]), 10_000)
-        with torch.no_grad():
-            logits = model.logits(row).double()[:, ids].log_softmax(-1)
+        logits = logits_of(model, sequence)[:, ids].log_softmax(-1)
         for box in sequence.detection.boxes:
             boxes += 1
             for slot, bin_ in zip(box.slots, box.coordinates, strict=True):
