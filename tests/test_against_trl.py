@@ -1,9 +1,7 @@
 """The benchmark against TRL judges and counts rightly; what it measures is not repeated here."""
 
-import importlib.util
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,15 @@ import pytest
 from slipstream.config import load_config
 from slipstream.envs.registry import load_environment
 
+from .programs import program
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("against_trl", FOLDER / "against_trl.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with program(FOLDER / "against_trl.py", "against_trl") as module:
+        yield module
 
 
 def run(bench, system, seconds, lengths=(10, 20), warm_up_seconds=100.0):

@@ -19,13 +19,7 @@ from slipstream.processes import heartbeat, stacks
 from slipstream.processes.heartbeat import FILE, SILENT_S, Beating, Heartbeat, read_heartbeat, read_processes
 from slipstream.runlog import RunLog, writer
 
-
-def until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
+from .waiting import until
 
 
 def test_it_beats_while_the_run_lives_and_tells_progress_apart(tmp_path):

@@ -1,6 +1,5 @@
 """The quickstart's program and its run files are the same runs; what the program shows, and where it ends."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ import pytest
 import slipstream
 from slipstream.config import load_config, load_settings
 from slipstream.python import entry_points
+
+from .programs import program
 
 FOLDER = Path(__file__).parents[1] / "examples" / "quickstart"
 ACCURACY = {"sft": 0.48, "grpo": 0.946, "control": 0.614}
@@ -26,9 +27,6 @@ def row(step, accuracy):
 @pytest.fixture
 def quickstart(monkeypatch, tmp_path):
     """Runs the program on runs that are over at once; `calls` are those that it asked for."""
-    spec = importlib.util.spec_from_file_location("quickstart", FOLDER / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     found = SimpleNamespace(calls=[], status="finished", accuracy=dict(ACCURACY), folder=tmp_path / "quickstart")
 
     def run(command, tree, objects, on_step, **options):
@@ -47,8 +45,9 @@ def quickstart(monkeypatch, tmp_path):
     found.main = main
     monkeypatch.setattr(entry_points, "_run", run)
     monkeypatch.setattr(slipstream, "new_model", lambda folder, **options: folder, raising=False)
-    monkeypatch.setattr(module, "NUM_DEMONSTRATIONS", 50)
-    return found
+    with program(FOLDER / "run.py", "quickstart") as module:
+        monkeypatch.setattr(module, "NUM_DEMONSTRATIONS", 50)
+        yield found
 
 
 def settings(config):

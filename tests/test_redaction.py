@@ -15,7 +15,7 @@ from slipstream.errors import EngineError
 from slipstream.launch.recovery.resume import changed_settings
 from slipstream.report import write_report
 from slipstream.runlog import RunLog, read_settings
-from slipstream.runlog.redaction import hide_userinfo, is_secret_variable, redact, redact_toml, secrets_of
+from slipstream.runlog.redaction import hide_userinfo, is_secret, is_secret_variable, redact, redact_toml, secrets_of
 from slipstream.sinks import run_of
 
 SECRET = "SEKRET.1-x"
@@ -112,10 +112,17 @@ def test_a_secret_is_hidden_as_addresses_and_json_write_it(secret, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir() if "SEKRET" in path.read_text()] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "hidden"),
-    [(name, True) for name in ("api_keys", "db_pass", "userPasswords", "x_api_token2", "key_1", "apikey2")]
-    + [(name, False) for name in ("max_tokens", "pass_through", "keys", "compass", "sha256")],
+SECRET_NAMES = (
+    *("api_keys", "db_pass", "userPasswords", "x_api_token2", "key_1", "apikey2", "token", "hf_token"),
+    *("api-key", "apiKey", "WANDB_API_KEY", "client_secret", "pwd", "auth", "auth_header", "bearer", "cookie"),
+    *("dsn", "pat", "session_id", "webhook_url", "access_code", "passcode", "sessionId", "x-amz-signature"),
 )
-def test_names_of_secrets(name, hidden):
-    assert (redact({name: "SEKRET"}) == {name: "<redacted>"}) == hidden
+PLAIN_NAMES = (
+    *("max_tokens", "pass_through", "keys", "compass", "sha256", "author", "path", "session", "code", "pattern"),
+    *("identity", "access", "tokenizer", "keyboard", "keep_checkpoints"),
+)
+
+
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *PLAIN_NAMES])
+def test_names_of_secrets(name):
+    assert (redact({name: "SEKRET"}) == {name: "<redacted>"}) == is_secret(name) == (name in SECRET_NAMES)

@@ -25,7 +25,9 @@ from slipstream.errors import ConfigError, DataError, EngineError, Interrupted, 
 from slipstream.records import Rollout, Sequence
 from slipstream.runlog import RunLog, files
 from slipstream.runlog.files import whole_lines
-from slipstream.runlog.redaction import is_secret, redact, redact_toml
+from slipstream.runlog.redaction import redact, redact_toml
+
+from .waiting import until
 
 WRITER = """
 import sys, time
@@ -131,9 +133,7 @@ def test_readers_of_a_run_that_writes_fast_see_no_damage(tmp_path):
     process = start_writer(tmp_path / "run")
     try:
         assert {runlog.summarize(tmp_path / "run").status for _ in range(8)} == {"running"}
-        deadline = time.monotonic() + 60
-        while not num_lines(tmp_path / "run") and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: num_lines(tmp_path / "run"))
     finally:
         kill(process)
     path = tmp_path / "run/metrics.jsonl"
@@ -217,9 +217,8 @@ def test_kill_9_at_any_moment_leaves_a_readable_and_resumable_run(tmp_path):
     for lineage in range(4):
         before = num_lines(folder)
         process = start_writer(folder, *more)
-        deadline = time.monotonic() + 60
-        while num_lines(folder) == before:  # a slow machine may take longer than any pause to write its first row
-            assert time.monotonic() < deadline
+        # A slow machine may take longer than any pause to write its first row.
+        until(lambda before=before: num_lines(folder) != before)
         time.sleep(0.02 * lineage)
         kill(process)
         rows = runlog.read_metrics(folder)
@@ -256,16 +255,6 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
     [run] = runlog.find_runs([tmp_path]).runs
     assert run.status == "damaged"
     assert "line 2" in run.message
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"training": 1}', "training = 1", "training.steps = 'x' [", "\x00"])
-def test_no_content_of_a_file_breaks_the_list(tmp_path, content):
-    for name in ("metrics.jsonl", "events.jsonl", "resolved.toml", "exit.json"):
-        folder = tmp_path / name
-        with RunLog.create(folder) as log:
-            log.metrics(1, {"reward/mean": 0.5})
-        (folder / name).write_text(content + "\n")
-    assert {run.name for run in runlog.find_runs([tmp_path]).runs} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_superseded_steps_are_left_out(tmp_path):
@@ -310,14 +299,6 @@ def test_history_after_any_resumes_has_each_step_once_and_newest(tmp_path_factor
     assert [(row["step"], row["lineage"]) for row in rows] == sorted(model.items())
 
 
-def test_rows_of_one_step_are_merged(tmp_path):
-    with RunLog.create(tmp_path / "run") as log:
-        log.metrics(1, {"reward/mean": 0.5})
-        log.metrics(1, {"eval/accuracy": 1.0})
-    [row] = runlog.read_metrics(log.folder)
-    assert (row["reward/mean"], row["eval/accuracy"]) == (0.5, 1.0)
-
-
 def test_the_first_row_of_a_resume_adds_to_the_step_that_it_begins_with_and_replaces_nothing(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         log.metrics(1, {"rollout/num": 4.0, "time/update_s": 1.0, "retry/late": 3.0, "dropped_tokens/stale": 5.0})
@@ -330,22 +311,11 @@ def test_the_first_row_of_a_resume_adds_to_the_step_that_it_begins_with_and_repl
     assert (row["dropped_tokens/stale"], row["dropped_groups/stale"], row["lineage"]) == (7.0, 1.0, 0)
 
 
-SPARSE = st.dictionaries(
-    st.sampled_from(
-        [
-            "dropped/stale",
-            "dropped_groups/surplus",
-            "retry/late",
-            "rollout/stop_length_fraction",
-            "train/skipped",
-            "reward/non_finite",
-            "reward/a/not_applicable",
-            "reward/unclosed_thinking",
-            "task/a/dropped",
-        ]
-    ),
-    st.floats(0.0, 1.0),
+SPARSE_NAMES = (
+    *("dropped/stale", "dropped_groups/surplus", "retry/late", "rollout/stop_length_fraction", "train/skipped"),
+    *("reward/non_finite", "reward/a/not_applicable", "reward/unclosed_thinking", "task/a/dropped"),
 )
+SPARSE = st.dictionaries(st.sampled_from(SPARSE_NAMES), st.floats(0.0, 1.0))
 
 
 @settings(max_examples=20, deadline=None)
@@ -490,31 +460,6 @@ def test_secrets_appear_nowhere(tmp_path):
     assert event["nested"] == {"password": [runlog.REDACTED, runlog.REDACTED]}
 
 
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [
-        ("token", True),
-        ("hf_token", True),
-        ("api-key", True),
-        ("apiKey", True),
-        ("WANDB_API_KEY", True),
-        ("client_secret", True),
-        *(
-            (name, True)
-            for name in ("pwd", "auth", "auth_header", "bearer", "cookie", "session_id", "dsn", "webhook_url")
-        ),
-        *((name, True) for name in ("pat", "access_code", "passcode", "sessionId", "x-amz-signature")),
-        *((name, False) for name in ("author", "path", "session", "code", "pattern", "identity", "access")),
-        ("max_tokens", False),
-        ("tokenizer", False),
-        ("keyboard", False),
-        ("keep_checkpoints", False),
-    ],
-)
-def test_which_names_are_secret(name, secret):
-    assert is_secret(name) is secret
-
-
 @given(st.text(min_size=1))
 def test_a_secret_written_as_json_would_is_redacted(secret):
     literal = json.dumps(secret).replace("\x7f", "\\u007f")
@@ -618,12 +563,6 @@ def test_lists_are_newest_first_and_only_runs(tmp_path):
     assert [run.name for run in runlog.find_runs([tmp_path]).runs] == ["a", "b"]
 
 
-def test_nothing_heavy_is_imported():
-    code = "import slipstream.runlog, sys; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "set()\n"
-
-
 HALF = json.loads('"\\ud83d"')
 """What `json.loads` makes of half an emoji in a model's tool call."""
 
@@ -699,23 +638,20 @@ def test_a_disk_that_is_full_to_the_last_byte_leaves_its_reason(tmp_path, how, c
     assert report["message"].startswith(said.partition(" ")[2][:100])
 
 
-def test_a_run_whose_folder_is_removed_or_replaced_ends(tmp_path):
-    def run(change, message):
-        folder = tmp_path / "run"
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("moved"))])
+def test_a_run_whose_folder_is_removed_or_replaced_ends(tmp_path, change):
+    folder = tmp_path / "run"
 
-        def go():
-            with RunLog.create(folder) as log:
-                log.metrics(1, {})
-                change(folder)
-                log.metrics(2, {})
+    def run():
+        with RunLog.create(folder) as log:
+            log.metrics(1, {})
+            change(folder)
+            log.metrics(2, {})
 
-        with pytest.raises(SlipstreamError, match=message) as ended:
-            go()
-        assert ended.value.exit_code == 1
-        assert not (folder / "exit.json").exists()
-
-    run(shutil.rmtree, r"metrics\.jsonl cannot be written \(No such file")
-    run(lambda folder: folder.rename(tmp_path / "moved"), r"metrics\.jsonl cannot be written \(No such file")
+    with pytest.raises(SlipstreamError, match=r"metrics\.jsonl cannot be written \(No such file") as ended:
+        run()
+    assert ended.value.exit_code == 1
+    assert not (folder / "exit.json").exists()
 
 
 def test_resuming_does_not_read_what_it_does_not_need(tmp_path):

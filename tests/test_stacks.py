@@ -22,6 +22,8 @@ from slipstream.processes import guard, stacks
 from slipstream.processes.child import LocalChild
 from slipstream.processes.heartbeat import Heartbeat, ProcessHeartbeat
 
+from .waiting import until
+
 PROGRAM = """
 import signal, sys, threading, time
 from pathlib import Path
@@ -40,14 +42,6 @@ threading.Thread(target=another_is_here, daemon=True).start()
 stacks.register(Path(sys.argv[2]))
 the_main_thread_is_here()
 """
-
-
-def until(happened):
-    deadline = time.monotonic() + 60
-    while not (found := happened()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -102,35 +96,30 @@ def test_a_file_that_is_long_is_begun_again(start, folder, monkeypatch):
 
 
 def test_a_process_that_did_not_register_is_not_asked(folder):
+    """Nor one that has got the number of another, which was killed; nor one that holds the file without a handler."""
     folder.mkdir()
-    with subprocess.Popen(["sleep", "60"]) as other:
-        # As left by a process that was killed, and whose number another one has got.
+    (folder / "engine-999999999.txt").touch()
+    (folder / "notes.txt").touch()
+    program = "import sys, time; file = open(sys.argv[1], 'a'); print(1, flush=True); time.sleep(60)"
+    with (
+        subprocess.Popen(["sleep", "60"]) as other,
+        subprocess.Popen([sys.executable, "-c", program, folder / "file"], stdout=subprocess.PIPE) as holder,
+    ):
         (folder / f"engine-{other.pid}.txt").write_text("old\n")
-        (folder / "engine-999999999.txt").touch()
-        (folder / "notes.txt").touch()
+        holder.stdout.readline()
+        (folder / "file").rename(folder / f"run-{holder.pid}.txt")
         assert stacks.ask(folder) == []
         time.sleep(0.2)
-        assert other.poll() is None
+        assert (other.poll(), holder.poll()) == (None, None)
         other.kill()
-
-
-def test_a_process_that_holds_the_file_and_has_no_handler_is_not_asked(folder):
-    folder.mkdir()
-    program = "import sys, time; file = open(sys.argv[1], 'a'); print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", program, folder / "file"], stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        (folder / "file").rename(folder / f"run-{other.pid}.txt")
-        assert stacks.ask(folder) == []
-        assert other.poll() is None
-        other.kill()
+        holder.kill()
 
 
 def test_one_that_is_stopped_and_one_that_does_not_answer_are_named_with_their_states(start, folder, monkeypatch):
     monkeypatch.setattr(stacks, "_ANSWER_S", 1.0)
     well, stopped, deaf = start("a"), start("b"), start("c", "blocked")
     os.kill(stopped.pid, signal.SIGSTOP)
-    while "State:\tT" not in Path(f"/proc/{stopped.pid}/status").read_text():
-        time.sleep(0.01)
+    until(lambda: "State:\tT" in Path(f"/proc/{stopped.pid}/status").read_text())
 
     def answers_in_time():
         began = time.monotonic()

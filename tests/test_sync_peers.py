@@ -1,27 +1,24 @@
 """The parts of `benchmarks/sync_peers.py` that need neither GPUs nor an engine."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+
+from .programs import program
 
 PATH = Path(__file__).parents[1] / "benchmarks" / "sync_peers.py"
 
 
 @pytest.fixture(scope="module")
-def peers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sync_peers", PATH)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
+def peers():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PATH.parent))  # as for a program that runs there
-        spec.loader.exec_module(module)
-    return module
+        with program(PATH, "sync_peers") as module:
+            yield module
 
 
 def test_it_runs_from_any_folder(tmp_path):

@@ -1,6 +1,5 @@
 """The small twin learns, and its loss is the trainer's: when they disagree, one of them is wrong."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -15,22 +14,17 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
+from tests.algo.problem import LENGTHS, VOCABULARY, FixedPolicy
+
+from .programs import program
 
 TWIN = Path(__file__).parents[1] / "examples" / "tiny" / "grpo.py"
-LENGTHS = (3, 1, 5, 4, 2, 6)
-VOCABULARY = 12
 
 
 @pytest.fixture(scope="module")
 def twin():
-    spec = importlib.util.spec_from_file_location("tiny_grpo", TWIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with program(TWIN, "tiny_grpo") as module:
+        yield module
 
 
 def accuracy(text, when):
@@ -55,16 +49,6 @@ def test_the_twin_stays_small():
     imported = set(re.findall(r"^from (slipstream[\w.]*) import", text, re.MULTILINE))
     assert imported
     assert all(name.startswith("slipstream.algo.") for name in imported)
-
-
-class FixedPolicy:
-    """Gives each token the logits that were drawn for it, wherever its sequence was packed."""
-
-    def __init__(self, logits_of_sequence):
-        self.logits_of_sequence = logits_of_sequence
-
-    def logits(self, micro):
-        return torch.cat([self.logits_of_sequence[index] for index in micro.sequences])
 
 
 def make_step(generator, *, is_first_update):

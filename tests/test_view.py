@@ -23,6 +23,8 @@ from slipstream.view import (
 )
 from slipstream.view.text import BLOCK_LEVELS
 
+from .waiting import Clock
+
 TITLE = "reverse-1 · models/byte-1m · spell_backward"
 ROW = {
     "reward/mean": 0.41234,
@@ -32,14 +34,6 @@ ROW = {
     "train/grad_norm": 1.3,
     "throughput/generated_tokens_per_s": 12345.6,
 }
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class BrokenFile(io.StringIO):
@@ -63,7 +57,7 @@ def picture_of(view):
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

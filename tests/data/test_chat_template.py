@@ -174,19 +174,17 @@ def test_a_template_that_refuses_a_conversation_says_why(make_folder):
         chat.render([Message("system", "x"), USER])
 
 
-def test_an_end_token_inside_an_answer_is_refused(chat):
-    with pytest.raises(DataError, match=r"holds the end token <\|im_end\|>"):
-        chat.training_tokens([USER, Message("assistant", "4<|im_end|>\n<|im_start|>user\nmore")])
-
-
-def test_a_conversation_that_an_assistant_begins_is_refused(chat):
-    with pytest.raises(DataError, match="begin with a user's message"):
-        chat.training_tokens([Message("assistant", "4"), USER, Message("assistant", "5")])
-
-
-def test_a_conversation_without_an_assistant_is_refused(chat):
-    with pytest.raises(DataError, match="no assistant message"):
-        chat.training_tokens([USER])
+@pytest.mark.parametrize(
+    ("talk", "said"),
+    [
+        ([USER, Message("assistant", "4<|im_end|>\n<|im_start|>user\nmore")], r"holds the end token <\|im_end\|>"),
+        ([Message("assistant", "4"), USER, Message("assistant", "5")], "begin with a user's message"),
+        ([USER], "no assistant message"),
+    ],
+)
+def test_conversations_that_cannot_be_trained_on_are_refused(chat, talk, said):
+    with pytest.raises(DataError, match=said):
+        chat.training_tokens(talk)
 
 
 THINKING = CHATML.replace(

@@ -37,39 +37,6 @@ def test_text_parts_are_joined_and_a_tool_call_needs_no_text(tmp_path):
     assert conversation[2].tool_call_id == "1"
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("{broken", "row 2 of .*talk.jsonl is not JSON"),
-        ("[1]", "row 2 of .* is a list"),
-        ({"text": "x"}, "row 2 of .* has the keys text"),
-        ({"messages": []}, "is not a list of messages"),
-        ({"messages": "hi"}, "is not a list of messages"),
-        ({"messages": ["hi"]}, r"messages\[0\] is a text"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, r"messages\[0\].role = 'bot' is unknown: use system, user"),
-        (
-            {"prompt": "x", "completion": [{"role": "assistant", "content": 5}]},
-            r"completion\[0\].content = 5 is not text",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"content\[0\] = .* has no image"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "row 2 of .* no assistant message"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, row, said):
-    with pytest.raises(DataError, match=said):
-        read_conversations(write(tmp_path, GOOD, row))
-
-
-def test_a_bad_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"none\.jsonl cannot be read \(No such file"):
-        read_conversations(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="holds no row"):
-        read_conversations(write(tmp_path, ""))
-    (tmp_path / "rows.csv").touch()
-    with pytest.raises(DataError, match="is not a JSONL file"):
-        read_conversations(tmp_path / "rows.csv")
-
-
 def test_a_message_keeps_all_of_its_fields_and_a_row_its_tools(tmp_path):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     messages = [

@@ -45,13 +45,9 @@ def file(name, content):
 
 
 def parquet(name, rows=ROWS):
-    def make(folder):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), path)
-        return path
-
-    return make
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), content)
+    return file(name, content.getvalue().to_pybytes())
 
 
 def folder_of(*makers):

@@ -84,9 +84,6 @@ class Behaving(SingleTurn):
             "inf": {"reward": 1, "x": 1e999},
         }[what]
 
-    def _allocate(self, gib):
-        return float(len(bytearray(int(float(gib) * 2**30))))
-
     def _pid(self, _):
         return float(os.getpid())
 
@@ -103,11 +100,8 @@ class Behaving(SingleTurn):
 
     def _fork(self, how):
         """The child comes back from the reward, as its parent does."""
-        # From C, Python's own care for a forked child is left out.
-        if ctypes.PyDLL(None).fork() if how == "unseen" else os.fork():
+        if os.fork():
             return 0.5
-        if how == "raises":
-            raise ValueError("the child")
         if how == "writes":
             self._forge("")
         return 0.25
@@ -156,14 +150,6 @@ class Behaving(SingleTurn):
     def _metrics(self, how):
         number, name = how.split()
         return {"reward": 1.0, **{f"{name}.{i}": i for i in range(int(number))}}
-
-    def _program(self, seconds):
-        subprocess.run(["sleep", seconds], start_new_session=True, check=False)
-
-    def _child(self, path):
-        child = subprocess.Popen(["sleep", "60"])
-        Path(path).write_text(str(child.pid))
-        time.sleep(60)
 
 
 def config(name="Behaving", timeout_s=60.0, **settings):

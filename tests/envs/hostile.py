@@ -51,8 +51,14 @@ def die(number):
     return 0.5
 
 
-def fds():
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+def write_everywhere(data):
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.write(int(name), data)
+
+
+def forged():
+    return pack(encode(Answer("score", (Score(1000.0),))))
 
 
 # What is returned.
@@ -132,14 +138,9 @@ def memory(_):
 
 def child(how):
     """Returns while what it started lives on."""
-    options = {
-        "plain": {},
-        "session": {"start_new_session": True},
-        "group": {"process_group": 0},
-        "bare": {"env": {}, "start_new_session": True, "close_fds": False},
-        "stopped": {"start_new_session": True},
-        "deaf": {"start_new_session": True},
-    }[how]
+    own_session = {"start_new_session": True}
+    bare = {"env": {}, "close_fds": False, **own_session}
+    options = {"plain": {}, "group": {"process_group": 0}, "bare": bare}.get(how, own_session)
     if how == "deaf":
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -174,9 +175,7 @@ def forks(how):
     if how == "raises":
         raise ValueError("the child")
     if how == "answers":
-        for fd in fds():
-            with contextlib.suppress(OSError):
-                os.write(fd, pack(encode(Answer("score", (Score(1000.0),)))))
+        write_everywhere(forged())
     return 0.25
 
 
@@ -241,16 +240,12 @@ def dies(how):
 
 
 def forges(_):
-    for fd in fds():
-        with contextlib.suppress(OSError):
-            os.write(fd, pack(encode(Answer("score", (Score(1000.0),)))))
+    write_everywhere(forged())
     return 0.5
 
 
 def junk(_):
-    for fd in fds():
-        with contextlib.suppress(OSError):
-            os.write(fd, b"\xff" * 1000)
+    write_everywhere(b"\xff" * 1000)
     return 0.5
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from benchmarks.scripted_engine import ScriptedEngine
+from tests.orchestrator.test_orchestrator import END, Letters, say
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.registry import load_environment, played
@@ -17,7 +18,6 @@ from slipstream.errors import ConfigError, EnvironmentFault
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Message, SamplingParams, Task
 
-END = 0
 SOURCE = """
 import asyncio, os, time
 from slipstream.envs import Environment, Episode, Message, Score, Task, ToolCall
@@ -80,17 +80,6 @@ class Talk(Environment):
 """
 
 
-class Letters:
-    def render(self, messages):
-        return [ord(letter) for message in messages for letter in message.content]
-
-    def decode(self, token_ids):
-        return "".join(chr(token) for token in token_ids if token != END)
-
-    def decode_turn(self, token_ids):
-        return self.decode(token_ids), self.decode(token_ids)
-
-
 def config_in(folder):
     (folder / "talk.py").write_text(SOURCE)
     patient = {"reward_timeout_s": 60.0, "tool_timeout_s": 60.0}
@@ -114,7 +103,7 @@ class Played:
     async def __aenter__(self):
         self.pool = await ScorerPool(self.config).__aenter__()
         await self.environment.setup()
-        engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, "hm"), END])
+        engine = ScriptedEngine(say("hm"))
         limits = {"request_timeout_s": 60.0, "run_timeout_s": self.run_timeout_s, "context_length": 300}
         self.runner = RolloutRunner(self.environment, self.pool, Letters(), engine, **limits)
         limits["run_timeout_s"] = 60.0

@@ -7,6 +7,8 @@ import contextlib
 import msgspec
 import pytest
 from benchmarks.scripted_engine import ScriptedEngine
+from tests.orchestrator.test_orchestrator import END, say
+from tests.orchestrator.test_orchestrator import Letters as Plain
 
 from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
@@ -24,7 +26,6 @@ from slipstream.orchestrator.retries import Retries
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Message, SamplingParams, Task
 
-END = 0
 SOURCE = """
 import asyncio
 from pathlib import Path
@@ -123,30 +124,20 @@ HOWS = (
 )
 
 
-class Letters:
+class Letters(Plain):
+    """Of a message its tools and its role, too."""
+
     def render(self, messages):
         tools = "".join(tool["name"] for message in messages for tool in message.tools)
         return [ord(letter) for message in messages for letter in f"{tools}{message.role[0]}{message.content}|"]
 
-    def decode(self, token_ids):
-        return "".join(chr(token) for token in token_ids if token != END)
 
-    def decode_turn(self, token_ids):
-        return self.decode(token_ids), self.decode(token_ids)
-
-
-def config_of(tmp_path, apart, how="", **settings):
+def config_of(tmp_path, apart, how=""):
     (tmp_path / "talk.py").write_text(SOURCE)
-    diary = tmp_path / f"diary_{apart}"
-    given = {"diary": str(diary), "how": how, **settings}
+    settings = {"diary": str(tmp_path / f"diary_{apart}"), "how": how}
+    patient = {"run_timeout_s": 1.5, "reward_timeout_s": 60.0, "tool_timeout_s": 60.0}
     return EnvironmentConfig(
-        name=str(tmp_path / "talk.py"),
-        apart=apart,
-        reward_workers=1,
-        run_timeout_s=1.5,
-        reward_timeout_s=60.0,
-        tool_timeout_s=60.0,
-        settings=given,
+        name=str(tmp_path / "talk.py"), apart=apart, reward_workers=1, settings=settings, **patient
     )
 
 
@@ -155,31 +146,25 @@ async def at_work(config, warn, environment=None):
     """A runner, and what the engine was asked."""
     environment = environment or played(load_environment(config), config)
     asked = []
-    engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, "<think>m</think>hm"), END])
+    engine = ScriptedEngine(say("<think>m</think>hm"))
 
     def on_request(request):
         asked.append((request.id.partition("-")[0], request.seed, request.prompt_ids, request.sampling.max_tokens))
 
     engine.on_request = on_request
+    limits = {"request_timeout_s": 60.0, "run_timeout_s": config.run_timeout_s, "context_length": 300}
     async with in_use(environment, config.run_timeout_s, warn), ScorerPool(config) as pool:
-        runner = RolloutRunner(
-            environment,
-            pool,
-            Letters(),
-            engine,
-            request_timeout_s=60.0,
-            run_timeout_s=config.run_timeout_s,
-            context_length=300,
-            retries=Retries(2, 60.0),
-            warn=warn,
-        )
-        yield runner, engine, asked
+        how = {"retries": Retries(2, 60.0), "warn": warn}
+        yield RolloutRunner(environment, pool, Letters(), engine, **limits, **how), engine, asked
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(apart_module, "_ANSWER_S", 60.0)
+
+
+both_ways = pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
 
 
 async def play(runner, how):
@@ -240,7 +225,7 @@ async def test_episodes_are_the_same_in_both_ways(tmp_path):
     assert diary.count("run lost turn") == 1
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
+@both_ways
 async def test_messages_that_run_writes_itself_have_the_tools_and_each_episode_its_own_task(tmp_path, apart):
     task = Task("t", (Message("system", "s"), Message("user", "q")), "ok", {"how": "own messages"})
     task = msgspec.structs.replace(task, prompt=with_tools(task.prompt, [{"name": "twice"}]))
@@ -255,7 +240,7 @@ async def test_messages_that_run_writes_itself_have_the_tools_and_each_episode_i
     assert [message.content for message in both[0].turns] == ["q", answer, "on", answer]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
+@both_ways
 async def test_setup_and_close_are_called_and_bounded_and_what_they_raise_is_said(tmp_path, apart):
     warnings = []
     with pytest.raises(EnvironmentFault, match=r"setup\(\) of Talk raised OSError: no server \(line 31 of .*talk.py"):
@@ -272,7 +257,7 @@ async def test_setup_and_close_are_called_and_bounded_and_what_they_raise_is_sai
     assert "close() of Talk raised OSError: gone (line 38 of" in warnings[0]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
+@both_ways
 async def test_an_episode_that_is_cancelled_is_closed_and_closing_is_bounded(tmp_path, monkeypatch, apart):
     monkeypatch.setattr(rollouts_module, "_CLOSE_S", 60.0)
     warnings, config = [], config_of(tmp_path, apart)
@@ -348,21 +333,13 @@ async def test_an_object_of_a_python_program_acts_the_same(tmp_path):
     assert placement(load_environment(config)) == (True, "run() of Local may block, which would hold up the run")
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("reasoning_gym/spell_backward", {}),
-        ("rows", {"path": "rows.jsonl"}),
-        ("functions.py", {}),
-        ("tools.py", {}),
-        ("verifiers/x", {}),
-    ],
-)
-def test_what_runs_no_code_of_the_users_own_stays_in_the_run(tmp_path, monkeypatch, name, settings):
+@pytest.mark.parametrize("name", ["reasoning_gym/spell_backward", "rows", "functions.py", "tools.py", "verifiers/x"])
+def test_what_runs_no_code_of_the_users_own_stays_in_the_run(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"question": "1?", "answer": "1"}\n')
     functions = "def tasks(split, num_tasks, seed): return []\ndef reward(task, completion): return 0.0\n"
     (tmp_path / "functions.py").write_text(functions)
+    settings = {"path": "rows.jsonl"} if name == "rows" else {}
     (tmp_path / "tools.py").write_text(
         "from slipstream.envs import SingleTurn\nclass T(SingleTurn):\n    tools = (print,)\n    max_turns = 2\n"
         "    def tasks(self, split, num_tasks): return []\n    def reward(self, task, completion): return 0.0\n"

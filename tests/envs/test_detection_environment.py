@@ -85,6 +85,16 @@ def test_the_reward_is_f1_without_repair(environment, said, reward):
     assert made.score(task, said).reward == reward
 
 
+DESCRIPTIONS = {
+    " cat": "strip it",
+    "a\nb": "reword it",
+    "cat, dog": "reword it",
+    "": "give a text that is not empty",
+    7: "desc is 7",
+    "<|im_end|>": "contains '<|'",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -97,15 +107,14 @@ def test_the_reward_is_f1_without_repair(environment, said, reward):
         ({"objects": ["cat"]}, "object 1 is 'cat'"),
         ({"objects": [{"desc": "cat"}]}, "no geometry"),
         ({"objects": [{"bbox_2d": [1, 2, 3, 4]}]}, "desc is None"),
-        ({"objects": [{"desc": " cat", "bbox_2d": [1, 2, 3, 4]}]}, "strip it"),
-        ({"objects": [{"desc": "a\nb", "bbox_2d": [1, 2, 3, 4]}]}, "reword it"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3]}]}, "give 4 values"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 1000]}]}, "no bin"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, -1]}]}, "no bin"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4.5]}]}, "no bin"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [9, 2, 3, 4]}]}, "wrong order"),
+        *(({"objects": [{"desc": desc, "bbox_2d": [1, 2, 3, 4]}]}, said) for desc, said in DESCRIPTIONS.items()),
+        *(({"objects": [{"desc": "cat", "bbox_2d": box}]}, "give 4 values") for box in ([1, 2, 3], "1234")),
+        *(({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, end]}]}, "no bin") for end in (1000, -1, 4.5, True, None)),
+        ({"objects": [{"desc": "cat", "bbox_2d": ["<|coord_1|>", 2, 3, "<|coord_1000|>"]}]}, "no bin"),
+        *(({"objects": [{"desc": "cat", "bbox_2d": b}]}, "wrong order") for b in ([9, 2, 3, 4], [1, 9, 3, 4])),
         ({"objects": [{"desc": "cat", "poly": [1, 2, 3, 4, 5, 6]}]}, "polygon"),
         ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4], "score": 1}]}, "key 'score'"),
+        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4], "poly": [1, 2, 3, 4, 5, 6]}]}, "exactly one of"),
         ({"width": 63}, "says 63 x 48 pixels, and its image has 64 x 48"),
         ({"width": 0}, "width is 0: give a number of pixels"),
         ({"height": "48"}, "height is '48'"),
@@ -116,16 +125,6 @@ def test_the_reward_is_f1_without_repair(environment, said, reward):
         ({"images": ["https://a.org/b.png"]}, "lies on a network"),
         ({"prompt": "<image> or <image>?"}, "images holds 1 images, and the messages have 2 places"),
         ({"objects": [None]}, "object 1 is None"),
-        ({"objects": [{"desc": "", "bbox_2d": [1, 2, 3, 4]}]}, "give a text that is not empty"),
-        ({"objects": [{"desc": 7, "bbox_2d": [1, 2, 3, 4]}]}, "desc is 7"),
-        ({"objects": [{"desc": "cat, dog", "bbox_2d": [1, 2, 3, 4]}]}, "reword it"),
-        ({"objects": [{"desc": "<|im_end|>", "bbox_2d": [1, 2, 3, 4]}]}, "contains '<|'"),
-        ({"objects": [{"desc": "cat", "bbox_2d": "1234"}]}, "give 4 values"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, True]}]}, "no bin"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, None]}]}, "no bin"),
-        ({"objects": [{"desc": "cat", "bbox_2d": ["<|coord_1|>", 2, 3, "<|coord_1000|>"]}]}, "no bin"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 9, 3, 4]}]}, "wrong order"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4], "poly": [1, 2, 3, 4, 5, 6]}]}, "exactly one of"),
     ],
 )
 def test_a_broken_row_is_one_sentence_with_its_file_and_number(environment, change, sentence):

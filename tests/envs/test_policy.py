@@ -2,6 +2,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.orchestrator.test_orchestrator import END
+from tests.orchestrator.test_orchestrator import Letters as Plain
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.base import Episode
@@ -11,20 +13,12 @@ from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, ExpertChoices, Media, Message, Task, VersionSpan
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
-END = 0
 
-
-class Letters:
-    """One token for a character; a turn is its text, then END."""
+class Letters(Plain):
+    """A turn is its text, then END."""
 
     def render(self, messages):
         return [token for message in messages for token in [*map(ord, message.content), END]]
-
-    def decode(self, token_ids):
-        return "".join(chr(token) for token in token_ids if token != END)
-
-    def decode_turn(self, token_ids):
-        return self.decode(token_ids), self.decode(token_ids)
 
 
 def script(*turns, finish="stop", logprobs=True):
@@ -38,6 +32,10 @@ def script(*turns, finish="stop", logprobs=True):
         return Completion("r", ids, [-0.5] * len(ids) if logprobs else None, finish, [version])
 
     return generate, prompts
+
+
+def policy_of(*turns, **how):
+    return RecordingPolicy(script(*turns, **how)[0], Letters())
 
 
 def user(text):
@@ -85,8 +83,7 @@ async def test_experts_of_earlier_turns_stay_as_they_were_sampled():
 
 
 async def test_a_prompt_that_changes_the_past_begins_a_new_sequence():
-    generate, _ = script("<t>b", "e")
-    policy = RecordingPolicy(generate, Letters())
+    policy = policy_of("<t>b", "e")
     await policy.chat([user("a")])
     await policy.chat([user("a"), assistant("b"), user("d")])  # the thinking was dropped
     first, second = policy.sequences
@@ -96,40 +93,29 @@ async def test_a_prompt_that_changes_the_past_begins_a_new_sequence():
     assert second.versions == [VersionSpan(6, "0.2")]
 
 
-async def test_conversations_held_in_turns_keep_apart():
-    generate, _ = script("b", "y", "d")
-    policy = RecordingPolicy(generate, Letters())
-    await policy.chat([user("a")])
-    await policy.chat([user("x")])
-    await policy.chat([user("a"), assistant("b"), user("c")])
-    assert [bytes(s.token_ids) for s in policy.sequences] == [b"a\0b\0c\0d\0", b"x\0y\0"]
+@pytest.mark.parametrize(
+    ("turns", "prompts", "sequences"),
+    [
+        ("byd", (("a",), ("x",), ("a", "b", "c")), [b"a\0b\0c\0d\0", b"x\0y\0"]),
+        ("bc", (("a",), ("a",)), [b"a\0b\0", b"a\0c\0"]),  # the same prompt twice
+    ],
+)
+async def test_conversations_held_in_turns_keep_apart(turns, prompts, sequences):
+    policy = policy_of(*turns)
+    for prompt in prompts:
+        await policy.chat([(user, assistant)[place % 2](text) for place, text in enumerate(prompt)])
+    assert [bytes(s.token_ids) for s in policy.sequences] == sequences
 
 
-async def test_the_same_prompt_twice_is_two_sequences():
-    generate, _ = script("b", "c")
-    policy = RecordingPolicy(generate, Letters())
-    await policy.chat([user("a")])
-    await policy.chat([user("a")])
-    assert [bytes(s.token_ids) for s in policy.sequences] == [b"a\0b\0", b"a\0c\0"]
-
-
-async def test_missing_logprobs_stay_missing():
-    generate, _ = script("b", logprobs=False)
-    policy = RecordingPolicy(generate, Letters())
-    await policy.chat([user("a")])
+async def test_truncation_is_remembered_and_missing_logprobs_stay_missing():
+    policy = policy_of("b", finish="length", logprobs=False)
+    assert (await policy.chat([user("a")])).finish_reason == "length"
+    assert policy.truncated
     assert policy.sequences[0].logprobs is None
 
 
-async def test_truncation_is_remembered():
-    generate, _ = script("b", finish="length")
-    policy = RecordingPolicy(generate, Letters())
-    assert (await policy.chat([user("a")])).finish_reason == "length"
-    assert policy.truncated
-
-
 async def test_aborted_and_inconsistent_completions_are_engine_errors():
-    generate, _ = script("b", finish="abort")
-    policy = RecordingPolicy(generate, Letters())
+    policy = policy_of("b", finish="abort")
     with pytest.raises(EngineError, match="aborted after 2 tokens"):
         await policy.chat([user("a")])
     assert policy.sequences == []
@@ -138,8 +124,7 @@ async def test_aborted_and_inconsistent_completions_are_engine_errors():
 
 
 async def test_thinking_that_the_template_opens_is_part_of_the_reply():
-    generate, _ = script("hm</think>4")
-    policy = RecordingPolicy(generate, Letters())
+    policy = policy_of("hm</think>4")
     assert (await policy.chat([user("2+2<think>\n")])).text == "<think>hm</think>4"
     assert policy.sequences[0].token_ids[-len("hm</think>4") - 1 :] == [*b"hm</think>4\0"]
 
@@ -187,8 +172,7 @@ async def test_a_single_turn_asks_once_and_says_how_it_ended():
 
     task = Task("t", (user("a"),))
     for finish, outcome, stop in (("stop", "done", "answer"), ("length", "truncated", "length")):
-        generate, _ = script("b", finish=finish)
-        found = await Ask().run(task, RecordingPolicy(generate, Letters()))
+        found = await Ask().run(task, policy_of("b", finish=finish))
         assert found == Episode("b", outcome, stop=stop, messages=(assistant("b"),))
 
 
@@ -205,7 +189,7 @@ async def test_a_single_turn_asks_once_and_says_how_it_ended():
     ],
 )
 async def test_thinking_is_counted_in_sampled_tokens(said, expected):
-    policy = RecordingPolicy(script(said)[0], Letters())
+    policy = policy_of(said)
     await policy.chat([user("q")])
     assert policy.num_thinking == expected
 
@@ -259,6 +243,13 @@ def test_long_thinking_is_not_decoded_again_and_again():
     assert tokenizer.num_decoded < 10_000
 
 
+def always(token_ids):
+    async def generate(prompt_ids, *_):
+        return Completion("r", token_ids, [-0.5] * len(token_ids), "stop")
+
+    return generate
+
+
 async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prompt(tmp_path):
     made = new_tokenizer("byte")
     made.add_tokens(["[TOOL_CALLS]"], special_tokens=True)
@@ -266,10 +257,7 @@ async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prom
     tokenizer = ChatTokenizer(tmp_path)
     sampled = [*tokenizer.plain_tokens(" I ask [TOOL_CALLS]f{}\n"), tokenizer.end_token_id]
 
-    async def generate(prompt_ids, *_):
-        return Completion("r", sampled, [-0.5] * len(sampled), "stop")
-
-    policy = RecordingPolicy(generate, tokenizer)
+    policy = RecordingPolicy(always(sampled), tokenizer)
     reply = await policy.chat([user("q")])
     assert reply.text == policy.last_text == " I ask f{}\n"
     assert reply.message == assistant(" I ask [TOOL_CALLS]f{}\n")
@@ -284,10 +272,7 @@ async def test_a_stop_string_stays_in_the_reply_and_the_next_prompt_extends_it(t
     tokenizer = ChatTokenizer(tmp_path)
     sampled = tokenizer.plain_tokens("<a>ab</a>")  # as vLLM ends at a stop string: without an end token
 
-    async def generate(prompt_ids, *_):
-        return Completion("r", sampled, [-0.5] * len(sampled), "stop")
-
-    policy = RecordingPolicy(generate, tokenizer)
+    policy = RecordingPolicy(always(sampled), tokenizer)
     reply = await policy.chat([user("q")])
     assert (reply.text, reply.content, reply.message) == ("<a>ab</a>", "<a>ab</a>", assistant("<a>ab</a>"))
     await policy.chat([user("q"), reply.message, user("found")])

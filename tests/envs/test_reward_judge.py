@@ -7,6 +7,7 @@ import time
 
 import pytest
 from aiohttp import web
+from tests.web_server import serving
 
 from slipstream import openai_client
 from slipstream.config.python_objects import give
@@ -38,6 +39,7 @@ class Server:
         self.script, self.asked, self.headers = [], [], []
 
     async def answer(self, request):
+        assert (request.method, request.path) == ("POST", "/v1/chat/completions")
         self.asked.append(await request.json())
         self.headers.append(dict(request.headers))
         what = self.script.pop(0) if len(self.script) > 1 else self.script[0]
@@ -58,15 +60,9 @@ class Server:
 @pytest.fixture
 async def server():
     made = Server()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", made.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
-    yield made
-    await runner.cleanup()
+    async with serving(made.answer) as address:
+        made.url = f"http://{address}/v1"
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +141,14 @@ async def test_a_score_before_the_full_marks(make, reply, scale, reward):
     assert (await make(reply, scale=scale)(TASK, "12")).reward == pytest.approx(reward)
 
 
+NO_NUMBERS = ("<think>perhaps 2", "8/1", "17/20", "It meets 1 of 2 conditions", "8,5", "11", "12/10", "9" * 350)
+NO_OBJECTS = (
+    *('<think>{"score": 2}', '<think>{"score": 2}</think>none', '{"score": true}', '{"score": NaN}'),
+    *(f'{{"score": {"9" * 400}}}', '{"a":' * 50_000),
+)
+NUMBERS_OF_TOKENS = {"1e999": "inf", "NaN": "nan", "9" * 30: "9+", "-5": "-5", '"many"': "'many'"}
+
+
 def cut(text):
     return {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
 
@@ -152,32 +156,16 @@ def cut(text):
 @pytest.mark.parametrize(
     ("reply", "settings", "said"),
     [
+        *((text, {}, "did not reply with a number from 0 to 10") for text in NO_NUMBERS),
+        *((text, {"reply": "json"}, "did not reply with a JSON object") for text in NO_OBJECTS),
+        *((raw(REPLY % num), {}, f"counts {said} tokens") for num, said in NUMBERS_OF_TOKENS.items()),
         (cut(None), {}, "max_tokens"),
         (cut('{"score": 8} {'), {"reply": "json"}, "max_tokens"),
-        ("<think>perhaps 2", {}, "did not reply with a number"),
-        ('<think>{"score": 2}', {"reply": "json"}, "did not reply with a JSON object"),
-        ('<think>{"score": 2}</think>none', {"reply": "json"}, "did not reply with a JSON object"),
-        ("8/1", {}, "did not reply with a number"),
-        ("17/20", {}, "did not reply with a number"),
-        ("It meets 1 of 2 conditions", {}, "did not reply with a number"),
-        ("8,5", {}, "did not reply with a number"),
-        ('{"score": true}', {"reply": "json"}, "did not reply with a JSON object"),
         ("I cannot say", {}, "did not reply with a number from 0 to 10: 'I cannot say'"),
-        ("11", {}, "did not reply with a number from 0 to 10"),
-        ("12/10", {}, "did not reply with a number from 0 to 10"),
         ('{"points": 3}', {"reply": "json"}, "did not reply with a JSON object with a score"),
         ({"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}, {}, "content filter"),
         ({"choices": []}, {}, "sent no chat completion"),
         (web.Response(text=f"<html>{KEY}"), {}, "no JSON object"),
-        (f"It is {'9' * 350}", {}, "did not reply with a number"),
-        (f'{{"score": {"9" * 400}}}', {"reply": "json"}, "did not reply with a JSON object"),
-        ('{"score": NaN}', {"reply": "json"}, "did not reply with a JSON object"),
-        ('{"a":' * 50_000, {"reply": "json"}, "did not reply with a JSON object"),
-        (raw(REPLY % "1e999"), {}, "counts inf tokens"),
-        (raw(REPLY % "NaN"), {}, "counts nan tokens"),
-        (raw(REPLY % ("9" * 30)), {}, "counts 9+ tokens"),
-        (raw(REPLY % "-5"), {}, "counts -5 tokens"),
-        (raw(REPLY % '"many"'), {}, "counts 'many' tokens"),
         (raw("x" * (9 << 20)), {}, "more than 8 MiB"),
         (401, {}, "status 401"),
     ],

@@ -30,12 +30,14 @@ async def waiting(data_source, solution_str, ground_truth, extra_info):
 """.replace("\\\\\\\\", "\\\\")
 
 
-def verl(n, source="openai/gsm8k"):
+def verl(n, source="openai/gsm8k", **more):
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
+        "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
-        "extra_info": {"index": n, "answer": f"{n} and 1\n#### {n + 1}"},
+        "extra_info": {"split": "train", "index": n, "answer": f"{n} and 1\n#### {n + 1}"},
+        **more,
     }
 
 

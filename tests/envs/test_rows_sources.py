@@ -5,25 +5,13 @@ import json
 
 import datasets
 import pytest
+from test_rows import verl
 
 from slipstream.config import load_config
 from slipstream.config.python_objects import give
-from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.from_python import load_python_environment, pack_environment
-from slipstream.envs.registry import load_environment
 from slipstream.envs.rows import Rows
 from slipstream.errors import ConfigError, DataError
-
-
-def verl(n, source="openai/gsm8k", **more):
-    return {
-        "data_source": source,
-        "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
-        "extra_info": {"split": "train", "index": n},
-        **more,
-    }
 
 
 @pytest.fixture
@@ -132,25 +120,6 @@ def test_columns_of_verl_as_text_and_with_types_that_differ(write):
     assert [task.answer for task in found] == ["2", "3", "4", "5", "6"]
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (
-            verl(1, reward_model="{'style': "),
-            "row 2 of .*: reward_model = .* is not a dictionary, nor JSON text of one",
-        ),
-        (verl(1, reward_model={"style": "rule"}), "column reward_model of row 2 .* has no column 'ground_truth'"),
-        (verl(1, reward_model={"ground_truth": ""}), "row 2 of .*: reward_model.ground_truth is empty"),
-        (verl(1, extra_info="nothing"), "row 2 of .*: extra_info = 'nothing' is not a dictionary"),
-        (verl(1, data_source=None), "row 2 of .*: data_source = None is not text"),
-        (verl(1, images=["x.png"]), r"row 2 of .*: images\[0\] = 'x.png' cannot be read"),
-    ],
-)
-def test_a_row_that_cannot_be_read_is_named(write, row, said):
-    with pytest.raises(DataError, match=said):
-        Rows(0, {"path": write("a.jsonl", [verl(0), row])}).tasks("train", 1)
-
-
 def test_an_unknown_source_is_named_in_each_file_held_out_ones_too(write):
     known, unknown = write("a.jsonl", [verl(1)]), write("b.jsonl", [verl(2), verl(3, "lighteval/MATH")])
     environment = Rows(0, {"path": [known], "eval_path": {"new": unknown}, "reward": {"openai": "number"}})
@@ -173,21 +142,6 @@ def test_rewards_that_give_numbers_and_dictionaries_in_one_run(write, tmp_path):
         {"acc": 1.0} if index % 2 == 0 else {}
         for index in (task.info["extra_info"]["index"] for task in environment.tasks("train", 4))
     ]
-
-
-def test_folders_of_save_to_disk(tmp_path):
-    rows = datasets.Dataset.from_list([verl(n) for n in range(30)])
-    splits = datasets.DatasetDict({"train": rows, "test": datasets.Dataset.from_list([verl(99)])})
-    splits.save_to_disk(tmp_path / "all")
-    rows.save_to_disk(tmp_path / "one")
-    environment = load_environment(
-        EnvironmentConfig(
-            name="rows",
-            settings={"path": [str(tmp_path / "all"), str(tmp_path / "one")], "eval_path": str(tmp_path / "all")},
-        )
-    )
-    assert environment.num_train_tasks == 60
-    assert [task.answer for task in environment.tasks("eval", 9)] == ["100"]
 
 
 def test_data_sets_of_a_python_caller():

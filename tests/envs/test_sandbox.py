@@ -17,6 +17,8 @@ from slipstream.envs.rewards import sandbox as sandbox_module
 from slipstream.envs.rewards import sandbox_child
 from slipstream.envs.rewards.sandbox import Limits, Sandbox, SandboxFailed, why_not
 
+from ..waiting import until
+
 NAMESPACES, LIMITS = Limits(memory_mib=256, folder_mib=16, output_mib=1), Limits(namespaces=False, memory_mib=256)
 pytestmark = pytest.mark.skipif(bool(why_not(NAMESPACES)), reason=f"no namespaces here: {why_not(NAMESPACES)}")
 both = pytest.mark.parametrize("limits", [NAMESPACES, LIMITS], ids=["namespaces", "limits"])
@@ -44,13 +46,6 @@ def processes(mark):
             except OSError:
                 pass
     return found
-
-
-def gone(mark, within_s=60.0):
-    end = time.monotonic() + within_s
-    while (left := processes(mark)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not left
 
 
 @both
@@ -193,7 +188,7 @@ def test_a_daemon_does_not_outlive_it(limits):
     start = time.monotonic()
     assert output(program, limits) == "started"
     assert time.monotonic() - start < 50
-    assert gone(mark)
+    until(lambda: not processes(mark))
 
 
 @both
@@ -212,7 +207,7 @@ def test_a_daemon_does_not_outlive_a_deadline_either(limits):
         if found.output:
             break
     assert (found.status, found.reason, found.output) == (None, "deadline", b"here\n")
-    assert gone(mark)
+    until(lambda: not processes(mark))
 
 
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
@@ -230,13 +225,10 @@ def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
     command, environment = [sys.executable, "-c", textwrap.dedent(program)], {**os.environ, "TMPDIR": str(folder)}
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment)
     caller.stdout.readline()
-    end = time.monotonic() + 60
-    while not processes(mark) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert processes(mark)
+    until(lambda: processes(mark))
     caller.send_signal(signal.SIGKILL)
     caller.wait()
-    assert gone(mark)
+    until(lambda: not processes(mark))
     assert not list(folder.iterdir())
 
 

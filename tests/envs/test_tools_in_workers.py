@@ -38,8 +38,8 @@ SHARED = pytest.mark.asyncio(loop_scope="module")
 
 def config(**options):
     name = f"{hostile_tools.__file__}:Hostile"
-    options = {"reward_timeout_s": 60.0, "tool_timeout_s": 60.0} | options
-    return EnvironmentConfig(name=name, variables=(hostile.MARK,), reward_workers=1, **options)
+    patient = {"reward_timeout_s": 60.0, "tool_timeout_s": 60.0, "variables": (hostile.MARK,)}
+    return EnvironmentConfig(name=name, reward_workers=1, **(patient | options))
 
 
 def act(mode):
@@ -141,7 +141,7 @@ async def test_a_group_of_the_wrong_shape_fails(scorer, mode, said):
 
 
 async def test_a_group_that_hangs_or_dies_ends_in_time():
-    async with ScorerPool(config(reward_timeout_s=1.0).model_copy(update={"variables": ()})) as pool:
+    async with ScorerPool(config(reward_timeout_s=1.0, variables=())) as pool:
         calls = (pool.score_group(task(), [Episode(mode)] * 2) for mode in ("hangs regex", "dies exit3", "later"))
         hung, died, good = await asyncio.gather(*calls, return_exceptions=True)
     assert (type(hung), type(died)) == (RewardTimeout, RewardFailed)
@@ -190,7 +190,7 @@ def test_tools_that_hang(mark, run):  # noqa: F811
 
 
 async def test_a_hung_tool_delays_no_reward_and_is_no_failure_of_one():
-    async with ScorerPool(config(tool_timeout_s=3.0).model_copy(update={"variables": ()})) as pool:
+    async with ScorerPool(config(tool_timeout_s=3.0, variables=())) as pool:
         for _ in range(10):  # the machine may delay the reward, the tool may not
             hung = asyncio.create_task(pool.call_tool(task(), ToolCall("hang_once")))
             await asyncio.sleep(0.3)
@@ -205,7 +205,7 @@ async def test_a_hung_tool_delays_no_reward_and_is_no_failure_of_one():
 
 async def test_many_coroutine_tools_run_at_once():
     """One after the other they would take 100 s."""
-    async with ScorerPool(config().model_copy(update={"variables": ()})) as pool:
+    async with ScorerPool(config(variables=())) as pool:
         call = ToolCall("wait", {"seconds": 0.2, "text": "x"})
         await pool.call_tool(task(), call)
         started = time.monotonic()
@@ -215,7 +215,7 @@ async def test_many_coroutine_tools_run_at_once():
 
 
 async def test_a_coroutine_tool_that_hangs_takes_nobody_along():
-    async with ScorerPool(config(tool_timeout_s=1.0).model_copy(update={"variables": ()})) as pool:
+    async with ScorerPool(config(tool_timeout_s=1.0, variables=())) as pool:
         calls = [ToolCall("wait", {"seconds": seconds, "text": str(seconds)}) for seconds in (0.2, 60, 0.3)]
         found = await asyncio.gather(*(pool.call_tool(task(), call) for call in calls))
     assert [each.failure for each in found] == ["", "timeout", ""]
@@ -289,7 +289,7 @@ async def test_where_the_kernel_refuses_the_namespace_keys_are_warned_of(monkeyp
     )
     folder = str(Path(guard.__file__).parent)
     assert subprocess.run([sys.executable, "-c", script, folder], check=False).returncode == 0
-    pool = ScorerPool(config().model_copy(update={"variables": ()}), warn=warnings.append)
+    pool = ScorerPool(config(variables=()), warn=warnings.append)
     monkeypatch.setattr(guard, "NAMESPACE", guard.NO_NAMESPACE)
     async with pool:
         assert (await pool.score(task(), "number 3")).reward == 3.0

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from slipstream.algo.readiness import group_has_signal
 from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
-from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.dynamic_sampling import MAX_TASKS, Refills, choose, task_counts
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Message, Rollout, TurnSpan, Version
-from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
+from tests.orchestrator.test_orchestrator import END, Odd, make_batcher
 
 
 def task(letter):
@@ -40,18 +39,10 @@ async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_
     begun, hooks = [], Hooks()
     hooks.round_began = lambda num_rollouts: begun.append(num_rollouts // group_size)
     offered = [[task(letter) for letter in letters] for letters in refills]
-    batcher = Batcher(
-        make_runner(ScriptedEngine(answer), Worth()),
-        group_size=group_size,
-        sampling=SAMPLING,
-        seed=0,
-        max_reward_failures=max_failures,
-        needs_logprobs=True,
-        refills=Refills(
-            lambda step, number: offered[number - 1], max_refills, partial(group_has_signal, reward_threshold=threshold)
-        ),
-        hooks=hooks,
-    )
+    has_signal = partial(group_has_signal, reward_threshold=threshold)
+    refills = Refills(lambda step, number: offered[number - 1], max_refills, has_signal)
+    how = {"group_size": group_size, "max_reward_failures": max_failures, "refills": refills, "hooks": hooks}
+    batcher = make_batcher(ScriptedEngine(answer), Worth(), **how)
     return await batcher.make(3, Version(0, 3), [task(letter) for letter in first]), begun
 
 

@@ -7,18 +7,13 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Environment, Episode, Message, Score, Task
 from slipstream.envs.lifetime import in_use
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import EnvironmentFault
-from slipstream.orchestrator import rollouts as rollouts_module
-from slipstream.orchestrator.batches.batcher import Batcher
-from slipstream.orchestrator.rollouts import RolloutRunner
-from slipstream.records import SamplingParams, Version
+from slipstream.records import Version
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
-from .test_orchestrator import END, Letters
+from .test_orchestrator import SAMPLING, make_batcher, make_runner, say
 
 TASK = Task("t", (Message("user", "q"),), "b")
-SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))
 
 
 class Talks(Environment):
@@ -54,10 +49,7 @@ class Talks(Environment):
 
 
 def runner_of(environment, text="ab", **options):
-    engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, text), END])
-    return RolloutRunner(
-        environment, InlineScorer(environment), Letters(), engine, request_timeout_s=5.0, run_timeout_s=0.3, **options
-    )
+    return make_runner(ScriptedEngine(say(text)), environment, request_timeout_s=5.0, run_timeout_s=0.3, **options)
 
 
 def attempt(runner):
@@ -98,46 +90,6 @@ async def test_a_control_token_in_a_message_of_the_environment_is_said_once():
     assert warnings[0].startswith("a user message of environment Talks holds or as text")
 
 
-async def raises():
-    raise ValueError("in between")
-
-
-async def never_returns():
-    await asyncio.sleep(60)
-
-
-@pytest.mark.parametrize(("between", "stop"), [(raises, "error"), (never_returns, "timeout")])
-async def test_it_is_closed_however_it_ends(between, stop):
-    environment = Talks()
-    environment.between = between
-    rollout = await attempt(runner_of(environment))
-    assert (rollout.outcome, rollout.stop) == ("environment_error", stop)
-    assert environment.closed == [{"of": "t"}]
-
-
-async def test_it_is_closed_when_it_is_cancelled_and_closing_is_bounded(monkeypatch):
-    monkeypatch.setattr(rollouts_module, "_CLOSE_S", 0.1)
-    warnings, begun = [], asyncio.Event()
-
-    class Stuck(Talks):
-        async def between(self):
-            begun.set()
-            await asyncio.sleep(60)
-
-        async def close_episode(self, task, state):
-            await super().close_episode(task, state)
-            await asyncio.sleep(60)
-
-    environment = Stuck()
-    playing = asyncio.create_task(attempt(runner_of(environment, warn=warnings.append)))
-    await begun.wait()
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(playing, 5.0)
-    assert environment.closed == [{"of": "t"}]
-    assert warnings == ["close_episode() of environment Stuck failed: did not return within 0.1 s"]
-
-
 async def test_groups_are_graded_together_and_who_fails_is_left_out():
     class Ranked(Talks):
         scores_groups = True
@@ -150,42 +102,12 @@ async def test_groups_are_graded_together_and_who_fails_is_left_out():
         def score_group(self, task, episodes):
             return [Score(float(len(episodes)), {"place": float(i)}) for i in range(len(episodes))]
 
-    batcher = Batcher(
-        runner_of(Ranked()), group_size=3, sampling=SAMPLING, seed=0, max_reward_failures=0.5, needs_logprobs=True
-    )
+    batcher = make_batcher(None, runner=runner_of(Ranked()), group_size=3, max_reward_failures=0.5)
     batch = await batcher.make(0, Version(0, 0), [TASK])
     assert [(r.reward, r.metrics["place"]) for r in batch.rollouts] == [(2.0, 0.0), (2.0, 1.0)]
     assert batch.dropped == {"environment_error": 1}
     alone = await attempt(runner_of(Ranked()))  # as in an evaluation
     assert alone.reward == 1.0
-
-
-async def test_an_environment_is_set_up_once_and_closed_whatever_happens():
-    told, warnings = [], []
-
-    class Kept(Talks):
-        async def setup(self):
-            told.append("setup")
-            if self.seed == 1:
-                raise OSError("no server")
-            if self.seed == 2:
-                await asyncio.sleep(60)
-
-        async def close(self):
-            told.append("close")
-            raise OSError("gone")
-
-    async with in_use(Kept(), 5.0, warnings.append):
-        told.append("used")
-    assert told == ["setup", "used", "close"]
-    assert "close() of Kept raised OSError: gone" in warnings[0]
-    with pytest.raises(EnvironmentFault, match=r"setup\(\) of Kept raised OSError: no server"):
-        async with in_use(Kept(1), 5.0, warnings.append):
-            raise AssertionError
-    with pytest.raises(EnvironmentFault, match=r"did not return within 0.1 s \(environment.run_timeout_s\)"):
-        async with in_use(Kept(2), 0.1, warnings.append):
-            raise AssertionError
-    assert told.count("close") == 3
 
 
 async def test_an_episode_that_grades_itself_does_not_keep_its_group_waiting():
@@ -201,9 +123,7 @@ async def test_an_episode_that_grades_itself_does_not_keep_its_group_waiting():
         def score_group(self, task, episodes):
             return [Score(float(len(episodes))) for _ in episodes]
 
-    batcher = Batcher(
-        runner_of(Mixed()), group_size=3, sampling=SAMPLING, seed=0, max_reward_failures=0.0, needs_logprobs=True
-    )
+    batcher = make_batcher(None, runner=runner_of(Mixed()), group_size=3, max_reward_failures=0.0)
     batch = await asyncio.wait_for(batcher.make(0, Version(0, 0), [TASK]), 10.0)
     assert [rollout.reward for rollout in batch.rollouts] == [2.0, 3.0, 2.0]
 

@@ -23,6 +23,8 @@ from slipstream.runlog.samples import sample_id
 
 from .test_orchestrator import END, SAMPLING, TASKS, make_runner
 
+HOW = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5}
+
 
 def letters(*sequence):
     """An engine whose answers to each prompt are these letters in turn."""
@@ -36,11 +38,10 @@ def letters(*sequence):
 
 
 async def test_an_evaluation_of_several_samples_a_task():
-    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5}
     engine = letters("b", "a", "a", "a")
     requests = []
     engine.on_request = requests.append
-    found = await evaluate(make_runner(engine), TASKS, **how, samples_per_task=4)
+    found = await evaluate(make_runner(engine), TASKS, **HOW, samples_per_task=4)
     metrics = found.metrics()
     assert (found.num_tasks, len(found.rollouts), found.num_right) == (3, 12, 3)
     names = [rollout.id for rollout in found.rollouts[:5]]
@@ -60,7 +61,7 @@ async def test_an_evaluation_of_several_samples_a_task():
     single = []
     engine = letters("b")
     engine.on_request = single.append
-    alone = await evaluate(make_runner(engine), TASKS, **how)
+    alone = await evaluate(make_runner(engine), TASKS, **HOW)
     firsts = {request.seed for request in single}
     assert firsts == {seed_of(0, index) for index in range(3)}, "as in all versions"
     assert firsts == {request.seed for request in requests if request.id.split(".")[1].endswith("-0")}
@@ -69,7 +70,7 @@ async def test_an_evaluation_of_several_samples_a_task():
 
 
 async def test_majorities_need_answers_and_failures_vote_for_nothing():
-    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5, "samples_per_task": 4}
+    how = HOW | {"samples_per_task": 4}
     open_ended = [msgspec.structs.replace(task, answer=None) for task in TASKS]
     without = await evaluate(make_runner(letters("b", "a")), open_ended, **how)
     assert not any("maj" in name for name in without.metrics())
@@ -84,20 +85,19 @@ async def test_majorities_need_answers_and_failures_vote_for_nothing():
 
 
 async def test_an_evaluation_is_told_apart_by_data_source():
-    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5}
     sources = ("gsm8k", "openai/math", "gsm8k")
     tasks = [
         msgspec.structs.replace(task, info={"data_source": source}) for task, source in zip(TASKS, sources, strict=True)
     ]
     engine = ScriptedEngine(lambda prompt, seed: [ord("baa"[prompt[-1] - ord("0")]), END])
-    found = (await evaluate(make_runner(engine), tasks, **how)).metrics()
+    found = (await evaluate(make_runner(engine), tasks, **HOW)).metrics()
     assert found["eval/source/gsm8k/accuracy"] == 0.5
     assert found["eval/source/gsm8k/accuracy_low"] == pytest.approx(wilson_interval(1, 2)[0])
     assert (found["eval/source/gsm8k/num_tasks"], found["eval/source/openai/math/num_tasks"]) == (2, 1)
-    more = (await evaluate(make_runner(engine), tasks, **how, samples_per_task=2)).metrics()
+    more = (await evaluate(make_runner(engine), tasks, **HOW, samples_per_task=2)).metrics()
     assert more["eval/source/gsm8k/best@2"] == 0.5
     many = [Task(f"t{n}", TASKS[0].prompt, None, {"data_source": f"s{n}"}) for n in range(MAX_SOURCES + 3)]
-    wide = (await evaluate(make_runner(engine), many, **how)).metrics()
+    wide = (await evaluate(make_runner(engine), many, **HOW)).metrics()
     assert wide["eval/sources_left_out"] == 3
     assert sum(name.endswith("/accuracy") and "source" in name for name in wide) == MAX_SOURCES
 
@@ -125,7 +125,7 @@ def test_what_a_completion_votes_for(completion, answer, vote):
 
 
 async def test_a_token_of_another_version_makes_no_figure():
-    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5, "version": Version(0, 2)}
+    how = HOW | {"version": Version(0, 2)}
     engine = letters("b")
     engine.version = Version(0, 2, "d")
     assert (await evaluate(make_runner(engine), TASKS, **how)).accuracy == 1.0
@@ -141,16 +141,13 @@ async def test_a_token_of_another_version_makes_no_figure():
         await evaluate(make_runner(engine), TASKS, **how)
 
 
-HOW = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0}
-
-
 async def test_what_is_said_of_rollouts_that_end_in_several_ways():
     def script(prompt, seed):
         return [*map(ord, {"0": "b", "1": "bbbbbbbb", "2": "x"}[chr(prompt[-1])]), END]
 
     engine, requests, ended = ScriptedEngine(script), [], []
     engine.on_request = requests.append
-    found = await evaluate(make_runner(engine), TASKS, **HOW, max_failures=0.5, on_rollout=lambda: ended.append(1))
+    found = await evaluate(make_runner(engine), TASKS, **HOW, on_rollout=lambda: ended.append(1))
     low, high = wilson_interval(1, 3)
     assert found.metrics() == {
         "eval/accuracy": pytest.approx(1 / 3),
@@ -178,7 +175,7 @@ async def test_figures_by_source_are_over_its_own_tasks_and_samples():
         asked[chr(prompt[-1])] += 1
         return [ord(answers[chr(prompt[-1])][asked[chr(prompt[-1])] - 1]), END]
 
-    evaluation = await evaluate(make_runner(ScriptedEngine(script)), tasks, **HOW, max_failures=0.5, samples_per_task=2)
+    evaluation = await evaluate(make_runner(ScriptedEngine(script)), tasks, **HOW, samples_per_task=2)
     found = evaluation.metrics()
     assert (found["eval/source/s/accuracy"], found["eval/source/s/reward"]) == (0.75, 0.75)
     assert (found["eval/source/s/mean@2"], found["eval/source/s/pass@2"]) == (0.75, 1.0)

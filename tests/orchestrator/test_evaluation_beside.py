@@ -1,7 +1,6 @@
 """The trainer's handle of an evaluation that goes on beside training."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.thread import EventLoopThread
 
+from ..waiting import until
 from .executors import executor_of
 
 
@@ -49,10 +49,7 @@ class Beside:
     def begin(self):
         """Begin an evaluation of step 4, and wait until it goes on."""
         self.orchestrator.begin_evaluation(4)
-        deadline = time.monotonic() + 60
-        while not self.asked:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: self.asked)
 
     def let_go(self):
         async def done():

@@ -9,13 +9,12 @@ from slipstream.envs import Episode, Message
 from slipstream.envs.base import RewardFailed, RewardTimeout, ToolResult
 from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.orchestrator.failures import Failures, failure_of
-from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Rollout, Task, ToolCall
 from slipstream.runlog import sample_of
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
-from .test_episodes import SAMPLING, Talks
-from .test_orchestrator import END, Letters
+from .test_episodes import Talks
+from .test_orchestrator import SAMPLING, make_runner, say
 
 
 def twice(x: int) -> int:
@@ -56,17 +55,9 @@ class Scorer(InlineScorer):
 async def ended(how):
     kept = []
     environment = Fails()
-    engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, "ab"), END])
+    engine = ScriptedEngine(say("ab"))
     engine.abort = lambda request: "invalid" if how == "abort" and engine.num_requests == 2 else None
-    runner = RolloutRunner(
-        environment,
-        Scorer(environment),
-        Letters(),
-        engine,
-        request_timeout_s=5.0,
-        run_timeout_s=0.3,
-        on_ended=kept.append,
-    )
+    runner = make_runner(engine, environment, Scorer(environment), run_timeout_s=0.3, on_ended=kept.append)
     task = Task(how, (Message("user", "q"),), "b")
     rollout = await runner.run(task, rollout_id="3.0.1", group_id="3.0", sampling=SAMPLING, seed=1)
     assert kept == [rollout]

@@ -8,18 +8,12 @@ from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Ticket, Version
 from tests.orchestrator.executors import executor_of
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.waiting import Clock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 def test_each_moment_has_one_reason_on_each_side(clock):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from slipstream.data.draws import Draws
 from slipstream.orchestrator.batches.orders import ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.versions import Versions
-from slipstream.records import Message, SamplingParams, Task, Ticket, Version
+from slipstream.records import Message, SamplingParams, Task
 from slipstream.runlog.ledger import Ledger, balance
 from tests import quick_time
 from tests.orchestrator.test_orchestrator import END, make_batcher
+from tests.orchestrator.test_orders import release, versions_of
 from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 SIZE, STEPS, LONGEST = 4, 12, 400
@@ -51,8 +51,7 @@ def tasks_of_step(step):
 
 async def run(engine, folder, *, seed, staleness, steps, taken, overprovision=0.0):
     """A run of `steps` whose trainer takes the first `taken` batches; returns these."""
-    versions, ledger = Versions(engine, apply_timeout_s=1.0), Ledger(folder, 0, 0, staleness=staleness, shape={})
-    versions.allow_in_flight()
+    versions, ledger = versions_of(engine), Ledger(folder, 0, 0, staleness=staleness, shape={})
     batcher = make_batcher(engine, staleness=staleness, ledger=ledger)
     batcher.seed, batcher.sampling = seed, SamplingParams(max_tokens=2 * LONGEST, stop_token_ids=(END,))
     batches = ReadyFirst(batcher, versions, tasks_of_step, Hooks(), SIZE, Draws(), overprovision)
@@ -60,8 +59,7 @@ async def run(engine, folder, *, seed, staleness, steps, taken, overprovision=0.
     making = asyncio.create_task(batches.make_all(0, steps, queue.put))
     trained = []
     for step in range(taken):
-        await versions.apply(Ticket(Version(0, step, f"d{step}"), "disk", f"f{step}", ()))
-        await versions.release(step)
+        await release(versions, step)
         await asyncio.sleep(1e-3)  # a step takes the trainer some time
         trained.append(await asyncio.wait_for(queue.get(), 30.0))
     found = balance(folder)

@@ -6,13 +6,11 @@ import pytest
 from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Environment, Episode, Message, Score, Task
-from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Version
 from slipstream.runlog.ledger import Ledger, balance
-from tests.orchestrator.test_orchestrator import END, SAMPLING, InlineScorer, Letters
+from tests.orchestrator.test_orchestrator import SAMPLING, make_batcher, make_runner, say
 
 TASKS = [Task(letter, (Message("user", letter),)) for letter in "ab"]
 
@@ -49,15 +47,14 @@ class Together(Silent):
 
 
 def runner_of(environment, **options):
-    engine = ScriptedEngine(lambda prompt, seed: [ord("z"), END])
-    return RolloutRunner(environment, InlineScorer(environment), Letters(), engine, request_timeout_s=5.0, **options)
+    return make_runner(ScriptedEngine(say("z")), environment, request_timeout_s=5.0, **options)
 
 
 def batcher_of(environment, warnings, ledger=None, **options):
     hooks = Hooks()
     hooks.warn = warnings.append
-    how = {"group_size": 4, "sampling": SAMPLING, "seed": 0, "max_reward_failures": 0.0, "needs_logprobs": False}
-    return Batcher(runner_of(environment, **options), **how, hooks=hooks, ledger=ledger)
+    how = {"group_size": 4, "max_reward_failures": 0.0, "needs_logprobs": False, "hooks": hooks, "ledger": ledger}
+    return make_batcher(None, runner=runner_of(environment, **options), **how)
 
 
 @pytest.mark.parametrize("kind", [Silent, Together])

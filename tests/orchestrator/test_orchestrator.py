@@ -6,7 +6,6 @@ import itertools
 import queue
 import threading
 import time
-import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -81,39 +80,19 @@ class Odd(SingleTurn):
         return float(completion == task.answer)
 
 
-class Crashing(Odd):
-    async def run(self, task, policy):
-        await policy.chat(task.prompt)
-        raise KeyError("lost")
-
-
 def say(text):
     return lambda prompt_ids, seed: [*map(ord, text), END]
 
 
-def make_runner(engine, environment=None, run_timeout_s=10.0):
+def make_runner(engine, environment=None, scorer=None, **options):
     environment = environment or Odd()
-    return RolloutRunner(
-        environment,
-        InlineScorer(environment),
-        Letters(),
-        engine,
-        request_timeout_s=0.2,
-        run_timeout_s=run_timeout_s,
-    )
+    options = {"request_timeout_s": 0.2, "run_timeout_s": 10.0} | options
+    return RolloutRunner(environment, scorer or InlineScorer(environment), Letters(), engine, **options)
 
 
-def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True, staleness=0, **options):
-    return Batcher(
-        make_runner(engine, environment),
-        group_size=2,
-        sampling=SAMPLING,
-        seed=0,
-        max_reward_failures=max_reward_failures,
-        needs_logprobs=needs_logprobs,
-        staleness=staleness,
-        **options,
-    )
+def make_batcher(engine, environment=None, runner=None, **options):
+    fixed = {"group_size": 2, "sampling": SAMPLING, "seed": 0, "max_reward_failures": 0.1, "needs_logprobs": True}
+    return Batcher(runner or make_runner(engine, environment), **(fixed | options))
 
 
 def attempt(runner, seed=1):
@@ -145,21 +124,6 @@ async def test_all_of_keeps_the_order_and_raises_the_first_failure_itself():
     with pytest.raises(EngineError, match="gone"):
         await all_of([wait(), all_of([fail(), wait()])])
     assert waiting.is_set()
-
-
-async def test_a_rollout_and_its_outcomes():
-    done = await attempt(make_runner(ScriptedEngine(say("b"))))
-    assert (done.outcome, done.reward, done.completion) == ("done", 1.0, "b")
-    assert done.sequences[0].mask == [False, False, True, True]
-    assert done.sequences[0].logprobs == [0.0] * 4
-    long = await attempt(make_runner(ScriptedEngine(say("bbbbbbbb"))))
-    assert (long.outcome, long.reward, long.num_sampled) == ("truncated", 0.0, 4)
-    bad = await attempt(make_runner(ScriptedEngine(say("x"))))
-    assert (bad.outcome, bad.reward) == ("reward_error", 0.0)
-    assert "x is not graded" in bad.error
-    crashed = await attempt(make_runner(ScriptedEngine(say("b")), Crashing()))
-    assert crashed.outcome == "environment_error"
-    assert "KeyError" in crashed.error
 
 
 async def test_an_environment_that_does_nothing_is_given_up_but_the_engines_time_is_not_its_own():
@@ -268,16 +232,6 @@ async def test_what_an_environment_lets_out_is_its_rollouts_outcome(error, says)
     assert rollout.outcome == "environment_error"
     assert says in rollout.error
     assert "in run" in rollout.error
-
-
-async def test_a_rollout_that_is_cancelled_ends():
-    engine = ScriptedEngine(say("b"))
-    engine.is_hanging = True
-    running = asyncio.create_task(attempt(make_runner(engine)))
-    await asyncio.sleep(0.05)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
 
 
 class Hiding(Odd):
@@ -409,13 +363,9 @@ async def test_missing_logprobs_are_refused_where_they_are_needed():
     assert batch.rollouts[0].sequences[0].logprobs is None
 
 
-async def test_an_evaluation_counts_failures_as_wrong():
+async def test_an_evaluation_ends_where_too_much_fails_or_the_engine_is_gone():
     engine = ScriptedEngine(lambda prompt, seed: [ord("bax"[prompt[-1] - ord("0")]), END])
     how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0}
-    evaluation = await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)
-    assert (evaluation.num_tasks, evaluation.num_right, evaluation.num_failed) == (3, 1, 1)
-    low, high = evaluation.interval
-    assert low < evaluation.accuracy < high
     with pytest.raises(EnvironmentFault, match=r"(?s)1 of 3 rollouts of the evaluation failed.*x is not graded"):
         await evaluate(make_runner(engine), TASKS, **how, max_failures=0.0)
     engine.kill()
@@ -490,15 +440,12 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
     thread.stop(asyncio.sleep(0))
 
 
-def test_a_loop_that_waits_or_is_ours_is_nobodys_fault():
+def test_a_loop_that_waits_is_nobodys_fault():
     thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(stack))
     told = []
     thread.call(asyncio.sleep(2.0), 10, "nothing")
     assert told == []
     thread.stop(asyncio.sleep(0))
-    stack = traceback.extract_stack()
-    ours = traceback.FrameSummary(tasks_module.__file__, 1, "all_of")
-    assert blame([*stack, ours], 1.0, Odd())[1] is None
 
 
 @pytest.mark.parametrize("receives", ["fails a moment later", "goes on"])

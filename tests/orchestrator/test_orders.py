@@ -17,10 +17,10 @@ from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Message, Rollout, Sequence, Task, Ticket, Version, VersionSpan
+from slipstream.records import Message, Rollout, Sequence, Task, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
 from tests import quick_time
-from tests.orchestrator.test_orchestrator import END, Odd, make_batcher, say
+from tests.orchestrator.test_orchestrator import END, Odd, make_batcher, say, ticket
 from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 SIZE = 3
@@ -51,11 +51,20 @@ class Uneven(ScriptedEngine):
             self.version = now
 
 
-async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s=0.002, overprovision=0.0, **options):
-    """All batches of a run whose trainer takes one after the other."""
+def versions_of(engine):
     versions = Versions(engine, apply_timeout_s=1.0)
     versions.allow_in_flight()
-    batcher = make_batcher(engine, staleness=staleness, **options)
+    return versions
+
+
+async def release(versions, step):
+    await versions.apply(ticket(step))
+    await versions.release(step)
+
+
+async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s=0.002, overprovision=0.0, **options):
+    """All batches of a run whose trainer takes one after the other."""
+    versions, batcher = versions_of(engine), make_batcher(engine, staleness=staleness, **options)
     if order == "data":
         batches = InDataOrder(batcher, versions, tasks_of_step, Hooks())
     else:
@@ -64,8 +73,7 @@ async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s
     made = asyncio.create_task(batches.make_all(first, steps, queue.put))
     trained = []
     for step in range(first, steps):
-        await versions.apply(Ticket(Version(0, step, f"d{step}"), "disk", f"f{step}", ()))
-        await versions.release(step)
+        await release(versions, step)
         taking = asyncio.create_task(queue.get())
         await asyncio.wait({taking, made}, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
@@ -285,14 +293,12 @@ def orders_of(batcher, versions, hooks):
 @pytest.mark.parametrize("order", ["data", "ready"])
 async def test_nothing_begins_before_the_first_version_is_released(order):
     engine, hooks, made = ScriptedEngine(say("b")), Marks(), asyncio.Queue()
-    versions = Versions(engine, apply_timeout_s=1.0)
-    versions.allow_in_flight()
+    versions = versions_of(engine)
     making = asyncio.create_task(orders_of(make_batcher(engine), versions, hooks)[order].make_all(0, 2, made.put))
     await asyncio.sleep(0.02)
     assert (making.done(), engine.num_requests) == (False, 0)
     for step in range(2):
-        await versions.apply(Ticket(Version(0, step, "d"), "disk", "f", ()))
-        await versions.release(step)
+        await release(versions, step)
         assert (await asyncio.wait_for(made.get(), 10)).step == step
     await asyncio.wait_for(making, 10)
     assert hooks.told == [2 * SIZE, "ended"] * 2
@@ -300,10 +306,8 @@ async def test_nothing_begins_before_the_first_version_is_released(order):
 
 async def test_no_more_groups_run_than_the_batches_need_unless_it_is_asked_for():
     engine, made = Uneven(say("b"), longest_s=0.05), asyncio.Queue()
-    versions = Versions(engine, apply_timeout_s=1.0)
-    versions.allow_in_flight()
-    await versions.apply(Ticket(Version(0, 0, "d"), "disk", "f", ()))
-    await versions.release(0)
+    versions = versions_of(engine)
+    await release(versions, 0)
     await asyncio.wait_for(orders_of(make_batcher(engine), versions, Hooks())["ready"].make_all(0, 1, made.put), 10)
     assert engine.most_running == 2 * SIZE
     assert len(made.get_nowait().draws) == SIZE
@@ -320,14 +324,11 @@ async def test_a_batch_that_waits_for_its_oldest_group_says_so():
 
     now, let_go, made, engine = [0.0], asyncio.Event(), asyncio.Queue(), Waiting(say("b"))
     idle = IdleTime(clock=lambda: now[0])
-    versions = Versions(engine, apply_timeout_s=1.0)
-    versions.allow_in_flight()
-    batcher = make_batcher(engine, staleness=1, idle=idle)
+    versions, batcher = versions_of(engine), make_batcher(engine, staleness=1, idle=idle)
     making = asyncio.create_task(orders_of(batcher, versions, Hooks())["ready"].make_all(0, 3, made.put))
     for step in range(2):
-        await versions.apply(Ticket(Version(0, step, "d"), "disk", "f", ()))
         idle.released(step)
-        await versions.release(step)
+        await release(versions, step)
         if step == 0:
             assert (await asyncio.wait_for(made.get(), 10)).draws == [1, 2, 3]
     while engine.num_requests < 6 * 2:
@@ -338,6 +339,5 @@ async def test_a_batch_that_waits_for_its_oldest_group_says_so():
     second = await asyncio.wait_for(made.get(), 10)
     assert second.draws == [0, 4, 5]
     assert second.metrics["idle/trainer_oldest_s"] == 7.0
-    await versions.apply(Ticket(Version(0, 2, "d"), "disk", "f", ()))
-    await versions.release(2)
+    await release(versions, 2)
     await asyncio.wait_for(making, 10)

@@ -25,16 +25,10 @@ from slipstream.transport import (
     open_transport,
 )
 
+from ..waiting import until
 from .executors import executor_of
 
 TICKET = Ticket(Version(0, 3, "abc"), "disk", "/somewhere", (ParameterSpec("w", (2, 3), "float32", "ff"),), 24)
-
-
-def until(happened):
-    deadline = time.monotonic() + 60.0
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Sides:
@@ -234,14 +228,12 @@ def test_its_heartbeat_tells_its_phase_and_gets_on_with_what_ends(sides, tmp_pat
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
     progress, ended, goes_on = NoticeProgress(sides.outbox), 0, threading.Event()
 
-    def until(doing, since=0.0):
-        deadline = time.monotonic() + 60.0
-        while (
-            not (found := heartbeat.read_folder(tmp_path)) or found[0].doing != doing or found[0].progress_at <= since
-        ):
-            assert time.monotonic() < deadline, found
-            time.sleep(0.01)
-        return found[0].progress_at
+    def progress_at(doing, since=0.0):
+        def found():
+            beats = heartbeat.read_folder(tmp_path)
+            return beats and beats[0].doing == doing and beats[0].progress_at > since and beats[0].progress_at
+
+        return until(found)
 
     async def start():
         progress.phase("generate", 8)
@@ -251,14 +243,14 @@ def test_its_heartbeat_tells_its_phase_and_gets_on_with_what_ends(sides, tmp_pat
     heartbeat.begin(tmp_path, "orchestrator")
     try:
         caller = sides.serve(executor_of(Engine(), Versions(), start=start, num_ended=lambda: ended))
-        until("serving the trainer")
+        progress_at("serving the trainer")
         starting = caller.submit(commands.Start())
-        begun = until('"generate"')
+        begun = progress_at('"generate"')
         ended = 1
-        until('"generate"', begun)
+        progress_at('"generate"', begun)
         goes_on.set()
         starting.result(60.0)
-        until("serving the trainer")
+        progress_at("serving the trainer")
     finally:
         heartbeat.end()
 

@@ -14,14 +14,8 @@ from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Outbox, RemoteCaller, serve
 from slipstream.transport import MemoryTransport, TransportAway, Unreachable
 
+from ..waiting import until
 from .executors import executor_of
-
-
-def until(happened):
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,9 @@ import math
 import pytest
 from benchmarks.scripted_engine import ScriptedEngine
 
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.orchestrator import retries as module
 from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries, wait_s
-from slipstream.orchestrator.rollouts import RolloutRunner
-from tests.orchestrator.test_orchestrator import SAMPLING, TASKS, Letters, Odd, say
+from tests.orchestrator.test_orchestrator import SAMPLING, TASKS, make_runner, say
 from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 
@@ -33,15 +31,10 @@ class Flaky(ScriptedEngine):
         self.abort = abort
 
 
-def runner_of(engine, most=5, budget_s=60.0, environment=None, **options):
-    told = []
-    environment = environment or Odd()
-    engine.exhausted = []
+def runner_of(engine, most=5, budget_s=60.0, **options):
+    told, engine.exhausted = [], []
     retries = Retries(most, budget_s, told.append, lambda: engine.exhausted.append(True))
-    scorer = InlineScorer(environment)
-    return RolloutRunner(
-        environment, scorer, Letters(), engine, request_timeout_s=0.2, retries=retries, **options
-    ), told
+    return make_runner(engine, retries=retries, **options), told
 
 
 def run(runner, rollout_id="r"):

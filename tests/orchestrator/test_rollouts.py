@@ -13,15 +13,14 @@ from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.envs import Environment, Episode, Message, Score, Task
 from slipstream.envs.base import Limits
 from slipstream.envs.hosted.keeper import EnvironmentRaised
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.orchestrator import rollouts as module
 from slipstream.orchestrator.failure_rate import RECENT_BATCHES, check_failures
-from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
+from slipstream.orchestrator.rollouts import seed_of
 from slipstream.records import Rollout, ToolCall
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
-from .test_orchestrator import END, SAMPLING, Letters, say
+from .test_orchestrator import END, SAMPLING, make_runner, say
 
 TASK = Task("t", (Message("system", "s"), Message("user", "q")), "b", {"data_source": "sums"})
 
@@ -68,8 +67,7 @@ def runner_of(environment, script=B, **options):
     engine = ScriptedEngine(script)
     requests = []
     engine.on_request = requests.append
-    options = {"request_timeout_s": 7.0, "run_timeout_s": 5.0} | options
-    return RolloutRunner(environment, InlineScorer(environment), Letters(), engine, **options), requests
+    return make_runner(engine, environment, **({"request_timeout_s": 7.0, "run_timeout_s": 5.0} | options)), requests
 
 
 async def play(runner, task=TASK, **options):

@@ -14,6 +14,11 @@ def begin(made, *numbers):
         made.begin(number)
 
 
+def finish(made, *numbers):
+    for number in numbers:
+        made.finish(number)
+
+
 def test_without_staleness_a_batch_is_its_own_groups():
     made = slots(staleness=0)
     begin(made, 0, 1)
@@ -30,21 +35,18 @@ def test_without_staleness_a_batch_is_its_own_groups():
 def test_the_first_finished_make_the_batch_also_where_all_may_wait():
     made = slots(staleness=2)
     begin(made, 0, 1, 2, 3)
-    for number in (3, 1, 0):
-        made.finish(number)
+    finish(made, 3, 1, 0)
     assert (made.cut(), made.num_ready, made.num_running) == ([1, 3], 1, 1)
 
 
 def test_a_batch_waits_for_a_group_that_the_next_one_could_not_take():
     made = slots()
     begin(made, 0, 1, 2, 3)
-    for number in (2, 3):
-        made.finish(number)
+    finish(made, 2, 3)
     assert made.cut() == [2, 3]
     made.release(1)
     begin(made, 4, 5)
-    for number in (4, 5):
-        made.finish(number)
+    finish(made, 4, 5)
     assert made.cut() is None  # 0 and 1 began under version 0: step 1 is their last
     made.finish(0)
     assert made.cut() is None
@@ -55,13 +57,11 @@ def test_a_batch_waits_for_a_group_that_the_next_one_could_not_take():
 def test_several_groups_that_no_later_batch_has_room_for_are_taken_ahead():
     made = slots(staleness=2)
     begin(made, 0, 1, 2, 3, 4, 5)
-    for number in (0, 1):
-        made.finish(number)
+    finish(made, 0, 1)
     assert made.cut() == [0, 1]
     made.release(1)
     begin(made, 6, 7)
-    for number in (6, 7, 2):
-        made.finish(number)
+    finish(made, 6, 7, 2)
     assert made.cut() is None  # four of version 0 are left for two batches
     made.finish(3)
     assert made.cut() == [2, 3]
@@ -71,14 +71,12 @@ def test_with_further_slots_a_batch_does_not_wait_for_the_last_group():
     made = slots(further=1)
     assert made.num_free == 5
     begin(made, 0, 1, 2, 3, 4)
-    for number in (1, 2):
-        made.finish(number)
+    finish(made, 1, 2)
     assert made.cut() == [1, 2]
     assert made.surplus == []
     made.release(1)
     begin(made, 5, 6)
-    for number in (5, 6):
-        made.finish(number)
+    finish(made, 5, 6)
     assert made.cut() is None  # of 0, 3 and 4, which began under version 0, two must be in the batch of step 1
     made.finish(4)
     assert made.cut() is None
@@ -87,39 +85,36 @@ def test_with_further_slots_a_batch_does_not_wait_for_the_last_group():
     assert (made.num_running, made.num_ready, made.num_free) == (0, 2, 1)
 
 
-def test_a_surplus_group_that_has_finished_is_taken_before_one_that_may_wait():
+def after_a_batch():
+    """With one further slot: 2, 3 and 4, of version 0, run on under version 1."""
     made = slots(further=1)
     begin(made, 0, 1, 2, 3, 4)
-    for number in (0, 1):
-        made.finish(number)
+    finish(made, 0, 1)
     assert made.cut() == [0, 1]
     made.release(1)
+    return made
+
+
+def test_a_surplus_group_that_has_finished_is_taken_before_one_that_may_wait():
+    made = after_a_batch()
     begin(made, 5, 6)
-    for number in (5, 2, 3, 4):
-        made.finish(number)
+    finish(made, 5, 2, 3, 4)
     assert (made.cut(), made.surplus) == ([2, 3], [4]), "a batch has room for two, and 4 would be too old for the next"
     assert made.num_ready == 1
 
 
 def test_room_in_a_batch_is_for_what_would_be_surplus_before_what_finished_earlier():
-    made = slots(further=1)
-    begin(made, 0, 1, 2, 3, 4)
-    for number in (0, 1):
-        made.finish(number)
-    assert made.cut() == [0, 1]
-    made.release(1)
+    made = after_a_batch()
     made.drop(4)
     begin(made, 5)
-    for number in (5, 2, 3):
-        made.finish(number)
+    finish(made, 5, 2, 3)
     assert (made.cut(), made.surplus, made.num_ready) == ([2, 3], [], 1)
 
 
 def test_the_last_batch_leaves_nothing_running():
     made = slots(staleness=0, steps=1, further=2)
     begin(made, 0, 1, 2, 3)
-    made.finish(3)
-    made.finish(1)
+    finish(made, 3, 1)
     assert (made.cut(), made.surplus, made.num_free) == ([1, 3], [0, 2], 0)
 
 
@@ -130,8 +125,7 @@ def test_no_more_groups_begin_than_the_last_batch_needs():
     made.drop(2)
     assert made.num_free == 1
     begin(made, 4)
-    made.finish(0)
-    made.finish(1)
+    finish(made, 0, 1)
     assert made.cut() == [0, 1]
     assert made.num_free == 0
     made.drop(3)
@@ -157,9 +151,8 @@ def test_groups_that_an_earlier_attempt_began_are_used_as_far_as_they_are_in_tim
     slots.release(1)
     assert not slots.is_in_time(0)
     assert slots.is_in_time(1)
-    for number in range(6, 9):
-        slots.begin(number)
-        slots.finish(number)
+    begin(slots, 6, 7, 8)
+    finish(slots, 6, 7, 8)
     assert (slots.cut(), slots.cut()) == ([3, 4, 5], [6, 7, 8])
 
 

@@ -13,6 +13,8 @@ from slipstream.orchestrator import teacher
 from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, Teacher
 from slipstream.records import Completion, Rollout, SamplingParams, Sequence
 
+from ..web_server import serving
+
 
 def engine_of(on_request=lambda request: None, **options):
     engine = ScriptedEngine(lambda prompt, seed: [0], lambda folder, request, tokens: [-0.5] * len(tokens), **options)
@@ -113,20 +115,14 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def source_of(respond, *, name="big", key="", timeout_s=60.0, slash="", user=""):
-    server, app = Server(respond), web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    source = ServerSource(f"http://{user}127.0.0.1:{port}/v1{slash}", name, key, timeout_s=timeout_s)
-    try:
-        yield source, server
-    finally:
-        await source.close()
-        await source.close()
-        await runner.cleanup()
+    server = Server(respond)
+    async with serving(server.handle) as address:
+        source = ServerSource(f"http://{user}{address}/v1{slash}", name, key, timeout_s=timeout_s)
+        try:
+            yield source, server
+        finally:
+            await source.close()
+            await source.close()
 
 
 MODELS = {"data": [{"id": "small"}, {"id": "big"}]}

@@ -1,13 +1,11 @@
 """The contract of `Launcher` and `Child`, for the local launcher and for one that starts its children on another node:
 in a network namespace, a folder and an environment of their own. Slurm and Ray would be further rows."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +14,10 @@ from slipstream.processes import launchers
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.launchers import LOCAL, Resources
 from tests.processes import small_child
+from tests.waiting import WAIT_S, ends
 
 pytestmark = pytest.mark.real_start
 CHILD = small_child.__name__
-WAIT_S = 60.0
 HAS_NETWORKS = subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode == 0
 
 
@@ -62,19 +60,6 @@ def launch(request):
 
 def first_message(child):
     return Channel(child.socket).receive(WAIT_S)
-
-
-def is_there(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def ends(pid, within_s=WAIT_S):
-    until = time.monotonic() + within_s
-    while is_there(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not is_there(pid)
 
 
 def test_arguments_environment_resources_and_output(launch, tmp_path):

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from tests.processes import owner
-from tests.processes.test_launchers import WAIT_S, ends, is_there
+from tests.waiting import WAIT_S, ends, is_there
 
 pytestmark = pytest.mark.real_start
 KINDS = ["engine", "orchestrator", "rank", "reward_worker", "hosted_environment", "python_call"]

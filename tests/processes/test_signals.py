@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.processes import signals
 from slipstream.processes.signals import StopRequest
+from tests.waiting import until
 
 
 class Ended(BaseException):
@@ -152,10 +153,7 @@ def test_there_is_no_deadline_for_those_who_leave_or_press_ctrl_c():
         send(TERM)
         assert stop()
     assert signal.set_wakeup_fd(wakeup) == wakeup
-    until = time.monotonic() + 60
-    while any(thread.name == "grace" for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: all(thread.name != "grace" for thread in threading.enumerate()))
     assert grace.ended == []
 
 

@@ -203,10 +203,21 @@ class Run:
     progress: Progress
 
 
-def make_run(folder, batches=None, *, config=None, with_engine=True, after=None, trained_s=0.0, **fields):
-    """`batches`: of every step, by default those with signal. `after`: the checkpoint of an earlier attempt."""
+def finished(folder, batches=None, **options):
+    """A run that has gone through."""
+    run = make_run(folder, batches, **options)
+    run.loop.run()
+    return run
+
+
+def make_run(
+    folder, batches=None, *, config=None, with_engine=True, accuracies=None, after=None, trained_s=0.0, **fields
+):
+    """`batches`: of every step, by default those with signal. `accuracies`: of evaluations, by step. `after`: the
+    checkpoint of an earlier attempt."""
     calls = []
     learner, engine, log, progress = Learner(calls), Engine(calls), Log(folder), Progress()
+    engine.accuracies = accuracies or {}
 
     def take(step):
         calls.append(f"take {step}")

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
+from tests.trainer.steps import apply, check_interruption
 from torch import nn
 from torch.optim.adamw import adamw
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim import adamw_bf16
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW, round_to_bfloat16_
 from slipstream.trainer.optim.base import MasterAdamW
@@ -157,23 +157,7 @@ def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tm
     def learner():
         return make_learner(dtype="bfloat16", kind=RoundedAdamW, seed=7, weight_decay=0.1)
 
-    def advance(made, seed):
-        made.forward_backward(make_batch(seed=seed), SFTObjective())
-        made.optim_prepare(1e-3)
-        made.optim_commit()
-
-    whole, first, resumed = learner(), learner(), learner()
-    for seed in range(4):
-        advance(whole, seed)
-    for seed in range(2):
-        advance(first, seed)
-    first.save(tmp_path)
-    resumed.load(tmp_path)
-    for seed in range(2, 4):
-        advance(resumed, seed)
-    expected, found = whole.optimizer.state(), resumed.optimizer.state()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    found = check_interruption(learner, make_batch, tmp_path)
     assert found["weight.model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
@@ -194,8 +178,7 @@ def test_vectors_are_not_decayed_and_matrices_are():
     optimizer = RoundedAdamW(model.named_parameters(), seed=0, weight_decay=0.5)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     sum((parameter * 1e-15).sum() for parameter in model.parameters()).backward()  # far below eps
-    optimizer.prepare(0.1)
-    optimizer.commit()
+    apply(optimizer, 0.1)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.ndim > 1 else 1.0))
 
@@ -206,8 +189,7 @@ def test_each_parameter_and_each_step_is_rounded_by_noise_of_its_own():
         optimizer = RoundedAdamW(model.named_parameters(), seed=1)
         optimizer.step = start
         sum(own.weight.float().sum() for own in model.values()).backward()
-        optimizer.prepare(1e-3)
-        optimizer.commit()
+        apply(optimizer, 1e-3)
         return [own.weight.detach() for own in model.values()]
 
     a, b = run()
@@ -224,8 +206,7 @@ def test_parameters_without_a_gradient_stay_and_keep_no_state():
     model = nn.ModuleDict({name: bfloat16_model(1.0, (4, 4)) for name in "abc"})
     optimizer = RoundedAdamW(model.named_parameters(), seed=1)
     (model["a"].weight.sum() + model["c"].weight.sum()).backward()
-    optimizer.prepare(0.5)
-    optimizer.commit()
+    apply(optimizer, 0.5)
     assert [bool((own.weight == 1.0).all()) for own in model.values()] == [False, True, False]
     state = optimizer.state()
     assert [name for name in state if name.startswith("updates")] == ["updates.a.weight", "updates.c.weight"]
@@ -244,8 +225,6 @@ def test_weights_that_are_stored_by_columns_become_the_same(dtype):
         optimizer = RoundedAdamW(model.named_parameters(), seed=2, weight_decay=0.5, max_grad_norm=1e9)
         for gradient in gradients:
             (model["weight"].float() * gradient).sum().backward()
-            optimizer.prepare(0.1)
-            optimizer.commit()
+            apply(optimizer, 0.1)
         found.append({name: tensor.clone() for name, tensor in optimizer.state().items()})
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor)
+    torch.testing.assert_close(found[1], found[0])

@@ -2,36 +2,19 @@
 
 import pytest
 import torch
+from tests.trainer.steps import apply, check_interruption, side_by_side
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW
 
 
-def advance(learner, batch):
-    learner.forward_backward(batch, SFTObjective())
-    stats = learner.optim_prepare(1e-3)
-    learner.optim_commit()
-    return stats
-
-
 def test_it_follows_adamw_as_closely_as_eight_bits_can():
-    torch.manual_seed(0)
-    networks = [nn.Linear(128, 128) for _ in range(2)]
-    networks[1].load_state_dict(networks[0].state_dict())
-    start = networks[0].weight.detach().clone()
     kinds = (MasterAdamW8bit, MasterAdamW)
-    optimizers = [k(n.named_parameters(), weight_decay=0.1) for k, n in zip(kinds, networks, strict=True)]
-    for _ in range(20):
-        gradient = 0.3 * torch.randn(128, 128) + 0.1
-        stats = []
-        for network, optimizer in zip(networks, optimizers, strict=True):
-            ((network.weight * gradient).sum() + network.bias.sum()).backward()
-            stats.append(optimizer.prepare(1e-2))
-            optimizer.commit()
-        assert stats[0] == stats[1]
+    torch.manual_seed(0)
+    start = nn.Linear(128, 128).weight.detach().clone()
+    networks, optimizers = side_by_side(kinds, (128, 128), 20, lambda drawn: 0.3 * drawn + 0.1, weight_decay=0.1)
     ours, theirs = (network.weight.detach() - start for network in networks)
     assert 0 < (ours - theirs).norm() < 0.03 * theirs.norm()
     # Few numbers are not worth a table.
@@ -42,21 +25,9 @@ def test_it_follows_adamw_as_closely_as_eight_bits_can():
 
 
 def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tmp_path):
-    whole, first, resumed = (make_learner(kind=MasterAdamW8bit, weight_decay=0.1) for _ in range(3))
-    for seed in range(4):
-        advance(whole, make_batch(seed=seed))
-    for seed in range(2):
-        advance(first, make_batch(seed=seed))
-    first.save(tmp_path)
-    resumed.load(tmp_path)
-    for seed in range(2, 4):
-        advance(resumed, make_batch(seed=seed))
-    expected, found = whole.optimizer.state(), resumed.optimizer.state()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    other = make_learner()
+    check_interruption(lambda: make_learner(kind=MasterAdamW8bit, weight_decay=0.1), make_batch, tmp_path)
     with pytest.raises(TrainingError, match=r"another optimizer's: .*state1.* exp_avg are needed"):
-        other.load(tmp_path)
+        make_learner().load(tmp_path)
 
 
 def test_from_4096_numbers_on_moments_have_eight_bits_and_each_parameter_tables_of_its_own():
@@ -65,8 +36,7 @@ def test_from_4096_numbers_on_moments_have_eight_bits_and_each_parameter_tables_
     optimizer = MasterAdamW8bit(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     sum(parameter.square().sum() for parameter in model.parameters()).backward()
-    optimizer.prepare(1e-2)
-    optimizer.commit()
+    apply(optimizer, 1e-2)
     state = optimizer.state()
     kinds = {name.partition(".")[2]: tensor.dtype for name, tensor in state.items() if name.startswith("state1.")}
     assert kinds == {"at.weight": torch.uint8, "below.weight": torch.float32, "other.weight": torch.uint8}

@@ -2,51 +2,26 @@
 
 import pytest
 import torch
+from tests.trainer.steps import apply, check_interruption, side_by_side
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW, MasterPagedAdamW8bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
 
-def advance(learner, batch):
-    learner.forward_backward(batch, SFTObjective())
-    learner.optim_prepare(1e-3)
-    learner.optim_commit()
-
-
 def test_it_is_adamw():
-    torch.manual_seed(0)
-    networks = [nn.Linear(64, 48) for _ in range(2)]
-    networks[1].load_state_dict(networks[0].state_dict())
     kinds = (MasterPagedAdamW, MasterAdamW)
-    optimizers = [k(n.named_parameters(), weight_decay=0.1) for k, n in zip(kinds, networks, strict=True)]
-    for _ in range(20):
-        gradient, stats = 0.3 * torch.randn(48, 64) + 0.1, []
-        for network, optimizer in zip(networks, optimizers, strict=True):
-            ((network.weight * gradient).sum() + network.bias.sum()).backward()
-            stats.append(optimizer.prepare(1e-2))
-            optimizer.commit()
-        assert stats[0] == stats[1]
+    networks, _ = side_by_side(kinds, (64, 48), 20, lambda drawn: 0.3 * drawn + 0.1, weight_decay=0.1)
     for ours, theirs in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
 def test_with_eight_bits_it_is_adamw_with_eight_bits():
-    torch.manual_seed(0)
-    networks = [nn.Linear(128, 128) for _ in range(2)]
-    networks[1].load_state_dict(networks[0].state_dict())
     kinds = (MasterPagedAdamW8bit, MasterAdamW8bit)
-    optimizers = [k(n.named_parameters(), weight_decay=0.1) for k, n in zip(kinds, networks, strict=True)]
-    for _ in range(4):
-        gradient = torch.randn(128, 128)
-        for network, optimizer in zip(networks, optimizers, strict=True):
-            ((network.weight * gradient).sum() + network.bias.sum()).backward()
-            optimizer.prepare(1e-2)
-            optimizer.commit()
+    networks, optimizers = side_by_side(kinds, (128, 128), 4, lambda drawn: drawn, weight_decay=0.1)
     paged, other = (optimizer.state() for optimizer in optimizers)
     assert paged["state1.weight"].dtype == torch.uint8
     assert all(torch.equal(paged[name], other[name]) for name in other)
@@ -58,8 +33,7 @@ def test_moments_of_the_other_kind_are_refused(kinds):
     networks = [nn.Linear(128, 64) for _ in kinds]
     made, other = (kind(network.named_parameters()) for kind, network in zip(kinds, networks, strict=True))
     networks[0](torch.ones(1, 128)).sum().backward()
-    made.prepare(1e-2)
-    made.commit()
+    apply(made, 1e-2)
     saved = made.state()
     with pytest.raises(TrainingError, match="another optimizer's"):
         other.load_state(saved)
@@ -70,27 +44,19 @@ def test_moments_of_the_other_kind_are_refused(kinds):
 def test_an_interrupted_run_is_the_same_bit_for_bit_and_its_moments_are_where_the_library_wants_them(
     make_learner, make_batch, tmp_path, kind
 ):
-    whole, first, resumed = (make_learner(kind=kind, weight_decay=0.1) for _ in range(3))
-    for seed in range(4):
-        advance(whole, make_batch(seed=seed))
-    for seed in range(2):
-        advance(first, make_batch(seed=seed))
-    first.save(tmp_path)
-    rule, given = resumed.optimizer._rules[0][0], []
+    def load(resumed, folder):
+        rule, given = resumed.optimizer._rules[0][0], []
 
-    def buffer(p, dtype):
-        given.append(torch.zeros_like(p, dtype=dtype))
-        return given[-1]
+        def buffer(p, dtype):
+            given.append(torch.zeros_like(p, dtype=dtype))
+            return given[-1]
 
-    rule.get_state_buffer = buffer
-    resumed.load(tmp_path)
-    moments = [memory[key] for memory in rule.state.values() for key in ("state1", "state2")]
-    assert {id(moment) for moment in moments} == {id(one) for one in given}
-    for seed in range(2, 4):
-        advance(resumed, make_batch(seed=seed))
-    expected, found = whole.optimizer.state(), resumed.optimizer.state()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+        rule.get_state_buffer = buffer
+        resumed.load(folder)
+        moments = [memory[key] for memory in rule.state.values() for key in ("state1", "state2")]
+        assert {id(moment) for moment in moments} == {id(one) for one in given}
+
+    check_interruption(lambda: make_learner(kind=kind, weight_decay=0.1), make_batch, tmp_path, load)
     with pytest.raises(TrainingError, match=r"another optimizer's: .*state1.* exp_avg are needed"):
         make_learner().load(tmp_path)
 
@@ -108,8 +74,7 @@ def test_on_a_gpu_its_moments_are_in_managed_memory_and_it_is_adamw(weight_decay
         gradient = torch.randn(512, 512, device="cuda")
         for network, optimizer in zip(networks, optimizers, strict=True):
             ((network.weight * gradient).sum() + network.bias.sum()).backward()
-            optimizer.prepare(rate)
-            optimizer.commit()
+            apply(optimizer, rate)
         if number == 2:
             optimizers[0].load_state({name: tensor.clone() for name, tensor in optimizers[0].state().items()})
         assert optimizers[0].state()["state1.weight"].is_paged

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.trainer.steps import advance
+from tests.waiting import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage, has_state
-from slipstream.trainer.loss import SFTObjective
 from slipstream.weights.model_files import write_model_folder
-
-
-def advance(learner, batch):
-    learner.forward_backward(batch, SFTObjective())
-    learner.optim_prepare(1e-3)
-    learner.optim_commit()
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -119,10 +114,7 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(make_learner, model_folder
             finally:
                 os._exit(1)
         if number == 0:  # at a moment after a first save, however long that takes here
-            deadline = time.monotonic() + 60
-            while not any(path.name > "step-000000" for path in tmp_path.glob("step-*")):
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until(lambda: any(path.name > "step-000000" for path in tmp_path.glob("step-*")))
         time.sleep(rng.uniform(0.02, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

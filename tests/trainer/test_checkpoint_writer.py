@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.trainer.steps import advance
+from tests.waiting import Clock
 
 from slipstream.errors import SlipstreamError, TrainingError
 from slipstream.trainer.checkpoints import snapshot
@@ -22,12 +24,6 @@ from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
 from slipstream.trainer.optim.base import MasterAdamW
 
 WAIT_S = 60.0
-
-
-def advance(learner, batch):
-    learner.forward_backward(batch, SFTObjective())
-    learner.optim_prepare(1e-2)
-    learner.optim_commit()
 
 
 def files_of(folder):
@@ -72,15 +68,9 @@ class SlowStore(CheckpointStore):
         return super().save(*arguments, **options)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
-def make_writer(make_learner, tmp_path):
+def make_writer(make_learner, make_batch, tmp_path):
+    """Of a learner that has made a step."""
     made = []
 
     def make(every=1, *, store=None, beside=True, clock=None, num_steps=100):
@@ -90,6 +80,7 @@ def make_writer(make_learner, tmp_path):
         writer = CheckpointWriter(store, make_learner(), None, told, schedule, beside=beside)
         made.append((writer, store))
         writer.store, writer.told, writer.learner = store, told, writer._learner
+        advance(writer.learner, make_batch(seed=1))
         return writer
 
     yield make
@@ -151,7 +142,6 @@ def test_a_state_between_the_halves_of_an_update_is_refused(make_learner, make_b
 
 def test_training_does_not_wait_for_the_disk(make_writer, make_batch, tmp_path):
     writer = make_writer(store=SlowStore(tmp_path / "checkpoints"))
-    advance(writer.learner, make_batch(seed=1))
     before = [tensor.clone() for tensor in writer.learner.state().values()]
     writer.save(1, {"step": 1})
     assert writer.store.begun.wait(WAIT_S)
@@ -165,9 +155,8 @@ def test_training_does_not_wait_for_the_disk(make_writer, make_batch, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, writer.learner.state().values(), strict=True))
 
 
-def test_without_room_the_caller_writes(make_writer, make_batch):
+def test_without_room_the_caller_writes(make_writer):
     writer = make_writer(beside=False)
-    advance(writer.learner, make_batch(seed=1))
     writer.save(1, {"step": 1})
     assert writer.told.events == [("checkpoint", 1)]
     assert writer.is_due(2)
@@ -175,12 +164,11 @@ def test_without_room_the_caller_writes(make_writer, make_batch):
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_what_it_takes_from_training_decides_when_the_next_is_due(beside, make_writer, make_batch, monkeypatch):
+def test_what_it_takes_from_training_decides_when_the_next_is_due(beside, make_writer, monkeypatch):
     """The write, where training waits for it; the copy alone, where it does not."""
     ticks = iter(range(0, 10**6, 40))
     writer = make_writer("10min", beside=beside)
     monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    advance(writer.learner, make_batch(seed=1))
     writer.save(1, {})
     assert any("took" in told and "from training" in told for told in writer.told.warnings)
     writer.wait()
@@ -190,9 +178,8 @@ def test_what_it_takes_from_training_decides_when_the_next_is_due(beside, make_w
     assert not writer.told.warnings, "none follows the last"
 
 
-def test_by_steps_each_is_written_and_waits_for_the_one_before(make_writer, make_batch, tmp_path):
+def test_by_steps_each_is_written_and_waits_for_the_one_before(make_writer, tmp_path):
     writer = make_writer(every=1, store=SlowStore(tmp_path / "checkpoints", keep=3))
-    advance(writer.learner, make_batch(seed=1))
     writer.save(1, {"step": 1})
     assert writer.is_due(2)
     threading.Timer(0.05, writer.store.may_go_on.set).start()
@@ -203,10 +190,9 @@ def test_by_steps_each_is_written_and_waits_for_the_one_before(make_writer, make
     assert writer.told.noted == {}
 
 
-def test_a_checkpoint_counts_as_saved_when_it_is_whole(make_writer, make_batch, tmp_path):
+def test_a_checkpoint_counts_as_saved_when_it_is_whole(make_writer, tmp_path):
     store = SlowStore(tmp_path / "checkpoints")
     writer = make_writer(store=store)
-    advance(writer.learner, make_batch(seed=1))
     writer.save(3, {"step": 3})
     assert store.begun.wait(WAIT_S)
     assert writer.saved_step == 0
@@ -215,10 +201,9 @@ def test_a_checkpoint_counts_as_saved_when_it_is_whole(make_writer, make_batch, 
     assert writer.saved_step == 3
 
 
-def test_by_the_clock_one_that_would_wait_is_put_off_and_counted(make_writer, make_batch, tmp_path):
+def test_by_the_clock_one_that_would_wait_is_put_off_and_counted(make_writer, tmp_path):
     clock = Clock()
     writer = make_writer(every="10min", store=SlowStore(tmp_path / "checkpoints"), clock=clock)
-    advance(writer.learner, make_batch(seed=1))
     writer.begin()
     clock.now = EVERY_S - 1
     assert not writer.is_due(1)
@@ -235,9 +220,8 @@ def test_by_the_clock_one_that_would_wait_is_put_off_and_counted(make_writer, ma
     assert writer.is_due(5)
 
 
-def test_a_failed_write_is_raised_as_it_was(make_writer, make_batch, model_folder, tmp_path):
+def test_a_failed_write_is_raised_as_it_was(make_writer, model_folder, tmp_path):
     writer = make_writer()
-    advance(writer.learner, make_batch(seed=1))
     free = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, free[1]))
     try:
@@ -269,11 +253,10 @@ def test_who_waits_for_a_write_learns_of_its_error_once(make_writer, monkeypatch
     writer.wait()
 
 
-def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(make_writer, make_batch, tmp_path, monkeypatch):
+def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(make_writer, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_POLL_S", 0.02)
     monkeypatch.setattr(checkpoint_writer, "QUIET_S", 0.1)
     writer = make_writer(store=SlowStore(tmp_path / "checkpoints"))
-    advance(writer.learner, make_batch(seed=1))
     writer.save(1, {"step": 1})
     with pytest.raises(SlipstreamError, match=r"step-000001 cannot be written \(the disk took nothing for 0.1 s\)"):
         writer.wait()
@@ -337,11 +320,10 @@ def test_near_is_half_of_the_interval_and_nothing_is_near_the_end():
     assert schedule.saved(27.1).startswith("a checkpoint took 27 s from training: they are made every 15 minutes in")
 
 
-def test_what_is_told_of_a_checkpoint(make_writer, make_batch, tmp_path):
+def test_what_is_told_of_a_checkpoint(make_writer, tmp_path):
     writer = make_writer(every=1)
     told = []
     writer.told.event = lambda kind, **fields: told.append((kind, fields))
-    advance(writer.learner, make_batch(seed=1))
     writer.save(1, {"step": 1}, best=0.5)
     writer.wait()
     writer.save(2, {"step": 2}, last=True)
@@ -364,12 +346,11 @@ def test_what_is_told_of_a_checkpoint(make_writer, make_batch, tmp_path):
     assert writer.store.best() == path
 
 
-def test_what_a_checkpoint_took_is_told_in_milliseconds(make_writer, make_batch, monkeypatch):
+def test_what_a_checkpoint_took_is_told_in_milliseconds(make_writer, monkeypatch):
     writer, told = make_writer(beside=False), []
     ticks = iter([10.0, 12.34567, 20.0])
     monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     writer.told.event = lambda kind, **fields: told.append(fields)
-    advance(writer.learner, make_batch(seed=1))
     writer.save(1, {"step": 1})
     assert [(fields["seconds"], fields["beside"]) for fields in told] == [(2.346, False)]
 
@@ -396,9 +377,8 @@ def test_a_critics_state_is_written_beside_training_too(make_learner, make_batch
     assert len(closed) == 2
 
 
-def test_memory_is_taken_once_in_time_and_each_tensor_begins_on_a_page(make_writer, make_batch):
+def test_memory_is_taken_once_in_time_and_each_tensor_begins_on_a_page(make_writer):
     writer = make_writer(every=3)
-    advance(writer.learner, make_batch(seed=1))
     assert not writer.is_due(1)
     assert writer._thread is not None
     writer.wait()
@@ -438,7 +418,7 @@ def test_memory_is_not_taken_where_no_snapshot_comes_soon(beside, step, make_wri
     assert writer._thread is None
 
 
-def test_memory_is_prepared_for_policy_and_critic_before_the_first_snapshot_only(make_learner, make_batch, tmp_path):
+def test_memory_is_prepared_for_policy_and_critic_before_the_first_snapshot_only(make_learner, tmp_path):
     learner, critic = make_learner(), SimpleNamespace(learner=make_learner())
     store = CheckpointStore(tmp_path / "checkpoints")
     writer = CheckpointWriter(store, learner, critic, Told(tmp_path), Schedule(3, 99, Clock()), beside=True)
@@ -470,7 +450,7 @@ def test_the_last_is_written_without_a_copy(make_writer, monkeypatch):
     assert writer.saved_step == 1
 
 
-def test_what_is_being_written_can_be_marked_as_the_best(make_writer, make_batch, tmp_path):
+def test_what_is_being_written_can_be_marked_as_the_best(make_writer, tmp_path):
     writer = make_writer(store=SlowStore(tmp_path / "checkpoints"))
     writer.save(1, {"step": 1})
     threading.Timer(0.05, writer.store.may_go_on.set).start()

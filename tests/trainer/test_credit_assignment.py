@@ -2,12 +2,10 @@ import math
 
 import pytest
 import torch
+from tests.trainer.credit import batch_from, credit_of
 
 from slipstream import records
-from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.old_logprobs import kl_penalties_of
 from slipstream.trainer.turn_credit import turn_ends
 
@@ -20,16 +18,15 @@ def batch_of(rewards, group_size, lengths=None):
     ]
     for rollout, length in zip(rollouts, lengths or [], strict=False):
         rollout.sequences.append(records.Sequence([1] * (length + 1), [False] + [True] * length))
-    return records.Batch(0, records.Version(0, 0), rollouts)
+    return batch_from(rollouts)
 
 
 def test_advantages_from_rewards_and_from_right_or_wrong():
     batch = batch_of([0.1, 0.5, 0.9, 1.0, 0.2, 0.3, 0.2, 0.3], 4)
-    config = RLConfig(scale_rewards="none")
-    credit = assign_credit(batch, resolved(config), 10)
+    credit = credit_of(batch, scale_rewards="none")
     assert credit.advantages == pytest.approx([-0.525, -0.125, 0.275, 0.375, -0.05, 0.05, -0.05, 0.05])
     assert credit.metrics["reward/signal_fraction"] == 1.0
-    credit = assign_credit(batch, resolved(config.model_copy(update={"reward_threshold": 0.9})), 10)
+    credit = credit_of(batch, scale_rewards="none", reward_threshold=0.9)
     assert credit.advantages == [-0.5, -0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
     assert credit.metrics["reward/signal_fraction"] == 0.5
     assert [rollout.reward for rollout in batch.rollouts][:2] == [0.1, 0.5]
@@ -37,12 +34,11 @@ def test_advantages_from_rewards_and_from_right_or_wrong():
 
 @pytest.mark.parametrize("kind", ["rloo", "reinforce_pp"])
 def test_a_kl_term_in_the_reward_is_no_signal(kind):
-    config = RLConfig(kind=kind, kl_coef=0.1)
     penalties = [[torch.full((3,), 0.01 * i, dtype=torch.float64)] for i in range(4)]
-    agree = assign_credit(batch_of([1.0] * 4, 2, [3] * 4), resolved(config), 10, penalties)
+    agree = credit_of(batch_of([1.0] * 4, 2, [3] * 4), penalties, kind=kind, kl_coef=0.1)
     assert any(agree.advantages)
     assert (agree.has_signal, agree.metrics["reward/signal_fraction"]) == (False, 0.0)
-    differ = assign_credit(batch_of([1.0, 0.0, 1.0, 1.0], 2, [3] * 4), resolved(config), 10, penalties)
+    differ = credit_of(batch_of([1.0, 0.0, 1.0, 1.0], 2, [3] * 4), penalties, kind=kind, kl_coef=0.1)
     assert (differ.has_signal, differ.metrics["reward/signal_fraction"]) == (True, 0.5)
 
 
@@ -57,7 +53,7 @@ def test_what_a_kl_term_takes_from_the_reward(kind):
     sizes = [size for each in lengths for size in each]
     torch.manual_seed(0)
     ours, theirs = ([-torch.rand(size) for size in sizes] for _ in range(2))
-    penalties, mean = kl_penalties_of(records.Batch(0, records.Version(0, 0), rollouts), ours, theirs, kind, 0.25)
+    penalties, mean = kl_penalties_of(batch_from(rollouts), ours, theirs, kind, 0.25)
     assert [[len(part) for part in each] for each in penalties] == lengths
     expected = []
     for own, reference in zip(torch.cat(ours).tolist(), torch.cat(theirs).tolist(), strict=True):
@@ -70,41 +66,39 @@ def test_what_a_kl_term_takes_from_the_reward(kind):
 
 def test_shaping_of_rewards_by_length():
     batch = batch_of([1.0, 1.0, 1.0, 0.0], 4, [10, 9, 5, 10])
-    config = RLConfig(kind="dapo", scale_rewards="none")
-    credit = assign_credit(batch, resolved(config), 10)
+    credit = credit_of(batch, kind="dapo", scale_rewards="none")
     # A fifth of 10 tokens: 9 are half over it, 10 wholly.
     shaped = [0.0, 0.5, 1.0, -1.0]
     assert credit.advantages == pytest.approx([reward - 0.125 for reward in shaped])
     assert credit.metrics["reward/overlong"] == pytest.approx(-2.5 / 4)
-    short = RLConfig(scale_rewards="none", length_penalty=0.2, reward_threshold=1.0)
+    short = credit_of(batch, scale_rewards="none", length_penalty=0.2, reward_threshold=1.0)
     shaped = [1 - 0.1, 1 + 0.2 * (0.5 - 4 / 5), 1 + 0.1, -0.1]
     mean = sum(shaped) / 4
-    assert assign_credit(batch, resolved(short), 10).advantages == pytest.approx([reward - mean for reward in shaped])
+    assert short.advantages == pytest.approx([reward - mean for reward in shaped])
 
 
 def test_thinking_beyond_its_budget_costs_reward():
     batch = batch_of([1.0, 1.0, 1.0, 0.0], 4, [10] * 4)
     for rollout, num_thinking in zip(batch.rollouts, (2, 6, 10, 0), strict=True):
         rollout.num_thinking = num_thinking
-    config = RLConfig(scale_rewards="none", thinking_budget=2, thinking_penalty=0.4)
-    credit = assign_credit(batch, resolved(config), 10)
+    config = {"scale_rewards": "none", "thinking_penalty": 0.4}
+    credit = credit_of(batch, **config, thinking_budget=2)
     shaped = [1.0, 0.8, 0.6, 0.0]
     assert credit.advantages == pytest.approx([reward - 0.6 for reward in shaped])
     assert credit.metrics["reward/thinking"] == pytest.approx(-0.15)
-    without = assign_credit(batch, resolved(config.model_copy(update={"thinking_budget": 10})), 10)
-    assert "reward/thinking" not in without.metrics
+    assert "reward/thinking" not in credit_of(batch, **config, thinking_budget=10).metrics
 
 
 def test_a_turn_is_judged_by_itself_not_the_conversation():
     batch = batch_of([1.0, 0.0], 2, [3, 3])
     batch.rollouts[0].sequences = [records.Sequence([1] * 21, [False] + ([True] * 8 + [False] * 2) * 2)]
-    credit = assign_credit(batch, resolved(RLConfig(kind="dapo")), 10)
+    credit = credit_of(batch, kind="dapo")
     assert credit.metrics["reward/overlong"] == 0.0
 
 
 def test_only_the_best_carry_loss_and_all_make_the_baseline():
     batch = batch_of([0.0, 1.0, 3.0, 2.0], 4)
-    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none", best_of=2)), 10)
+    credit = credit_of(batch, scale_rewards="none", best_of=2)
     assert credit.advantages == [0.0, 0.0, 1.5, 0.5]
     assert credit.carries_loss == [False, False, True, True]
 
@@ -128,9 +122,7 @@ def test_truncated_ones_that_are_not_trained_on_make_the_baseline_only():
 def test_failed_rollouts_have_no_part_in_it():
     batch = batch_of([0.0, 1.0, 9.0, 9.0], 2)
     batch.rollouts[2].outcome = batch.rollouts[3].outcome = "reward_error"
-    credit = assign_credit(
-        batch, resolved(RLConfig(kind="reinforce_pp")), 10, [[], [], [torch.ones(5)], [torch.ones(5)]]
-    )
+    credit = credit_of(batch, [[], [], [torch.ones(5)], [torch.ones(5)]], kind="reinforce_pp")
     assert credit.carries_loss == [True, True, False, False]
     assert credit.advantages[2:] == [0.0, 0.0]
     assert credit.advantages[0] == -credit.advantages[1] != 0.0
@@ -138,13 +130,13 @@ def test_failed_rollouts_have_no_part_in_it():
 
 def test_rewards_that_are_not_numbers_are_refused():
     with pytest.raises(TrainingError, match="not finite"):
-        assign_credit(batch_of([math.nan, 1.0], 2), resolved(RLConfig()), 10)
+        credit_of(batch_of([math.nan, 1.0], 2))
 
 
 def test_groups_that_agree_still_teach_against_the_batch():
     batch = batch_of([1.0, 1.0, 0.0, 0.0], 2)
-    assert not assign_credit(batch, resolved(RLConfig()), 10).has_signal
-    credit = assign_credit(batch, resolved(RLConfig(kind="reinforce_pp")), 10)
+    assert not credit_of(batch).has_signal
+    credit = credit_of(batch, kind="reinforce_pp")
     assert credit.has_signal
     assert credit.metrics["reward/signal_fraction"] == 0.0
 
@@ -169,8 +161,8 @@ def test_turns_get_the_credit_of_what_follows_them():
         episode("g", 0.0, [0.0, 2.0], [1, 3]),
         episode("g", 0.0, [1.0], [2]),
     ]
-    batch = records.Batch(0, records.Version(0, 0), group)
-    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none", credit="turn")), 10)
+    batch = batch_from(group)
+    credit = credit_of(batch, scale_rewards="none", credit="turn")
     first, second = (1.5 + 2.0 + 1.0) / 3, (1.0 + 2.0) / 2
     values = [rollout.sequences[0].advantages for rollout in group]
     assert values[0] == pytest.approx([0, 0, 1.5 - first, 1.5 - first, 0, 0, 1.0 - second])
@@ -197,8 +189,7 @@ def test_a_kl_term_in_the_reward_is_split_by_turns():
         return earned - sum(float(p) for p, t in zip(penalties[i][0], turn_of_token[i], strict=True) if t >= turn)
 
     means = {turn: sum(to_go(i, turn) for i in who) / len(who) for turn, who in {0: (0, 1, 2), 1: (0, 1)}.items()}
-    config = resolved(RLConfig(scale_rewards="none", credit="turn"))
-    assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10, penalties)
+    credit_of(batch_from(group), penalties, scale_rewards="none", credit="turn")
     for i, rollout in enumerate(group):
         sequence = rollout.sequences[0]
         own = [a for a, is_trained in zip(sequence.advantages, sequence.mask, strict=True) if is_trained]
@@ -206,13 +197,13 @@ def test_a_kl_term_in_the_reward_is_split_by_turns():
 
 
 def test_turn_rewards_and_the_setting_must_agree():
-    given = records.Batch(0, records.Version(0, 0), [episode("g", 1.0, [0.5], [1]), episode("g", 0.0, [0.0], [1])])
+    given = batch_from([episode("g", 1.0, [0.5], [1]), episode("g", 0.0, [0.0], [1])])
     with pytest.raises(TrainingError, match=r'set algorithm.credit = "turn", or "episode"'):
-        assign_credit(given, resolved(RLConfig()), 10)
-    whole = assign_credit(given, resolved(RLConfig(credit="episode", scale_rewards="none")), 10)
+        credit_of(given)
+    whole = credit_of(given, credit="episode", scale_rewards="none")
     assert whole.advantages == [0.75, -0.75]
     with pytest.raises(TrainingError, match="the environment rewards no turns"):
-        assign_credit(batch_of([1.0, 0.0], 2, [1, 1]), resolved(RLConfig(credit="turn")), 10)
+        credit_of(batch_of([1.0, 0.0], 2, [1, 1]), credit="turn")
 
 
 def test_where_a_turns_reward_lies_among_the_sampled_tokens():
@@ -233,10 +224,9 @@ def test_where_a_turns_reward_lies_among_the_sampled_tokens():
 
 def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_advantage_of_the_whole():
     same = [episode("g", 1.0, [0.5], [2]), episode("g", 1.0, [0.5], [2])]
-    batch = records.Batch(0, records.Version(0, 0), same)
-    config = resolved(RLConfig(kind="reinforce_pp", credit="turn"))
+    batch = batch_from(same)
     penalties = [[torch.ones(2, dtype=torch.float64)], [torch.zeros(2, dtype=torch.float64)]]
-    credit = assign_credit(batch, config, 10, penalties)
+    credit = credit_of(batch, penalties, kind="reinforce_pp", credit="turn")
     assert not credit.has_signal
     assert same[0].sequences[0].advantages[-1] == -same[1].sequences[0].advantages[-1] != 0.0
     assert credit.of(0) == {"carries_loss": True}
@@ -245,24 +235,24 @@ def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_adva
 def test_metrics_are_those_of_the_terms_that_are_set():
     """A threshold alone shapes nothing by length, nor does a buffer of 0; differences are kept in float64."""
     batch = batch_of([1.0, 1.0 + 1e-9], 2, [3, 3])
-    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none")), 10)
+    credit = credit_of(batch, scale_rewards="none")
     assert credit.metrics == {"reward/signal_fraction": 1.0}
     assert credit.has_signal
     assert credit.advantages == pytest.approx([-5e-10, 5e-10])
     assert credit.of(1) == {"advantage": credit.advantages[1], "carries_loss": True}
     assert credit.value_targets is None
-    right = assign_credit(batch, resolved(RLConfig(reward_threshold=1.0)), 10)
+    right = credit_of(batch, reward_threshold=1.0)
     assert right.metrics == {"reward/signal_fraction": 0.0}
-    longest = assign_credit(batch, resolved(RLConfig(kind="dapo")), 10)
+    longest = credit_of(batch, kind="dapo")
     assert longest.metrics == {"reward/signal_fraction": 1.0, "reward/overlong": 0.0}
-    no_budget = assign_credit(batch, resolved(RLConfig(thinking_budget=9)), 10)
+    no_budget = credit_of(batch, thinking_budget=9)
     assert no_budget.metrics.keys() == {"reward/signal_fraction", "reward/thinking"}
 
 
 def test_sequences_without_a_sampled_token_have_no_length():
     batch = batch_of([1.0, 0.0, 1.0], 3, [0, 10, 3])
     batch.rollouts[2].sequences.clear()
-    credit = assign_credit(batch, resolved(RLConfig(kind="dapo", overlong_penalty=0.5)), 10)
+    credit = credit_of(batch, kind="dapo", overlong_penalty=0.5)
     assert credit.metrics["reward/overlong"] == pytest.approx(-0.5 / 3)
 
 
@@ -271,21 +261,21 @@ def test_a_batch_of_failures_is_refused():
     for rollout in batch.rollouts:
         rollout.outcome = "engine_error"
     with pytest.raises(TrainingError, match="none of the 3 rollouts of step 0 can be trained on"):
-        assign_credit(batch, resolved(RLConfig()), 10)
+        credit_of(batch)
 
 
 def test_a_teacher_is_a_signal_where_rewards_agree():
     batch = batch_of([1.0, 1.0], 2, [2, 2])
-    assert not assign_credit(batch, resolved(RLConfig()), 10).has_signal
+    assert not credit_of(batch).has_signal
     batch.rollouts[1].sequences[0].teacher_logprobs = [0.0, -1.0, -1.0]
-    assert assign_credit(batch, resolved(RLConfig()), 10).has_signal
+    assert credit_of(batch).has_signal
 
 
 def test_penalties_of_failed_rollouts_are_passed_over():
     batch = batch_of([9.0, 1.0, 0.0], 3, [1, 2, 2])
     batch.rollouts[0].outcome = "reward_error"
     penalties = [[torch.full((1,), 100.0)], [torch.tensor([0.25, 0.25])], [torch.tensor([0.0, 0.25])]]
-    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none")), 10, penalties)
+    credit = credit_of(batch, penalties, scale_rewards="none")
     assert credit.advantages == [0.0, 0.125 * 3, -0.125 * 3]
 
 
@@ -301,9 +291,8 @@ def test_turns_of_rollouts_that_carry_no_loss_get_no_credit_and_each_sequence_it
         records.Sequence([1] * 2, [False, True]),
     ]
     group[0].turn_spans = [records.TurnSpan(0, 2, 4), records.TurnSpan(1, 1, 2)]
-    config = resolved(RLConfig(scale_rewards="none", credit="turn", best_of=1))
     penalties = [[torch.tensor([0.25, 0.25]), torch.tensor([0.5])], [torch.zeros(2)]]
-    credit = assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10, penalties)
+    credit = credit_of(batch_from(group), penalties, scale_rewards="none", credit="turn", best_of=1)
     # Returns are 3 - 1 and 2.5 - 0.5 against 0 and 0.
     assert [each.advantages for each in group[0].sequences] == [[0.0, 0.0, 1.0, 1.0], [0.0, 1.0]]
     assert group[1].sequences[0].advantages == [0.0] * 6
@@ -320,18 +309,16 @@ def test_returns_of_turns_that_are_no_numbers_are_refused():
     group[0].turn_rewards, group[1].turn_rewards = [math.inf, 0.0], [0.0, 0.0]
     for rollout in group:
         rollout.turn_spans = [*rollout.turn_spans, rollout.turn_spans[0]]
-    config = resolved(RLConfig(scale_rewards="none", credit="turn"))
     with pytest.raises(TrainingError, match="not finite"):
-        assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10)
+        credit_of(batch_from(group), scale_rewards="none", credit="turn")
 
 
 def test_what_a_kl_term_takes_away_is_no_signal_any_more():
     """Rewards that differ as much as the penalties: nothing is left to train on."""
     penalties = [[torch.tensor([1.0, 0.0])], [torch.zeros(2)]]
     batch = batch_of([1.0, 0.0], 2, [2, 2])
-    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none")), 10, penalties)
+    credit = credit_of(batch, penalties, scale_rewards="none")
     assert (credit.advantages, credit.has_signal) == ([0.0, 0.0], False)
     group = [episode("g", 0.0, [1.0], [2]), episode("g", 0.0, [0.0], [2])]
-    config = resolved(RLConfig(scale_rewards="none", credit="turn"))
-    credit = assign_credit(records.Batch(0, records.Version(0, 0), group), config, 10, penalties)
+    credit = credit_of(batch_from(group), penalties, scale_rewards="none", credit="turn")
     assert not credit.has_signal

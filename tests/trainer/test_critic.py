@@ -7,19 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.credit import batch_from, credit_of
+from tests.trainer.steps import learner_of
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
-from slipstream.config.recipes import resolved
-from slipstream.config.schema import CriticConfig, RLConfig
+from slipstream.config.schema import CriticConfig
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.trainer.optim.base import MasterAdamW, OptimStats
+from slipstream.trainer.optim.base import OptimStats
 from slipstream.trainer.packing import ValueTargets, make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
@@ -39,8 +38,7 @@ def make_critic(model_folder):
                     torch.linspace(-0.1, 0.1, model.network.value_head.in_features)[None]
                 )
                 model.network.value_head.bias.fill_(0.3)
-        optimizer = MasterAdamW(model.network.named_parameters())
-        learner = Learner(model, optimizer, micro_batch_tokens=micro_batch_tokens)
+        learner = learner_of(model, micro_batch_tokens)
         return Critic(learner, CriticConfig(learning_rate=1e-3, **config))
 
     return make
@@ -90,12 +88,8 @@ def test_equals_the_plain_model_however_it_is_cut(
     metrics = critic.learner.forward_backward(batch, ValueObjective(CLIP))
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert 0.0 < metrics["clip_fraction"] < 1.0
-    ours = gradients_of(critic.learner)
-    assert ours.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            ours[name], gradient.float(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    expected = {name: gradient.float() for name, gradient in gradients.items()}
+    torch.testing.assert_close(gradients_of(critic.learner), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_cut_and_packing_change_nothing(make_critic, make_targets, gradients_of):
@@ -116,8 +110,7 @@ def test_cut_and_packing_change_nothing(make_critic, make_targets, gradients_of)
             critic.learner.optimizer.discard_gradients()
         for loss, gradients in found[1:]:
             assert loss == pytest.approx(found[0][0], abs=1e-6)
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(gradient, found[0][1][name], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(gradients, found[0][1], atol=1e-5, rtol=1e-4)
 
     check()
 
@@ -128,7 +121,7 @@ def batch_of(sequences, rewards):
         records.Rollout(f"{i}", "task", f"g{i // 2}", own, reward=reward, outcome="done")
         for i, (own, reward) in enumerate(zip(sequences, rewards, strict=True))
     ]
-    return records.Batch(0, records.Version(0, 0), rollouts)
+    return batch_from(rollouts)
 
 
 def test_values_are_those_before_each_token(make_critic, make_batch, model_folder):
@@ -162,7 +155,7 @@ def test_in_bfloat16_the_head_stays_exact_and_layers_may_be_computed_again(model
     found = []
     for checkpointing in (False, True):
         model = ValueModel(PolicyModel.load(model_folder, "bfloat16", checkpointing=checkpointing))
-        learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+        learner = learner_of(model, 300)
         critic = Critic(learner, CriticConfig(learning_rate=1e-2))
         # At first only the head has a gradient: it is zero.
         assert [critic.train([make_targets()])["value/skipped_updates"] for _ in range(2)] == [0.0, 0.0]
@@ -222,7 +215,7 @@ class Fixed:
         return [[torch.full((s.num_trainable,), self.value) for s in r.sequences] for r in batch.rollouts]
 
 
-PPO = RLConfig(kind="ppo", scale_rewards="none")
+PPO = {"kind": "ppo", "scale_rewards": "none"}
 
 
 def turn(length):
@@ -231,7 +224,7 @@ def turn(length):
 
 def test_the_reward_is_at_the_last_token_of_the_last_turn():
     batch = batch_of([[turn(2), turn(1)], [turn(2)]], [1.0, 0.0])
-    credit = assign_credit(batch, resolved(PPO), 10, critic=Fixed(0.25, gamma=0.5, gae_lambda=1.0))
+    credit = credit_of(batch, critic=Fixed(0.25, gamma=0.5, gae_lambda=1.0), **PPO)
     first, second = batch.rollouts[0].sequences
     assert first.advantages == [0.0, 0.0, 0.0, 0.25]
     assert second.advantages == [0.0, 0.0, 0.75]
@@ -247,7 +240,7 @@ def test_the_reward_is_at_the_last_token_of_the_last_turn():
 def test_each_tokens_divergence_is_taken_from_its_own_reward():
     batch = batch_of([[turn(2)], [turn(1)]], [1.0, 1.0])
     penalties = [[torch.tensor([0.1, 0.2]).double()], [torch.tensor([-0.4]).double()]]
-    assign_credit(batch, resolved(PPO), 10, penalties, Fixed(0.0, gae_lambda=0.0))
+    credit_of(batch, penalties, Fixed(0.0, gae_lambda=0.0), **PPO)
     assert batch.rollouts[0].sequences[0].advantages == pytest.approx([0.0, 0.0, -0.1, 0.8])
     assert batch.rollouts[1].sequences[0].advantages == pytest.approx([0.0, 0.0, 1.4])
 
@@ -255,8 +248,7 @@ def test_each_tokens_divergence_is_taken_from_its_own_reward():
 def test_advantages_are_whitened_over_the_tokens_that_carry_loss():
     batch = batch_of([[turn(3)], [turn(1)], [turn(2)], [turn(2)]], [1.0, 0.0, 1.0, 0.5])
     batch.rollouts[2].outcome, batch.rollouts[3].outcome = "truncated", "reward_error"
-    config = RLConfig(kind="ppo", train_on_truncated=False)
-    credit = assign_credit(batch, resolved(config), 10, critic=Fixed(0.0, gae_lambda=1.0))
+    credit = credit_of(batch, critic=Fixed(0.0, gae_lambda=1.0), kind="ppo", train_on_truncated=False)
     assert credit.carries_loss == [True, True, False, False]
     assert batch.rollouts[2].sequences[0].advantages is None
     found = torch.tensor([a for r in batch.rollouts[:2] for a in r.sequences[0].advantages[2:]])
@@ -265,52 +257,49 @@ def test_advantages_are_whitened_over_the_tokens_that_carry_loss():
 
 def test_a_batch_in_which_all_is_as_expected_teaches_the_policy_nothing():
     batch = batch_of([[turn(3)], [turn(1)]], [1.0, 1.0])
-    credit = assign_credit(batch, resolved(RLConfig(kind="ppo")), 10, critic=Fixed(0.0, gae_lambda=1.0))
+    credit = credit_of(batch, critic=Fixed(0.0, gae_lambda=1.0), kind="ppo")
     assert not credit.has_signal
     assert credit.value_targets[0][0].returns.tolist() == [1.0] * 3
 
 
 def test_what_a_critic_explains_is_told_where_there_is_something_to_explain():
     batch = batch_of([[turn(1)], [turn(1)]], [1.0, 0.0])
-    credit = assign_credit(batch, resolved(PPO), 10, critic=Fixed(0.25))
+    credit = credit_of(batch, critic=Fixed(0.25), **PPO)
     assert credit.metrics == {
         "reward/signal_fraction": 1.0, "value/mean": 0.25, "value/return": 0.5, "value/explained_variance": 0.0,
     }  # fmt: skip
     assert credit.of(0) == {"carries_loss": True}
-    same = assign_credit(batch_of([[turn(1)], [turn(1)]], [1.0, 1.0]), resolved(PPO), 10, critic=Fixed(0.25))
+    same = credit_of(batch_of([[turn(1)], [turn(1)]], [1.0, 1.0]), critic=Fixed(0.25), **PPO)
     assert same.metrics.keys() == {"reward/signal_fraction", "value/mean", "value/return"}
     nothing = batch_of([[turn(1)], [turn(1)]], [1.0, 0.0])
     for rollout in nothing.rollouts:
         rollout.outcome = "truncated"
-    config = resolved(RLConfig(kind="ppo", train_on_truncated=False))
-    credit = assign_credit(nothing, config, 10, critic=Fixed(0.25))
+    credit = credit_of(nothing, critic=Fixed(0.25), kind="ppo", train_on_truncated=False)
     assert (credit.metrics, credit.carries_loss) == ({"reward/signal_fraction": 1.0}, [False, False])
     assert (credit.value_targets, credit.has_signal) == ([[], []], False)
 
 
 def test_advantages_by_a_critic_that_are_no_numbers_are_refused():
     with pytest.raises(TrainingError, match="not finite"):
-        assign_credit(batch_of([[turn(1)]], [float("nan")]), resolved(PPO), 10, critic=Fixed(0.0))
+        credit_of(batch_of([[turn(1)]], [float("nan")]), critic=Fixed(0.0), **PPO)
 
 
 def test_a_turns_reward_is_at_its_own_last_token_and_the_rest_at_the_end():
     batch = batch_of([[turn(2), turn(2)], [turn(1)]], [1.0, 0.0])
     given = batch.rollouts[0]
     given.turn_spans, given.turn_rewards = [records.TurnSpan(0, 2, 4), records.TurnSpan(1, 2, 4)], [0.25, 0.5]
-    config = resolved(RLConfig(kind="ppo", scale_rewards="none", credit="turn"))
-    assign_credit(batch, config, 10, critic=Fixed(0.0, gae_lambda=0.0))
+    credit_of(batch, critic=Fixed(0.0, gae_lambda=0.0), **PPO, credit="turn")
     assert [each.advantages[2:] for each in given.sequences] == [[0.0, 0.25], [0.0, 0.75]]
     whole = batch_of([[turn(2), turn(2)], [turn(1)]], [1.0, 0.0])
     whole.rollouts[0].turn_spans, whole.rollouts[0].turn_rewards = given.turn_spans, given.turn_rewards
-    config = resolved(RLConfig(kind="ppo", scale_rewards="none", credit="episode"))
-    assign_credit(whole, config, 10, critic=Fixed(0.0, gae_lambda=0.0))
+    credit_of(whole, critic=Fixed(0.0, gae_lambda=0.0), **PPO, credit="episode")
     assert [each.advantages[2:] for each in whole.rollouts[0].sequences] == [[0.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_rollout_without_tokens_takes_no_penalty():
     batch = batch_of([[], [turn(1)]], [1.0, 1.0])
     penalties = [[], [torch.tensor([0.5]).double()]]
-    credit = assign_credit(batch, resolved(PPO), 10, penalties, Fixed(0.0))
+    credit = credit_of(batch, penalties, Fixed(0.0), **PPO)
     assert credit.value_targets[0] == []
     assert batch.rollouts[1].sequences[0].advantages[2:] == [0.5]
 
@@ -319,8 +308,7 @@ def test_only_the_best_of_a_group_train_the_critic():
     batch = batch_of([[turn(1)], [turn(2)]], [0.0, 1.0])
     for rollout in batch.rollouts:
         rollout.group_id = "g"
-    config = resolved(RLConfig(kind="ppo", scale_rewards="none", best_of=1))
-    credit = assign_credit(batch, config, 10, critic=Fixed(0.0, gae_lambda=1.0))
+    credit = credit_of(batch, critic=Fixed(0.0, gae_lambda=1.0), **PPO, best_of=1)
     assert credit.carries_loss == [False, True]
     assert [len(each) for each in credit.value_targets] == [0, 1]
     assert credit.metrics["value/return"] == 1.0

@@ -31,6 +31,13 @@ class Large(Learner):
         (folder / "learner").write_bytes(bytes(HASHED_BYTES + 9))
 
 
+@pytest.fixture
+def saved(tmp_path):
+    """A store and its one checkpoint."""
+    store = CheckpointStore(tmp_path)
+    return store, store.save(LOOP["step"], Learner([]), "start", LOOP)
+
+
 def flip(file, place):
     content = bytearray(file.read_bytes())
     content[place] ^= 1
@@ -65,9 +72,8 @@ def test_a_manifest_of_another_shape_is_no_checkpoint(text, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", *(json.dumps(LOOP | other) for other in OTHERS)])
-def test_a_loop_goes_on_from_a_whole_state_alone(text, tmp_path):
-    store = CheckpointStore(tmp_path)
-    path = store.save(1, Learner([]), "start", LOOP)
+def test_a_loop_goes_on_from_a_whole_state_alone(text, saved):
+    store, path = saved
     assert store.read_loop_state(path) == LOOP
     written_again(path, "state/state.json", text)
     with pytest.raises(DataError, match=r"state\.json is damaged"):
@@ -75,9 +81,8 @@ def test_a_loop_goes_on_from_a_whole_state_alone(text, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"digest": "", "parameters": 3}'])
-def test_fingerprints_of_another_shape_are_damage(text, tmp_path):
-    store = CheckpointStore(tmp_path)
-    path = store.save(1, Learner([]), "start", LOOP)
+def test_fingerprints_of_another_shape_are_damage(text, saved):
+    _, path = saved
     written_again(path, "fingerprints.json", text)
     assert "fingerprints.json" in damage(path)
 
@@ -155,9 +160,8 @@ def test_a_learners_file_that_is_none_is_one_sentence(hurt, tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state/state.json"])
 @pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
-def test_a_file_that_is_none_is_not_waited_for(name, kind, tmp_path):
-    store = CheckpointStore(tmp_path)
-    path = store.save(1, Learner([]), "start", LOOP)
+def test_a_file_that_is_none_is_not_waited_for(name, kind, saved):
+    store, path = saved
     (path / name).unlink()
     os.mkfifo(path / name) if kind == "fifo" else (path / name).symlink_to(kind)
     assert damage(path)
@@ -165,9 +169,8 @@ def test_a_file_that_is_none_is_not_waited_for(name, kind, tmp_path):
         store.read_loop_state(path)
 
 
-def test_the_state_of_another_step_is_refused(tmp_path):
-    store = CheckpointStore(tmp_path)
-    path = store.save(LOOP["step"], Learner([]), "start", LOOP)
+def test_the_state_of_another_step_is_refused(saved):
+    store, path = saved
     written_again(path, "state/state.json", json.dumps(LOOP | {"step": LOOP["step"] + 1}))
     with pytest.raises(DataError, match="step"):
         store.read_loop_state(path)

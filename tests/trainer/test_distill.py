@@ -50,6 +50,15 @@ def objective(temperature=1.0, coef=1.0, **algorithm):
     )
 
 
+def by_objective(ours, batch, student_PV, room=64, packing=True):
+    """The gradient of the logits, and metrics."""
+    logits, divisors, sums = student_PV.detach().clone().requires_grad_(), ours.counts(batch), {}
+    for micro in micro_batches(batch, room, packing=packing):
+        loss, sums = ours.terms(Table(logits), micro, divisors)
+        loss.backward()
+    return logits.grad, ours.summarize(sums, divisors)
+
+
 def expected_gradient(student_PV, teacher_PV, temperature=1.0, coef=1.0, **algorithm):
     """The objective's gradient, averaged over every sequence with its probability under the policy."""
     ours = objective(temperature, coef, **algorithm)
@@ -59,14 +68,10 @@ def expected_gradient(student_PV, teacher_PV, temperature=1.0, coef=1.0, **algor
     means = {}
     for tokens in every_sequence().tolist():
         probability = sum(logprobs_PV[place, token] for place, token in enumerate(tokens)).exp().item()
-        logits = student_PV.detach().clone().requires_grad_()
         batch = StepBatch([sequence(tokens, teacher_PV, temperature)], [0.0])
-        (micro,) = micro_batches(batch, 64)
-        divisors = ours.counts(batch)
-        loss, sums = ours.terms(Table(logits), micro, divisors)
-        loss.backward()
-        total += probability * logits.grad
-        for name, value in ours.summarize(sums, divisors).items():
+        gradient, metrics = by_objective(ours, batch, student_PV)
+        total += probability * gradient
+        for name, value in metrics.items():
             means[name] = means.get(name, 0.0) + probability * value
     return total, means
 
@@ -112,13 +117,8 @@ def test_a_teacher_that_agrees_in_everything_teaches_nothing():
     tokens = [1, 2, 3]
     with torch.no_grad():
         batch = StepBatch([sequence(tokens, student, 1.0)], [0.0])
-    logits = student.clone().requires_grad_()
-    ours = objective()
-    (micro,) = micro_batches(batch, 64)
-    loss, sums = ours.terms(Table(logits), micro, ours.counts(batch))
-    loss.backward()
-    assert logits.grad.abs().max() < 1e-7
-    metrics = ours.summarize(sums, ours.counts(batch))
+    gradient, metrics = by_objective(objective(), batch, student)
+    assert gradient.abs().max() < 1e-7
     assert abs(metrics["teacher/kl"]) < 1e-7
     assert metrics["teacher/abs_difference"] < 1e-7
 
@@ -127,14 +127,10 @@ def test_it_is_added_to_what_rewards_say():
     student, teacher, tokens = logits_of(6), logits_of(7), [4, 0, 6]
     gradients = []
     for kind, coef, advantage in (("grpo", 0.3, 0.8), ("grpo", None, 0.8), ("distill", 0.3, 0.0)):
-        logits = student.clone().requires_grad_()
         batch = StepBatch([sequence(tokens, teacher, 1.0)], [advantage])
         config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
         ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), coef)
-        (micro,) = micro_batches(batch, 64)
-        loss, _ = ours.terms(Table(logits), micro, ours.counts(batch))
-        loss.backward()
-        gradients.append(logits.grad)
+        gradients.append(by_objective(ours, batch, student)[0])
     torch.testing.assert_close(gradients[0], gradients[1] + gradients[2])
 
 
@@ -147,14 +143,10 @@ def test_samples_of_another_distribution_are_corrected_by_their_weights():
     drawn_PV, total = engine.log_softmax(-1), torch.zeros_like(student)
     for place in range(POSITIONS):
         for token in range(VOCABULARY):
-            logits = student.detach()[place : place + 1].clone().requires_grad_()
             own = sequence([token], teacher[place : place + 1], 1.0)
             own.logprobs = [0.0, drawn_PV[place, token].item()]
-            batch = StepBatch([own], [0.0])
-            (micro,) = micro_batches(batch, 64)
-            loss, _ = ours.terms(Table(logits), micro, ours.counts(batch))
-            loss.backward()
-            total[place] += drawn_PV[place, token].exp() * logits.grad[0] / POSITIONS
+            gradient, _ = by_objective(ours, StepBatch([own], [0.0]), student[place : place + 1])
+            total[place] += drawn_PV[place, token].exp() * gradient[0] / POSITIONS
     torch.testing.assert_close(total, student.grad, atol=2e-6, rtol=1e-5)
 
 
@@ -162,14 +154,8 @@ def test_how_a_step_is_cut_changes_nothing():
     teacher, student = logits_of(11), logits_of(12)
     batch = StepBatch([sequence(tokens, teacher, 1.0) for tokens in every_sequence().tolist()[::40]], [])
     batch.advantages = [0.0] * len(batch.sequences)
-    gradients = []
-    for room, packing in ((4096, True), (16, True), (4096, False)):
-        logits = student.clone().requires_grad_()
-        ours = objective()
-        divisors = ours.counts(batch)
-        for micro in micro_batches(batch, room, packing=packing):
-            ours.terms(Table(logits), micro, divisors)[0].backward()
-        gradients.append(logits.grad)
+    cuts = ((4096, True), (16, True), (4096, False))
+    gradients = [by_objective(objective(), batch, student, *cut)[0] for cut in cuts]
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(gradients[0], gradients[2], atol=1e-12, rtol=1e-9)
 

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer.steps import advance
 from tests.trainer.test_distributed_learner import Alone
 from tests.trainer.test_vision_towers import save_with_tower
 
@@ -237,9 +238,7 @@ def test_shards_lie_in_the_memory_of_the_engines_worker(group, model_folder, mak
     optimizer = MasterAdamW(model.network.named_parameters())
     local = RankModel(group, model, optimizer, memory=memory)
     learner = ShardedLearner("policy", local, Alone(), micro_batch_tokens=100)
-    learner.forward_backward(make_batch(advantages=False), SFTObjective())
-    learner.optim_prepare(1e-2)
-    learner.optim_commit()
+    advance(learner, make_batch(advantages=False), 1e-2)
     for name, weight in learner.named_weights():
         assert torch.equal(weights[name], weight), "the worker's weights are those that are trained"
         assert torch.equal(weight, stored[name]) == (name == "model.norm.weight")

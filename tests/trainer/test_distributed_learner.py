@@ -101,8 +101,7 @@ def test_it_trains_as_a_plain_one(lora, make, make_batch):
         found, others = dict(getattr(ours, kind)()), dict(getattr(plain, kind)())
         assert found.keys() == others.keys()
         assert describe(getattr(ours, kind)()) == describe(found.items())
-        for name, tensor in others.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(found, others, atol=1e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
@@ -134,8 +133,7 @@ def test_its_scores_are_a_plain_ones(fp32_head, make, make_batch):
         (ShardedScorer("policy", ours._local, Alone(), 90).forward(sequences), plain.forward(sequences)),
     ):
         for kind in ("logprobs", "entropies"):
-            for mine, theirs in zip(getattr(found, kind), getattr(expected, kind), strict=True):
-                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(getattr(found, kind), getattr(expected, kind), atol=1e-5, rtol=1e-5)
 
 
 class Two:
@@ -222,8 +220,7 @@ def test_its_state_goes_on_in_either(lora, make, make_batch, tmp_path):
         advance(other, make_batch(seed=2), objective())
         last.append(dict(other.adapter_weights() if lora else other.named_weights()))
     for found in last[1:]:
-        for name, tensor in last[0].items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(found, last[0], atol=1e-3, rtol=1e-2)
 
 
 def test_a_consumer_of_weights_may_stop_early(make):
@@ -271,8 +268,7 @@ def test_a_critics_values_are_a_plain_ones(group, model_folder, make_batch):
         learner = ShardedLearner("critic", local, Alone(), micro_batch_tokens=150) if sharded else plain
         found.append(learner.values(sequences))
     assert [len(values) for values in found[0]] == [each.num_trainable for each in sequences]
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 def test_benchmarks_change_columns_of_the_weights(make):

@@ -1,4 +1,6 @@
-"""DoRA against PEFT's own code: values, gradients, exports, warm starts; and that the engine's weights are the same."""
+"""DoRA against PEFT's own code: exports and warm starts; and that the engine's weights are the same.
+
+`test_lora` compares values and gradients."""
 
 import json
 
@@ -6,17 +8,17 @@ import peft
 import pytest
 import torch
 from tests.refusals import refuses
+from tests.trainer.adapters import adapted, write
+from tests.trainer.plain import logprobs_of
+from tests.trainer.steps import advance
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
 from slipstream.commands.export import export
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.learner import Learner, score
-from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
-from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.fingerprint import describe
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -24,16 +26,8 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 
 @pytest.fixture
 def make_dora(model_folder):
-    def make(targets=TARGETS, *, dtype="float32", path=None, random=True, dora=True):
-        torch.manual_seed(0)
-        model = PolicyModel.load(model_folder, dtype)
-        adapter = model.add_adapter(AdapterConfig(4, 12.0, targets, str(model_folder), dora=dora), path)
-        if random and path is None:
-            with torch.no_grad():
-                for layer in adapter.layers.values():
-                    layer.lora_B.normal_(std=0.1)
-                    layer.lora_magnitude.mul_(1 + 0.2 * torch.randn_like(layer.lora_magnitude))
-        return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)
+    def make(targets=TARGETS, dora=True, **options):
+        return adapted(model_folder, targets, dora=dora, **options)
 
     return make
 
@@ -46,43 +40,6 @@ def group():
     return [records.Sequence(prompt + own, [False] * 17 + [True] * 9, [0.0] * 26) for own in completions]
 
 
-def advance(learner, group):
-    learner.forward_backward(StepBatch(group), SFTObjective())
-    learner.optim_prepare(1e-2)
-    learner.optim_commit()
-
-
-def write(learner, folder):
-    write_adapter_folder(folder, learner.model.adapter.named_weights(), learner.model.adapter.config)
-    return folder
-
-
-def logprobs_of(network, sequence):
-    ids = torch.tensor([sequence.token_ids])
-    found = network(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return found[torch.tensor(sequence.mask[1:])]
-
-
-def test_values_and_gradients_are_those_of_peft(make_dora, model_folder, tmp_path, group, gradients_of):
-    learner = make_dora()
-    base = AutoModelForCausalLM.from_pretrained(model_folder)
-    theirs = peft.PeftModel.from_pretrained(base, write(learner, tmp_path / "a"), is_trainable=True)
-    loss = torch.zeros(())
-    for sequence, mine in zip(group, learner.forward(group).logprobs, strict=True):
-        other = logprobs_of(theirs, sequence)
-        assert (mine - other).abs().max() < 1e-5
-        loss = loss - other.sum()
-    (loss / sum(sequence.num_trainable for sequence in group)).backward()
-    learner.forward_backward(StepBatch(group), SFTObjective())
-    mine = gradients_of(learner)
-    named = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    assert len(named) == len(mine) == 3 * len(learner.model.adapter.layers)
-    for name, gradient in mine.items():
-        name = name.replace("lora_magnitude", "lora_magnitude_vector")
-        other = named[f"base_model.model.{name}.default.weight"]
-        assert (gradient - other).abs().max() < 1e-5 * max(1.0, other.abs().max().item())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fresh_one_is_the_base_exactly_and_its_reference_always(make_dora, model_folder, group, dtype):
     learner = make_dora(("all-linear",), dtype=dtype, random=False)
@@ -91,7 +48,7 @@ def test_a_fresh_one_is_the_base_exactly_and_its_reference_always(make_dora, mod
     wanted = score(base, group, micro_batch_tokens=512).logprobs
     assert all(map(torch.equal, learner.forward(group).logprobs, wanted))
     for _ in range(2):
-        advance(learner, group)
+        advance(learner, StepBatch(group))
     assert not torch.equal(learner.forward(group).logprobs[0], wanted[0])
     reference = score(learner.model.without_adapter(), group, micro_batch_tokens=512).logprobs
     assert all(map(torch.equal, reference, wanted))
@@ -118,7 +75,7 @@ def test_an_adapter_made_by_peft_is_continued_and_one_of_ours_merges_as_peft_mer
     theirs.save_pretrained(tmp_path / "theirs")
     learner = make_dora(path=tmp_path / "theirs")
     assert (logprobs_of(theirs, group[0]) - learner.forward(group[:1]).logprobs[0]).abs().max() < 1e-5
-    advance(learner, group)
+    advance(learner, StepBatch(group))
     path = CheckpointStore(tmp_path / "checkpoints").save(1, learner, learner.model.folder, {})
     export(path, tmp_path / "merged", merged=True)
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), path / "weights")
@@ -129,12 +86,12 @@ def test_an_adapter_made_by_peft_is_continued_and_one_of_ours_merges_as_peft_mer
 
 def test_a_resumed_one_goes_on_bit_for_bit(make_dora, tmp_path, group):
     learner, store = make_dora(), CheckpointStore(tmp_path / "checkpoints")
-    advance(learner, group)
+    advance(learner, StepBatch(group))
     path = store.save(1, learner, learner.model.folder, {})
     resumed = make_dora(random=False)
     store.load(path, resumed)
     for each in (learner, resumed):
-        advance(each, group)
+        advance(each, StepBatch(group))
     assert describe(learner.model.adapter.named_weights()) == describe(resumed.model.adapter.named_weights())
 
 

@@ -76,12 +76,21 @@ class Engine:
 class Run:
     """The evaluations of a run, and what was recorded of them."""
 
-    def __init__(self, folder, *, steps=10, **settings):
-        self.folder, self.rows, self.shown, self.best, self.warnings = folder, [], [], [], []
+    def __init__(self, folder, engine=None, *, steps=10, **settings):
+        self.engine, self.folder, self.rows, self.shown, self.best, self.warnings = engine, folder, [], [], [], []
         values = {"every": 2, "beside": True, **settings}
         config = SimpleNamespace(evaluation=EvaluationConfig(**values), training=SimpleNamespace(steps=steps))
         progress = SimpleNamespace(evaluated=lambda *row: self.shown.append(row), phase=lambda name: None)
         self.evaluations = Evaluations(config, self, progress, lambda *best: self.best.append(best))
+
+    def make(self, *steps, is_last=False):
+        """What the last of these brings at once."""
+        for step in steps:
+            found = self.evaluations.make(self.engine, step, is_last=is_last)
+        return found
+
+    def take(self, step, *, waits=True):
+        self.evaluations.take(self.engine, step, waits=waits)
 
     def add_metrics(self, step, values):
         self.rows.append((step, dict(values)))
@@ -97,51 +106,57 @@ class Run:
         return contextlib.nullcontext()
 
 
+def run_of(folder, settings=None, **accuracies):
+    return Run(folder, Engine(**accuracies), **settings or {})
+
+
 def test_one_beside_training_is_recorded_at_its_step_when_it_comes(tmp_path):
-    run, engine = Run(tmp_path), Engine(_2=0.25)
+    run = run_of(tmp_path, _2=0.25)
     assert run.evaluations.is_due(2, is_last=False)
-    assert run.evaluations.make(engine, 2, is_last=False) == {}
-    run.evaluations.take(engine, 2, waits=False)
+    assert run.make(2) == {}
+    run.take(2, waits=False)
     assert (run.rows, run.evaluations.running, run.evaluations.done_step) == ([], 2, -1)
-    engine.has_ended = True
-    run.evaluations.take(engine, 5, waits=False)
+    run.engine.has_ended = True
+    run.take(5, waits=False)
     assert run.rows == run.shown == [(2, {"eval/accuracy": 0.25, LATER: 3.0})]
     assert (run.evaluations.running, run.evaluations.done_step) == (None, 2)
 
 
 def test_the_next_one_waits_for_it_and_the_last_is_made_by_all_engines(tmp_path):
-    run, engine = Run(tmp_path), Engine(_2=0.25, _4=0.5, _10=0.75)
+    run = run_of(tmp_path, _2=0.25, _4=0.5, _10=0.75)
     for step in (2, 4):
-        assert run.evaluations.make(engine, step, is_last=False) == {}
-    assert run.evaluations.make(engine, 10, is_last=True) == {"eval/accuracy": 0.75}
-    assert engine.calls == [("begin", 2), ("take", 2), ("begin", 4), ("take", 4), ("evaluate", 10)]
+        assert run.make(step) == {}
+    assert run.make(10, is_last=True) == {"eval/accuracy": 0.75}
+    assert run.engine.calls == [("begin", 2), ("take", 2), ("begin", 4), ("take", 4), ("evaluate", 10)]
     assert [step for step, _ in run.rows] == [2, 4]
     assert run.evaluations.done_step == 10
 
 
 def test_one_that_ends_the_run_is_followed_by_that_of_the_last_version(tmp_path):
-    run, engine = Run(tmp_path, stop_at=0.5), Engine(_2=0.25, _4=0.5, _6=0.0)
-    run.evaluations.make(engine, 2, is_last=False)
-    run.evaluations.make(engine, 4, is_last=False)
+    run = run_of(tmp_path, {"stop_at": 0.5}, _2=0.25, _4=0.5, _6=0.0)
+    run.make(2, 4)
     # The next is due when it is seen that the run ends: it is the last.
-    assert run.evaluations.make(engine, 6, is_last=False) == {"eval/accuracy": 0.0}
+    assert run.make(6) == {"eval/accuracy": 0.0}
     assert "0.5 reached" in run.evaluations.early_stop.reason
-    run.evaluations.make_last(engine, 6)
-    assert engine.calls[-1] == ("evaluate", 6), "once"
+    run.evaluations.make_last(run.engine, 6)
+    assert run.engine.calls[-1] == ("evaluate", 6), "once"
     # Otherwise steps were made since, and their version is evaluated at the end.
-    run, engine = Run(tmp_path, stop_at=0.5), Engine(_2=0.5, _3=0.25)
-    run.evaluations.make(engine, 2, is_last=False)
-    run.evaluations.take(engine, 3, waits=True)
-    run.evaluations.make_last(engine, 3)
+    run = run_of(tmp_path, {"stop_at": 0.5}, _2=0.5, _3=0.25)
+    run.make(2)
+    run.take(3)
+    run.evaluations.make_last(run.engine, 3)
     assert [(step, row["eval/accuracy"]) for step, row in run.rows] == [(2, 0.5), (3, 0.25)]
 
 
-def test_the_best_is_told_with_its_own_step(tmp_path):
-    run, engine = Run(tmp_path, patience=5), Engine(_2=0.5, _4=0.25, _6=0.75)
-    for step in (2, 4, 6):
-        run.evaluations.make(engine, step, is_last=False)
-    run.evaluations.take(engine, 9, waits=True)
+def test_the_best_is_told_with_its_own_step_where_it_is_kept(tmp_path):
+    run = run_of(tmp_path, {"patience": 5}, _2=0.5, _4=0.25, _6=0.75)
+    run.make(2, 4, 6)
+    run.take(9)
     assert run.best == [(2, 0.5), (6, 0.75)]
+    run = run_of(tmp_path, {"stop_at": 0.9}, _2=0.5)
+    run.make(2)
+    run.take(3)
+    assert (run.evaluations.early_stop.best, run.best) == (0.5, []), "where it is kept"
 
 
 def kept(run):
@@ -149,8 +164,8 @@ def kept(run):
 
 
 def test_one_that_had_not_ended_is_made_again_by_a_resume_from_its_step_and_missing_after_one_from_a_later(tmp_path):
-    run, engine = Run(tmp_path), Engine(_2=0.5)
-    run.evaluations.make(engine, 2, is_last=False)
+    run = run_of(tmp_path, _2=0.5)
+    run.make(2)
     state = kept(run)
     same = Run(tmp_path)
     same.evaluations.load(state, 2)
@@ -165,14 +180,20 @@ def test_one_that_had_not_ended_is_made_again_by_a_resume_from_its_step_and_miss
     assert later.warned == {"step": 2}
 
 
-def test_one_that_was_recorded_after_the_checkpoint_counts(tmp_path):
-    run, engine = Run(tmp_path, patience=1), Engine(_2=0.0)
-    run.evaluations.make(engine, 2, is_last=False)
-    rows = [{"time": 0.0, "lineage": 0, "step": step, **row} for step, row in ((2, {}), (2, {"eval/accuracy": 0.0}))]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "events.jsonl").write_text("")
-    again = Run(tmp_path, patience=1)
+def resumed(run, *rows, **settings):
+    """From a checkpoint of step 3; with these rows in the file of metrics."""
+    lines = [json.dumps({"time": 0.0, "lineage": 0, **row}) for row in rows]
+    (run.folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (run.folder / "events.jsonl").write_text("")
+    again = Run(run.folder, **settings)
     again.evaluations.load(kept(run), 3)
+    return again
+
+
+def test_one_that_was_recorded_after_the_checkpoint_counts(tmp_path):
+    run = run_of(tmp_path, {"patience": 1}, _2=0.0)
+    run.make(2)
+    again = resumed(run, {"step": 2}, {"step": 2, "eval/accuracy": 0.0}, patience=1)
     assert (again.warnings, again.evaluations.done_step, again.best) == ([], 2, [(2, 0.0)])
 
 
@@ -214,17 +235,17 @@ def test_what_is_evaluated_before_the_first_step(tmp_path):
 
 
 def test_who_waits_for_an_evaluation_says_so_and_where_it_ends_nothing_new_begins(tmp_path):
-    run, engine = Run(tmp_path, stop_at=0.5), Engine(_2=0.5, _4=0.25)
+    run = run_of(tmp_path, {"stop_at": 0.5}, _2=0.5, _4=0.25)
     phases = []
     run.evaluations._progress.phase = phases.append
-    run.evaluations.make(engine, 2, is_last=False)
+    run.make(2)
     assert phases == []
-    assert run.evaluations.make(engine, 4, is_last=False) == {"eval/accuracy": 0.25}
+    assert run.make(4) == {"eval/accuracy": 0.25}
     assert phases == ["wait for the evaluation of step 2"]
     assert run.rows == [(2, {"eval/accuracy": 0.5, LATER: 2.0})]
-    run.evaluations.make_last(engine, 4)
-    assert engine.calls[-1] == ("evaluate", 4)
-    assert len(engine.calls) == 3
+    run.evaluations.make_last(run.engine, 4)
+    assert run.engine.calls[-1] == ("evaluate", 4)
+    assert len(run.engine.calls) == 3
     run.evaluations.make_last(Engine(_6=0.75), 6)
     assert phases == ["wait for the evaluation of step 2", "evaluate"]
     assert run.rows[-1] == (6, {"eval/accuracy": 0.75})
@@ -232,39 +253,26 @@ def test_who_waits_for_an_evaluation_says_so_and_where_it_ends_nothing_new_begin
 
 
 def test_without_one_beside_training_the_last_is_made_when_it_is_due(tmp_path):
-    run, engine = Run(tmp_path, beside=False), Engine(_2=0.5)
-    assert run.evaluations.make(engine, 2, is_last=False) == {"eval/accuracy": 0.5}
-    run.evaluations.make_last(engine, 5)
-    run.evaluations.take(engine, 5, waits=True)
-    assert engine.calls == [("evaluate", 2)]
+    run = run_of(tmp_path, {"beside": False}, _2=0.5)
+    assert run.make(2) == {"eval/accuracy": 0.5}
+    run.evaluations.make_last(run.engine, 5)
+    run.take(5)
+    assert run.engine.calls == [("evaluate", 2)]
     assert (run.rows, run.evaluations.done_step) == ([], 2)
 
 
-def test_the_best_is_told_only_where_it_is_kept(tmp_path):
-    run, engine = Run(tmp_path, stop_at=0.9), Engine(_2=0.5)
-    run.evaluations.make(engine, 2, is_last=False)
-    run.evaluations.take(engine, 3, waits=True)
-    assert (run.evaluations.early_stop.best, run.best) == (0.5, [])
-
-
 def test_one_that_came_late_does_not_take_back_that_of_a_later_step(tmp_path):
-    run, engine = Run(tmp_path), Engine(_2=0.5)
-    run.evaluations.make(engine, 2, is_last=False)
+    run = run_of(tmp_path, _2=0.5)
+    run.make(2)
     run.evaluations.done_step = 4
-    run.evaluations.take(engine, 4, waits=True)
+    run.take(4)
     assert run.evaluations.done_step == 4
 
 
 def test_rows_without_an_accuracy_are_no_evaluation(tmp_path):
-    run, engine = Run(tmp_path), Engine(_2=0.5)
-    run.evaluations.make(engine, 2, is_last=False)
-    rows = [{"step": 2, "eval/accuracy": None}, {"step": 1, "eval/accuracy": 1.0}, {"step": 2}]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps({'time': 0.0, 'lineage': 0, **row})}\n" for row in rows)
-    )
-    (tmp_path / "events.jsonl").write_text("")
-    again = Run(tmp_path)
-    again.evaluations.load(kept(run), 3)
+    run = run_of(tmp_path, _2=0.5)
+    run.make(2)
+    again = resumed(run, {"step": 2, "eval/accuracy": None}, {"step": 1, "eval/accuracy": 1.0}, {"step": 2})
     assert [text[:26] for text in again.warnings] == ["the evaluation of step 2 h"]
     assert (again.evaluations.done_step, again.evaluations.running) == (-1, None)
 

@@ -4,12 +4,16 @@ they cannot be, the ordinary way is taken, and said."""
 import copy
 import logging
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_critic import CLIP, make_critic, make_targets, plain  # noqa: F401
 from test_ragged_attention import kernels  # noqa: F401
+from tests.trainer.plain import loss_and_gradients
+from tests.trainer.plain import plain as by_transformers
+from tests.trainer.steps import check_interruption, learner_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -55,16 +59,8 @@ def folder_of(model_folder, save_model, tmp_path):
 
 
 def exact(folder, batch):
-    """Loss and gradients in float64, one sequence at a time, by transformers' own attention."""
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
-    total = torch.zeros((), dtype=torch.float64)
-    for sequence in batch.sequences:
-        ids = torch.tensor(sequence.token_ids)
-        logprobs = network(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        chosen = logprobs.gather(1, ids[1:, None])[:, 0][torch.tensor(sequence.mask)[1:]]
-        total = total - chosen.sum() / batch.num_tokens
-    total.backward()
-    return total.item(), {name: parameter.grad for name, parameter in network.named_parameters()}
+    """Loss and gradients in float64."""
+    return loss_and_gradients(by_transformers(folder, torch.float64), batch.sequences)
 
 
 def holders(learner):
@@ -116,7 +112,7 @@ def test_compiled_layers_are_one_graph_for_all(checkpointing, folder_of, make_ba
     assert len(fused_layers(model.network)) == 15
     assert all(parameter.grad is None for parameter in model.network.parameters())
     assert sum(fresh_compiler["graph_break"].values()) == 0
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=150)
+    learner = learner_of(model, 150)
     fresh_compiler.clear()
     for seed, number in enumerate((9, 2)):
         batch = small(make_batch(number, seed, advantages=False))
@@ -243,23 +239,11 @@ def test_every_optimizer_takes_the_sums(kind, dtype, model_folder, make_batch):
 @pytest.mark.parametrize("kind", [MasterAdamW, RoundedAdamW])
 def test_an_interrupted_run_is_the_same_bit_for_bit(kind, make_learner, make_batch, tmp_path):
     more = {"seed": 0} if kind is RoundedAdamW else {}
-    whole, first, resumed = (in_products(make_learner(150, kind=kind, dtype="bfloat16", **more)) for _ in range(3))
 
-    def advance(learner, seed):
-        learner.forward_backward(make_batch(seed=seed, advantages=False), SFTObjective())
-        learner.optim_prepare(1e-3)
-        learner.optim_commit()
+    def learner():
+        return in_products(make_learner(150, kind=kind, dtype="bfloat16", **more))
 
-    for seed in range(4):
-        advance(whole, seed)
-    advance(first, 0)
-    advance(first, 1)
-    first.save(tmp_path)
-    resumed.load(tmp_path)
-    advance(resumed, 2)
-    advance(resumed, 3)
-    for (name, weight), (_, expected) in zip(resumed.named_weights(), whole.named_weights(), strict=True):
-        assert torch.equal(weight, expected), name
+    check_interruption(learner, partial(make_batch, advantages=False), tmp_path)
 
 
 def test_policy_and_critic_have_sums_of_their_own(model_folder, make_learner, make_critic, make_targets):  # noqa: F811
@@ -385,7 +369,7 @@ def test_layers_that_do_not_compile_with_them_are_compiled_without(monkeypatch, 
     assert model.layers.compiled
     assert "the products of 14 of 14 linear layers gave their weights no gradient" in caplog.text
     assert fused_layers(model.network) == []
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+    learner = learner_of(model, 300)
     learner.forward_backward(batch, SFTObjective())
     check(learner, exact(model_folder, batch)[1])
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tests.trainer.test_vision_towers import PATCHES, save_with_tower
+from tests.trainer.plain import logprobs_of
+from tests.trainer.steps import learner_of
+from tests.trainer.test_vision_towers import PATCHES, plain, save_with_tower
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -16,10 +18,9 @@ from slipstream.data.images.families import image_processor
 from slipstream.data.images.reading import read_image
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.attention.row_images import image_positions
-from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.learner import score
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 
 GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
@@ -99,16 +100,6 @@ def sequences(folder):
     ]
 
 
-def plain(folder):
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-def learner_of(model):
-    return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)
-
-
 def own_loss(network, folder, batch):
     """The loss by transformers alone, one sequence at a time, with positions that the model counts."""
     processor = image_processor(folder)
@@ -119,9 +110,7 @@ def own_loss(network, folder, batch):
         if each.media:
             kinds = "token_type_ids" if processor.sees_itself else "mm_token_type_ids"
             images = processor.pixels(each.media) | {kinds: (ids == IMAGE).int()}
-        logprobs = network(input_ids=ids, **images).logits[0, :-1].float().log_softmax(-1)
-        found = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-        loss = loss - found[torch.tensor(each.mask)[1:]].sum() / total
+        loss = loss - logprobs_of(network, each, **images).sum() / total
     return loss
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.refusals import refuses
+from tests.trainer.steps import learner_of
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -33,13 +34,9 @@ def fresh_compiler(monkeypatch):
 
 
 def gradients(model, batch):
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+    learner = learner_of(model, 300)
     metrics = learner.forward_backward(batch, SFTObjective())
     return metrics["loss"], {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
-
-
-def close(found, gradient, name):
-    torch.testing.assert_close(found, gradient, atol=2e-6, rtol=2e-5, msg=lambda text: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -51,8 +48,7 @@ def test_what_is_computed_again_has_the_same_bits(dtype, packing, model_folder, 
         model = PolicyModel.load(model_folder, dtype, packing=packing, checkpointing=checkpointing)
         loss, found = gradients(model, batch)
         assert loss == plain_loss
-        for name, gradient in plain.items():
-            assert torch.equal(found[name], gradient), f"{checkpointing}: {name}"
+        torch.testing.assert_close(found, plain, atol=0, rtol=0)
 
 
 def test_inputs_that_wait_elsewhere_have_the_same_bits(monkeypatch, model_folder, make_batch):
@@ -77,8 +73,7 @@ def test_inputs_that_wait_elsewhere_have_the_same_bits(monkeypatch, model_folder
     monkeypatch.setattr(layers, "Offloader", Copies)
     model = PolicyModel.load(model_folder, checkpointing=True, offload=True)
     _, found = gradients(model, batch)
-    for name, gradient in plain.items():
-        assert torch.equal(found[name], gradient), name
+    torch.testing.assert_close(found, plain, atol=0, rtol=0)
     num_rows = len(list(micro_batches(batch, 300)))
     assert sum(moved) == num_rows * model.config.num_hidden_layers, "each layer's input, and nothing else"
     assert len(back) == len(moved)
@@ -99,10 +94,7 @@ def test_compiled_layers_give_the_same_gradients_for_rows_of_any_length(model_fo
             losses.append(learner.forward_backward(batch, SFTObjective())["loss"])
             grads.append({name: master.grad for name, master in learner.optimizer.masters().items()})
         assert losses[1] == pytest.approx(losses[0], abs=1e-6)
-        for name, gradient in grads[0].items():
-            torch.testing.assert_close(
-                grads[1][name], gradient, atol=2e-6, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        torch.testing.assert_close(grads[1], grads[0], atol=2e-6, rtol=2e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "the trial's graphs do for other lengths"
 
 
@@ -115,8 +107,7 @@ def test_compiled_layers_can_be_computed_again(checkpointing, model_folder, make
     model = PolicyModel.load(model_folder, checkpointing=checkpointing)
     assert compile_layers(model) == ""
     _, found = gradients(model, batch)
-    for name, gradient in plain.items():
-        close(found[name], gradient, name)
+    torch.testing.assert_close(found, plain, atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.full

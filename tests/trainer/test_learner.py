@@ -1,6 +1,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer.credit import batch_from
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
@@ -165,7 +166,7 @@ def rollout(group, number, outcome="done", turns=1):
 def test_step_batches_hold_whole_groups():
     rollouts = [rollout(group, number) for number in range(2) for group in "abc"]
     rollouts.append(rollout("a", 2, turns=2))
-    batch = records.Batch(0, records.Version(0, 0), rollouts)
+    batch = batch_from(rollouts)
     steps = make_step_batches(batch, [float(i) for i in range(7)], updates_per_batch=2, epochs=2)
     assert [step.advantages for step in steps] == [[0.0, 3.0, 6.0, 6.0, 1.0, 4.0], [2.0, 5.0]] * 2
     assert steps[0] is steps[2]
@@ -174,7 +175,7 @@ def test_step_batches_hold_whole_groups():
 def test_outcomes_that_are_not_trained_on_are_left_out():
     outcomes = ["done", "truncated", "reward_error", "engine_error", "cancelled"]
     rollouts = [rollout("a", number, outcome) for number, outcome in enumerate(outcomes)]
-    batch = records.Batch(0, records.Version(0, 0), rollouts)
+    batch = batch_from(rollouts)
     (step,) = make_step_batches(batch, [1.0] * 5)
     assert step.num_sequences == 2
     assert len(make_step_batches(batch, [1.0] * 5, updates_per_batch=2)) == 1
@@ -189,7 +190,7 @@ def test_a_steps_sequences_know_their_part_of_a_mixture_and_are_divided_by_it():
         return records.Rollout(name, name, name, sequences, 0.0, "done", source=source)
 
     made = [rollout("a", "sums", 2, 3), rollout("b", "words/x", 4), rollout("c", "sums", 5), rollout("d", "words/y", 6)]
-    batch = records.Batch(0, records.Version(0, 0), made)
+    batch = batch_from(made)
     (step,) = make_step_batches(batch, [1.0, -1.0, 0.5, 0.0], by_task=True, ignores_silent=True)
     assert step.tasks == ["sums", "sums", "words", "sums", "words"], "the part, whatever its data source"
     step.old_logprobs = [torch.tensor([float(len(each))]) for each in step.sequences]

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from tests.trainer.loops import batch_of, make_run, planned
+from tests.trainer.loops import batch_of, finished, make_run, planned
 
 from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, TrainingError
@@ -25,8 +25,7 @@ def collected(monkeypatch):
 
 
 def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_path, collected):
-    run = make_run(tmp_path)
-    run.loop.run()
+    run = finished(tmp_path)
     steps = [
         [f"take {step}", "old 1", "prepare 0.5", "fence", "commit", f"update {step + 1}", f"release {step + 1}"]
         for step in range(3)
@@ -51,8 +50,7 @@ def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_p
 
 def test_without_an_engine_only_batches_and_checkpoints_are_left(tmp_path, collected):
     config = planned("sft", training={"steps": 4}, run={"checkpoint_every": 2})
-    run = make_run(tmp_path, config=config, with_engine=False)
-    run.loop.run()
+    run = finished(tmp_path, config=config, with_engine=False)
     assert run.calls == [call for step in range(4) for call in (f"take {step}", "prepare 0.5", "commit")]
     assert [told["step"] for told in run.log.of("checkpoint")] == [2, 4], "the last step's once"
     assert list(run.log.rows) == [1, 2, 3, 4]
@@ -61,8 +59,7 @@ def test_without_an_engine_only_batches_and_checkpoints_are_left(tmp_path, colle
 
 def test_under_sft_the_engine_gets_the_weights_that_it_generates_or_evaluates_with(tmp_path):
     config = planned("sft", training={"steps": 6}, evaluation={"every": 4, "at_start": False})
-    run = make_run(tmp_path, config=config, rolls_out_at=lambda step: step in (2, 6))
-    run.loop.run()
+    run = finished(tmp_path, config=config, rolls_out_at=lambda step: step in (2, 6))
     assert [call for call in run.calls if call.partition(" ")[0] in ("update", "evaluate", "release")] == [
         "update 0", "release 0", "update 2", "release 2", "update 4", "evaluate 4", "release 4",
         "update 6", "evaluate 6", "release 6",
@@ -97,16 +94,14 @@ def test_a_run_ends_at_its_time_limit(tmp_path):
     assert "the run ends at step 1: training.max_seconds = 100" in run.progress.messages
     assert run.loop.trained_s > 100.0
     assert run.loop.writer.saved_step == 1
-    rested = make_run(tmp_path / "more", config=planned(training={"max_seconds": 1e6}), trained_s=100.0)
-    rested.loop.run()
+    rested = finished(tmp_path / "more", config=planned(training={"max_seconds": 1e6}), trained_s=100.0)
     assert (rested.loop.step, rested.log.of("time_limit")) == (3, [])
 
 
 def test_times_are_since_the_batch_came_and_since_training_began(tmp_path, monkeypatch):
     ticks = itertools.count(5)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    run = make_run(tmp_path, trained_s=100.0)
-    run.loop.run()
+    run = finished(tmp_path, trained_s=100.0)
     assert [row.get("time/after_batch_s") for row in run.log.rows.values()] == [None, 1.0, 1.0, 1.0]
     assert run.loop.trained_s == 107.0
 
@@ -178,8 +173,7 @@ def test_batches_by_versions_that_staleness_does_not_allow_are_refused(tmp_path,
         return
     with pytest.raises(TrainingError, match=rf"step 2 was begun by version 0\.{version}: .*staleness = {staleness}"):
         run.loop.run()
-    sft = make_run(tmp_path / "sft", batches, config=planned("sft"), with_engine=False)
-    sft.loop.run()
+    finished(tmp_path / "sft", batches, config=planned("sft"), with_engine=False)
 
 
 def test_batches_without_signal_are_skipped_told_once_and_too_many_end_the_run(tmp_path):
@@ -231,8 +225,7 @@ def test_while_a_critic_warms_up_steps_without_signal_count_on(tmp_path):
 
 def test_draws_of_trained_and_skipped_batches_are_used_up(tmp_path):
     batches = [batch_of(0, draws=[1, 0]), batch_of(1, (0.0, 0.0), draws=[3]), batch_of(2, draws=[5, 2])]
-    run = make_run(tmp_path, batches, config=planned(training={"order": "ready"}))
-    run.loop.run()
+    run = finished(tmp_path, batches, config=planned(training={"order": "ready"}))
     assert run.loop.resumed.draws == Draws(6, {4})
     again = make_run(tmp_path, config=planned(training={"order": "ready"}), after=tmp_path / "checkpoints/step-000003")
     assert again.loop.resumed.draws == Draws(6, {4})
@@ -260,8 +253,7 @@ class Curriculum:
 
 def test_a_curriculum_sees_every_batch_and_its_change_goes_out_with_the_release(tmp_path):
     batches = [batch_of(0, draws=[4, 9]), batch_of(1, draws=[3]), batch_of(2)]
-    run = make_run(tmp_path, batches, config=planned(training={"order": "ready"}), curriculum=Curriculum())
-    run.loop.run()
+    run = finished(tmp_path, batches, config=planned(training={"order": "ready"}), curriculum=Curriculum())
     assert [call for call in run.calls if call.startswith("release")] == [
         "release 0", "release 1 (5, [1.0])", "release 2", "release 3",
     ]  # fmt: skip
@@ -275,15 +267,14 @@ def test_a_curriculum_sees_every_batch_and_its_change_goes_out_with_the_release(
     )
     assert again.loop.curriculum.loaded == {"kept": True}
     make_run(tmp_path, config=planned(training={"order": "ready"}), after=tmp_path / "checkpoints/step-000003")
-    make_run(tmp_path / "plain").loop.run()
+    finished(tmp_path / "plain")
     new = make_run(tmp_path, curriculum=Curriculum(), after=tmp_path / "plain/checkpoints/step-000003")
     assert new.loop.curriculum.loaded is None
 
 
 def test_a_resumed_run_goes_on_where_the_first_one_was(tmp_path):
     batches = [batch_of(0), batch_of(1, (1.0, 1.0)), *(batch_of(step) for step in range(2, 5))]
-    first = make_run(tmp_path, batches, config=planned(training={"steps": 2}), identity=Identity(5, {"tasks": "a"}))
-    first.loop.run()
+    finished(tmp_path, batches, config=planned(training={"steps": 2}), identity=Identity(5, {"tasks": "a"}))
     extra = json.loads((tmp_path / "checkpoints/step-000002/state/state.json").read_text())
     assert extra == extra | {
         "step": 2, "lineage": 7, "trained_steps": 1, "quiet_steps": 1, "num_items": 5, "identity": {"tasks": "a"},
@@ -301,21 +292,20 @@ def test_a_resumed_run_goes_on_where_the_first_one_was(tmp_path):
     done.loop.run()
     assert done.calls == ["update 2", "release 2"]
     assert done.log.of("checkpoint") == [], "it has that already"
-    again = make_run(
+    again = finished(
         tmp_path,
         batches,
         config=planned(training={"steps": 4}),
         identity=Identity(5),
         after=tmp_path / "checkpoints/step-000002",
     )
-    again.loop.run()
     assert [call for call in again.calls if call.startswith("take")] == ["take 2", "take 3"]
     assert (again.learner.step, again.loop.step, again.log.warnings) == (3, 4, [])
 
 
 def test_quiet_steps_before_a_resume_count_on(tmp_path):
     batches = [batch_of(0), *(batch_of(step, (0.0, 0.0)) for step in range(1, 4))]
-    make_run(tmp_path, batches, config=planned(training={"steps": 2})).loop.run()
+    finished(tmp_path, batches, config=planned(training={"steps": 2}))
     config = planned(training={"steps": 5}, run={"max_steps_without_signal": 3})
     again = make_run(tmp_path, batches, config=config, after=tmp_path / "checkpoints/step-000002")
     with pytest.raises(TrainingError, match="in 3 consecutive steps"):
@@ -332,7 +322,7 @@ def test_quiet_steps_before_a_resume_count_on(tmp_path):
     ],
 )
 def test_a_resume_with_other_data_is_refused_unless_allowed(tmp_path, other, problem):
-    make_run(tmp_path, identity=Identity(5, {"tasks": "a", "model": "m"})).loop.run()
+    finished(tmp_path, identity=Identity(5, {"tasks": "a", "model": "m"}))
     path = tmp_path / "checkpoints/step-000003"
     with pytest.raises(ConfigError, match=problem):
         make_run(tmp_path, identity=other, after=path)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tests.trainer.loops import batch_of, make_run, planned, sequence
+from tests.trainer.loops import batch_of, finished, make_run, planned, sequence
 
 from slipstream.errors import MismatchError, TrainingError
 
@@ -89,8 +89,7 @@ def test_under_sleep_mode_one_sequence_at_a_time_is_computed(tmp_path):
 def test_the_held_out_loss_is_measured_with_every_evaluation(tmp_path):
     config = planned("sft", training={"steps": 5}, evaluation={"every": 2, "at_start": True})
     held_out = [sequence(size=2), sequence(size=4)]
-    run = make_run(tmp_path, config=config, with_engine=False, held_out=held_out)
-    run.loop.run()
+    run = finished(tmp_path, config=config, with_engine=False, held_out=held_out)
     rows = {step: row for step, row in run.log.rows.items() if "eval/loss" in row}
     assert list(rows) == [0, 2, 4, 5]
     assert rows[0] == {"eval/loss": 0.5, "eval/perplexity": math.exp(0.5)}
@@ -100,8 +99,7 @@ def test_the_held_out_loss_is_measured_with_every_evaluation(tmp_path):
     assert run.progress.phases[0] == ("evaluate", 2)
     assert run.log.phases[:2] == ["held_out_loss", "batch"]
     assert run.loop.evaluations.done_step == 5
-    both = make_run(tmp_path / "both", config=config, held_out=held_out)
-    both.loop.run()
+    both = finished(tmp_path / "both", config=config, held_out=held_out)
     assert both.log.rows[2].keys() >= {"eval/loss", "eval/accuracy", "probe/abs_logprob_diff"}
     assert both.log.rows[1].keys().isdisjoint({"eval/loss", "eval/accuracy"})
     assert [call for call in both.calls if call.startswith("evaluate")] == [f"evaluate {step}" for step in (0, 2, 4, 5)]
@@ -139,8 +137,7 @@ def test_the_last_version_is_evaluated_by_all_engines_on_resume_too(tmp_path):
 
 def test_an_evaluation_that_ends_at_once_marks_the_checkpoint_that_was_just_written(tmp_path):
     settings = {"every": 2, "at_start": False, "patience": 9, "beside": True}
-    run = make_run(tmp_path, config=planned(training={"steps": 3}, evaluation=settings))
-    run.engine.accuracies = {2: 0.5}
+    run = make_run(tmp_path, config=planned(training={"steps": 3}, evaluation=settings), accuracies={2: 0.5})
     take = run.engine.take_evaluation
     run.engine.take_evaluation = lambda *, waits: take(waits=True)
     run.loop.run()
@@ -152,9 +149,7 @@ def test_an_evaluation_that_ends_at_once_marks_the_checkpoint_that_was_just_writ
 
 def test_reaching_stop_at_ends_the_run_after_that_step(tmp_path):
     config = planned(training={"steps": 9}, evaluation={"every": 2, "at_start": False, "stop_at": 0.5})
-    run = make_run(tmp_path, config=config)
-    run.engine.accuracies = {2: 0.25, 4: 0.5}
-    run.loop.run()
+    run = finished(tmp_path, config=config, accuracies={2: 0.25, 4: 0.5})
     assert run.loop.step == run.loop.writer.saved_step == 4
     reason = "accuracy 0.5 reached evaluation.stop_at = 0.5"
     assert run.log.of("early_stop") == [{"step": 4, "reason": reason}]
@@ -164,25 +159,20 @@ def test_reaching_stop_at_ends_the_run_after_that_step(tmp_path):
 
 def test_a_start_model_that_is_good_enough_is_no_run_that_learned_nothing(tmp_path):
     config = planned(evaluation={"every": 2, "at_start": True, "stop_at": 0.5})
-    run = make_run(tmp_path, config=config)
-    run.engine.accuracies = {0: 0.5}
-    run.loop.run()
+    run = finished(tmp_path, config=config, accuracies={0: 0.5})
     assert (run.loop.step, run.loop.writer.saved_step) == (0, 0)
 
 
 def test_a_run_that_ends_early_without_having_learned_is_an_error(tmp_path):
     config = planned(training={"steps": 9}, evaluation={"every": 2, "at_start": False, "stop_at": 0.5})
-    run = make_run(tmp_path, [batch_of(step, (1.0, 1.0)) for step in range(2)], config=config)
-    run.engine.accuracies = {2: 0.5}
+    run = make_run(tmp_path, [batch_of(step, (1.0, 1.0)) for step in range(2)], config=config, accuracies={2: 0.5})
     with pytest.raises(TrainingError, match="nothing was trained in 2 steps"):
         run.loop.run()
 
 
 def test_the_best_versions_checkpoint_is_kept_and_patience_ends_the_run(tmp_path):
     config = planned(training={"steps": 9}, evaluation={"every": 1, "at_start": False, "patience": 2})
-    run = make_run(tmp_path, config=config)
-    run.engine.accuracies = {1: 0.25, 2: 0.5, 3: 0.5, 4: 0.25}
-    run.loop.run()
+    run = finished(tmp_path, config=config, accuracies={1: 0.25, 2: 0.5, 3: 0.5, 4: 0.25})
     assert run.loop.step == 4
     assert run.log.of("best") == [{"step": 1, "accuracy": 0.25}, {"step": 2, "accuracy": 0.5}]
     assert run.loop.writer.store.best() == (tmp_path / "checkpoints/step-000002").resolve()
@@ -196,9 +186,9 @@ def test_the_best_versions_checkpoint_is_kept_and_patience_ends_the_run(tmp_path
 
 def test_an_evaluation_beside_training_is_recorded_later_and_its_step_is_kept(tmp_path):
     settings = {"every": 2, "at_start": False, "patience": 3, "beside": True}
-    run = make_run(tmp_path, config=planned(training={"steps": 5}, evaluation=settings))
-    run.engine.accuracies = {2: 0.5, 4: 0.25, 5: 0.75}
-    run.loop.run()
+    run = finished(
+        tmp_path, config=planned(training={"steps": 5}, evaluation=settings), accuracies={2: 0.5, 4: 0.25, 5: 0.75}
+    )
     assert [call for call in run.calls if call.partition(" ")[0] in ("begin", "evaluate")] == [
         "begin 2", "evaluate 2", "begin 4", "evaluate 4", "evaluate 5",
     ]  # fmt: skip
@@ -212,8 +202,7 @@ def test_an_evaluation_beside_training_is_recorded_later_and_its_step_is_kept(tm
 
 def test_where_an_evaluation_beside_training_ends_the_run_its_last_version_is_evaluated_too(tmp_path):
     settings = {"every": 2, "at_start": False, "stop_at": 0.5, "beside": True}
-    run = make_run(tmp_path, config=planned(training={"steps": 9}, evaluation=settings))
-    run.engine.accuracies = {2: 0.5, 3: 0.25}
+    run = make_run(tmp_path, config=planned(training={"steps": 9}, evaluation=settings), accuracies={2: 0.5, 3: 0.25})
     take = run.engine.take_evaluation
     run.engine.take_evaluation = lambda *, waits: take(waits=waits or run.loop.step == 3)
     run.loop.run()
@@ -224,7 +213,6 @@ def test_where_an_evaluation_beside_training_ends_the_run_its_last_version_is_ev
 
 def test_metrics_that_show_nothing_left_to_learn_are_told(tmp_path):
     batches = [batch_of(0), *(batch_of(step, (0.5, 0.5)) for step in range(1, 5))]
-    run = make_run(tmp_path, batches, config=planned(training={"steps": 5}))
-    run.loop.run()
+    run = finished(tmp_path, batches, config=planned(training={"steps": 5}))
     told = [(text, fields) for text, fields in run.log.warnings if "hardly anything to learn" in text]
     assert [fields for _, fields in told] == [{"step": 4}]

@@ -1,4 +1,5 @@
-"""LoRA against PEFT's own code: the same adapter, the same numbers; and what must not move does not."""
+"""LoRA against PEFT's own code: the same adapter, the same numbers; and what must not move does not. Some tests are of
+DoRA, too."""
 
 import contextlib
 import json
@@ -12,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.refusals import refuses
+from tests.trainer.adapters import adapted, write
+from tests.trainer.plain import logprobs_of, loss_of
+from tests.trainer.steps import advance, apply
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from slipstream import records
@@ -20,11 +24,12 @@ from slipstream.config import RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.learner import Learner, Reference, score
+from slipstream.trainer.learner import Reference, score
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.lora import LoraLinear, rate_in_adapter
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig, folded, read_adapter_config, write_adapter_folder
 from slipstream.weights.fingerprint import describe
 
@@ -33,18 +38,7 @@ ALL = ("all-linear",)
 
 @pytest.fixture
 def make_lora(model_folder):
-    def make(targets=ALL, *, rank=4, alpha=12.0, dtype="float32", path=None, random=True, seed=0):
-        torch.manual_seed(seed)
-        model = PolicyModel.load(model_folder, dtype)
-        adapter = model.add_adapter(AdapterConfig(rank, alpha, targets, str(model_folder)), path)
-        if random and path is None:
-            with torch.no_grad():
-                for layer in adapter.layers.values():
-                    layer.lora_B.normal_(std=0.1)
-        optimizer = MasterAdamW(model.network.named_parameters())
-        return Learner(model, optimizer, micro_batch_tokens=512)
-
-    return make
+    return lambda targets=ALL, **options: adapted(model_folder, targets, **options)
 
 
 @pytest.fixture
@@ -60,38 +54,23 @@ def group():
     return sequences
 
 
-def advance(learner, batch, rate=1e-2):
-    learner.forward_backward(batch, SFTObjective())
-    learner.optim_prepare(rate)
-    learner.optim_commit()
-
-
-def as_peft(learner, folder, tmp_path, **options):
-    write_adapter_folder(tmp_path / "adapter", learner.model.adapter.named_weights(), learner.model.adapter.config)
-    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter", **options)
-
-
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj", "mlp.down_proj")])
-def test_logprobs_and_gradients_are_those_of_peft(make_lora, model_folder, tmp_path, group, gradients_of, targets):
-    from slipstream.trainer.packing import StepBatch
-
-    learner = make_lora(targets)
-    theirs = as_peft(learner, model_folder, tmp_path, is_trainable=True)
-    ours = learner.forward(group).logprobs
-    loss = torch.zeros(())
-    for sequence, mine in zip(group, ours, strict=True):
-        ids = torch.tensor([sequence.token_ids])
-        logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        trained = logprobs[torch.tensor(sequence.mask[1:])]
-        assert (mine - trained).abs().max() < 1e-5
-        loss = loss - trained.sum()
-    (loss / sum(sequence.num_trainable for sequence in group)).backward()
+def test_logprobs_and_gradients_are_those_of_peft(
+    make_lora, model_folder, tmp_path, group, gradients_of, targets, dora
+):
+    learner = make_lora(targets, dora=dora)
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    theirs = peft.PeftModel.from_pretrained(base, write(learner, tmp_path / "adapter"), is_trainable=True)
+    for sequence, mine in zip(group, learner.forward(group).logprobs, strict=True):
+        assert (mine - logprobs_of(theirs, sequence)).abs().max() < 1e-5
+    loss_of(theirs, group).backward()
     learner.forward_backward(StepBatch(group), SFTObjective())
     mine = gradients_of(learner)
     named = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    assert len(named) == len(mine) == 2 * len(learner.model.adapter.layers)
+    assert len(named) == len(mine) == (2 + dora) * len(learner.model.adapter.layers)
     for name, gradient in mine.items():
-        other = named[f"base_model.model.{name}.default.weight"]
+        other = named[f"base_model.model.{name.replace('lora_magnitude', 'lora_magnitude_vector')}.default.weight"]
         assert (gradient - other).abs().max() < 1e-5 * max(1.0, other.abs().max().item())
 
 
@@ -163,15 +142,12 @@ def test_lora_plus_is_pefts(make_lora, model_folder, ratio):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
             masters[name].grad = parameter.grad.clone()
         theirs.step()
-        ours.prepare(1e-2)
-        ours.commit()
+        apply(ours, 1e-2)
     for name, parameter in pefts.items():
         torch.testing.assert_close(named[name].detach(), parameter.detach(), atol=1e-6, rtol=1e-6)
 
 
 def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, group):
-    from slipstream.trainer.packing import StepBatch
-
     learner = make_lora()
     sampling = records.SamplingParams(max_tokens=9, temperature=0.8)
     separate = score(PolicyModel.load(model_folder), group, sampling, micro_batch_tokens=512).logprobs
@@ -257,7 +233,7 @@ def test_an_adapter_made_by_peft_is_continued(make_lora, model_folder, tmp_path,
 )
 def test_an_adapter_that_does_not_fit_is_refused(make_lora, tmp_path, asked, sentence):
     learner = make_lora(("q_proj", "down_proj"))
-    write_adapter_folder(tmp_path / "a", learner.model.adapter.named_weights(), learner.model.adapter.config)
+    write(learner, tmp_path / "a")
     with pytest.raises(ConfigError, match=sentence):
         make_lora(**{"targets": ("q_proj", "down_proj"), **asked}, path=tmp_path / "a")
 

@@ -5,15 +5,14 @@ import math
 import pytest
 import torch
 from tests.launch.matching_runs import answer_ids, new_detector, rollout
+from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.matching.targets import examples_of, matched
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.matching.objective import MatchingObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 
 
@@ -42,7 +41,7 @@ def objective(detector, **settings):
 def step(detector, sequences, settings, micro_batch_tokens=10_000, packing=True):
     """Metrics and gradients of a step."""
     model = load(detector, packing=packing)
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=micro_batch_tokens)
+    learner = learner_of(model, micro_batch_tokens)
     metrics = learner.forward_backward(StepBatch(sequences), objective(detector, **settings))
     return metrics, {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
 
@@ -65,15 +64,20 @@ def giou64(predicted, true):
     return 1.0 - (common / either - (hull - either) / hull)
 
 
+def logits_of(model, sequence):
+    """In float64, at every place."""
+    every = records.Sequence(sequence.token_ids, [False] + [True] * (len(sequence) - 1), media=sequence.media)
+    (row,) = micro_batches(StepBatch([every]), 10_000)
+    with torch.no_grad():
+        return model.logits(row).double()
+
+
 def reference(detector, sequences, desc_ce_weight=1.0):
     """Loss terms in float64 from plain logits, sequence by sequence and token by token."""
     model, ids = load(detector), list(detector.tokens.coordinate_ids)
     ce = weights = l1 = giou = gate = boxes = 0.0
     for sequence in sequences:
-        every = records.Sequence(sequence.token_ids, [False] + [True] * (len(sequence) - 1), media=sequence.media)
-        (row,) = micro_batches(StepBatch([every]), 10_000)
-        with torch.no_grad():
-            logits = model.logits(row).double()
+        logits = logits_of(model, sequence)
         target = sequence.detection
         for place in range(1, len(sequence)):
             if weight := target.weights[place]:
@@ -111,10 +115,7 @@ def test_soft_cross_entropy_is_that_of_a_float64_reference(detector):
     metrics, _ = step(detector, detector.examples, {"soft_ce_weight": 0.5, "soft_ce_sigma": 3.0})
     model, ids, total, boxes = load(detector), list(detector.tokens.coordinate_ids), 0.0, 0
     for sequence in detector.examples:
-        every = records.Sequence(sequence.token_ids, [False] + [True] * (len(sequence) - 1), media=sequence.media)
-        (row,) = micro_batches(StepBatch([every]), 10_000)
-        with torch.no_grad():
-            logits = model.logits(row).double()[:, ids].log_softmax(-1)
+        logits = logits_of(model, sequence)[:, ids].log_softmax(-1)
         for box in sequence.detection.boxes:
             boxes += 1
             for slot, bin_ in zip(box.slots, box.coordinates, strict=True):
@@ -153,9 +154,7 @@ def test_packed_gradients_are_the_unpacked_ones(detector, settings):
     for options in ({"micro_batch_tokens": 100}, {"packing": False}):
         other, theirs = step(detector, sequences, settings, **options)
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
-        assert ours.keys() == theirs.keys()
-        for name, gradient in ours.items():
-            torch.testing.assert_close(theirs[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     assert any(gradient.abs().max() > 1e-3 for gradient in ours.values())
 
 

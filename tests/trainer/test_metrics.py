@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer.credit import batch_from
 
 from slipstream import records
 from slipstream.envs.base import Score
@@ -30,7 +31,7 @@ def batch_of(*metrics):
         records.Rollout(f"{i}", "task", "group", [], reward=1.0, outcome="done", metrics=each)
         for i, each in enumerate(metrics)
     ]
-    return records.Batch(0, records.Version(0, 0), rollouts, dropped={"reward_error": 2})
+    return batch_from(rollouts, dropped={"reward_error": 2})
 
 
 def test_metrics_that_are_no_finite_numbers_are_counted_and_the_others_averaged():
@@ -138,7 +139,7 @@ def test_rewards_lengths_and_outcomes_of_what_is_trained_on():
         rollout("g", 2.0, 4),
         rollout("g", 9.0, 9, "reward_error"),
     ]
-    found = rollout_metrics(records.Batch(0, records.Version(0, 0), rollouts))
+    found = rollout_metrics(batch_from(rollouts))
     assert found == {
         "reward/mean": 1.0,
         "reward/std": pytest.approx((2 / 3) ** 0.5),
@@ -151,13 +152,13 @@ def test_rewards_lengths_and_outcomes_of_what_is_trained_on():
         "rollout/num": 3.0,
         "tokens/trained": 9.0,
     }
-    nothing = records.Batch(0, records.Version(0, 0), rollouts[3:], dropped={"too_long": 3})
+    nothing = batch_from(rollouts[3:], dropped={"too_long": 3})
     assert rollout_metrics(nothing) == {"dropped/too_long": 3.0}
 
 
 def test_turns_thinking_and_why_episodes_ended_are_told_where_there_is_something_to_tell():
     def of(*rollouts):
-        return rollout_metrics(records.Batch(0, records.Version(0, 0), [*rollouts]))
+        return rollout_metrics(batch_from(rollouts))
 
     found = of(rollout("g", 1.0, stop="answer", num_turns=2), rollout("g", 1.0, stop="max_turns", num_thinking=5))
     assert (found["rollout/turns"], found["rollout/thinking_length"]) == (1.5, 2.5)
@@ -178,7 +179,7 @@ def test_each_task_of_which_groups_were_drawn_has_its_own_numbers():
         rollout("g", 0.75, 6, source="a"),
     ]
     counts = {"task/a/drawn_groups": 4.0, "task/a/signal_groups": 1.0, "task/b/drawn_groups": 0.0}
-    found = rollout_metrics(records.Batch(0, records.Version(0, 0), rollouts, metrics=counts))
+    found = rollout_metrics(batch_from(rollouts, metrics=counts))
     assert {name: value for name, value in found.items() if name.startswith("task/")} == {
         "task/a/reward_mean": 0.75,
         "task/a/signal_fraction": 0.25,
@@ -188,7 +189,7 @@ def test_each_task_of_which_groups_were_drawn_has_its_own_numbers():
     }, "its sequences name no versions"
     for size, fraction in ((0, 0.0), (1, 1.0)):
         alone = rollout("g", 1.0, size, source="a")
-        found = rollout_metrics(records.Batch(0, records.Version(0, 0), [alone], metrics=counts))
+        found = rollout_metrics(batch_from([alone], metrics=counts))
         assert found["task/a/tokens_fraction"] == fraction
 
 
@@ -207,7 +208,7 @@ def test_what_clipping_and_importance_sampling_took_is_seen(metrics, is_cut):
 
 
 def test_tokens_of_a_skipped_batch_are_not_trained_on():
-    batch = records.Batch(0, records.Version(0, 0), [rollout("g", 1.0, 3), rollout("g", 1.0, 2), rollout("h", 0.0, 2)])
+    batch = batch_from([rollout("g", 1.0, 3), rollout("g", 1.0, 2), rollout("h", 0.0, 2)])
     assert skipped_batch(batch, rollout_metrics(batch)) == {
         "tokens/trained": 0.0,
         "dropped/skipped": 3.0,

@@ -5,15 +5,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tests.refusals import refuses
+from tests.trainer.plain import loss_and_gradients, plain
+from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.errors import ConfigError
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.loading import SharedTensors
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.policy import PolicyModel, shares_memory
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -41,9 +41,7 @@ MODELS = {
 def test_packed_logits_equal_the_plain_model(name, save_model, tmp_path):
     kind, changes = MODELS[name]
     save_model(tmp_path, kind, **changes)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    theirs = plain(tmp_path, attention="eager")
     model = PolicyModel.load(tmp_path)
     lengths = [40, 3, 17, 39, 5]
     sequences = [
@@ -54,7 +52,7 @@ def test_packed_logits_equal_the_plain_model(name, save_model, tmp_path):
     with torch.no_grad():
         packed = model.logits(micro).split(micro.counts)
         for index, logits in zip(micro.sequences, packed, strict=True):
-            expected = plain(input_ids=torch.tensor([sequences[index].token_ids])).logits[0, :-1]
+            expected = theirs(input_ids=torch.tensor([sequences[index].token_ids])).logits[0, :-1]
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -74,9 +72,7 @@ def test_unpacked_logits_equal_the_plain_model(name, save_model, tmp_path):
     """With all that its attention does: transformers' SDPA leaves some of it out."""
     kind, changes = ALONE[name]
     save_model(tmp_path, kind, **changes)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    theirs = plain(tmp_path, attention="eager")
     if name != "plain":
         with refuses("training.packing"):
             PolicyModel.load(tmp_path)
@@ -84,13 +80,11 @@ def test_unpacked_logits_equal_the_plain_model(name, save_model, tmp_path):
     sequence = records.Sequence([(7 * j) % 64 for j in range(40)], [j > 0 for j in range(40)])
     (micro,) = micro_batches(StepBatch([sequence]), 1000, packing=False)
     with torch.no_grad():
-        expected = plain(input_ids=torch.tensor([sequence.token_ids])).logits[0, :-1]
+        expected = theirs(input_ids=torch.tensor([sequence.token_ids])).logits[0, :-1]
         torch.testing.assert_close(model.logits(micro), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_named_weights_of_fused_experts_are_those_of_the_file(save_model, tmp_path):
-    from safetensors.torch import load_file
-
     kind, changes = MODELS["qwen3-moe"]
     save_model(tmp_path, kind, **changes)
     saved = load_file(tmp_path / "model.safetensors")
@@ -152,11 +146,20 @@ def test_soft_capped_attention_is_refused_when_packed_and_taken_when_not(save_mo
     PolicyModel.load(tmp_path, packing=False)
 
 
-def test_recurrent_layers_are_refused_when_packed(tmp_path):
-    config = transformers.Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    config.architectures = ["Qwen3NextForCausalLM"]
+NEXT = transformers.Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "said"),
+    [
+        (NEXT, "Qwen3NextForCausalLM", "layers of kind linear_attention"),
+        (transformers.BertConfig(vocab_size=64, hidden_size=32), "BertForMaskedLM", "BertForMaskedLM, not a causal"),
+    ],
+)
+def test_recurrent_layers_that_are_packed_and_other_kinds_of_model_are_refused(config, architecture, said, tmp_path):
+    config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="layers of kind linear_attention"):
+    with pytest.raises(ConfigError, match=said):
         PolicyModel.load(tmp_path)
 
 
@@ -172,17 +175,10 @@ def test_recurrent_layers_are_trained_when_not_packed(make_batch, tmp_path):
     transformers.Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
     model = PolicyModel.load(tmp_path, packing=False)
     batch = make_batch(num=3, longest=20, advantages=False)
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+    learner = learner_of(model, 300)
     loss = learner.forward_backward(batch, SFTObjective())["loss"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    total, count = torch.zeros(()), 0
-    for sequence in batch.sequences:
-        ids, mask = torch.tensor([sequence.token_ids]), torch.tensor(sequence.mask[1:])
-        logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        total, count = total - logprobs[mask].sum(), count + int(mask.sum())
-    (total / count).backward()
-    assert loss == pytest.approx((total / count).item(), rel=1e-5)
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected, gradients = loss_and_gradients(plain(tmp_path), batch.sequences)
+    assert loss == pytest.approx(expected, rel=1e-5)
     for name, master in learner.optimizer.masters().items():
         torch.testing.assert_close(master.grad, gradients[name], atol=2e-6, rtol=1e-4)
 
@@ -200,14 +196,6 @@ def test_attention_that_never_gets_the_layout_is_refused(model_folder):
     model = PolicyModel.load(model_folder)
     with pytest.raises(ConfigError, match="does not pass keyword arguments on to its attention"):
         model.network(input_ids=torch.tensor([[1, 2]]))
-
-
-def test_other_kinds_of_model_are_refused(tmp_path):
-    config = transformers.BertConfig(vocab_size=64, hidden_size=32)
-    config.architectures = ["BertForMaskedLM"]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="BertForMaskedLM, not a causal language model"):
-        PolicyModel.load(tmp_path)
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path):

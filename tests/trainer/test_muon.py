@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from tests.trainer.steps import apply, check_interruption
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.optim.muon import MasterMuon
 
@@ -51,8 +51,7 @@ def test_matrices_are_muons_and_the_rest_adamws(tied):
     for parameter in network.parameters():
         parameter.grad = None
     sum(parameter.square().sum() for parameter in network.parameters()).backward()
-    optimizer.prepare(1e-3)
-    optimizer.commit()
+    apply(optimizer, 1e-3)
     state = optimizer.state()
     muon = {key.partition(".")[2] for key in state if key.startswith("momentum_buffer.")}
     adamw = {key.partition(".")[2] for key in state if key.startswith("exp_avg.")}
@@ -76,8 +75,7 @@ def test_equals_the_rule_in_float64_and_torchs_muon(shape):
         gradient = torch.randn(shape, generator=generator)
         (ours.weight * gradient).sum().backward()
         theirs.weight.grad = gradient.clone()
-        optimizer.prepare(0.02)
-        optimizer.commit()
+        apply(optimizer, 0.02)
         torchs.step()
         reference_step(exact, buffer, gradient.double(), 0.02, 0.1, 0.95)
     assert torch.equal(ours.weight, theirs.weight)
@@ -92,8 +90,7 @@ def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws():
     before = model.weight.detach().clone()
     optimizer = MasterMuon(model.named_parameters(), model)
     (model.weight * torch.randn(64, 96)).sum().backward()
-    optimizer.prepare(1.0)
-    optimizer.commit()
+    apply(optimizer, 1.0)
     update = (before - model.weight.detach()).double()
     singular = torch.linalg.svdvals(update) / (0.2 * math.sqrt(96))
     # Jordan: between 0.7 and 1.2, but for directions that have next to no gradient.
@@ -118,29 +115,16 @@ def test_norm_and_clipping_are_those_of_adamw():
 
 
 def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tmp_path):
-    def advance(learner, seed):
-        learner.forward_backward(make_batch(seed=seed), SFTObjective())
-        learner.optim_prepare(1e-3)
-        learner.optim_commit()
-
     def muon(named, **settings):
         named = list(named)
         embedding = nn.Embedding(1, 1)
         embedding.weight = next(parameter for name, parameter in named if "embed" in name)
         return MasterMuon(named, embedding, **settings)
 
-    whole, first, resumed = (make_learner(dtype="bfloat16", kind=muon, weight_decay=0.1) for _ in range(3))
-    for seed in range(4):
-        advance(whole, seed)
-    for seed in range(2):
-        advance(first, seed)
-    first.save(tmp_path)
-    resumed.load(tmp_path)
-    for seed in range(2, 4):
-        advance(resumed, seed)
-    expected, found = whole.optimizer.state(), resumed.optimizer.state()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    def learner():
+        return make_learner(dtype="bfloat16", kind=muon, weight_decay=0.1)
+
+    found = check_interruption(learner, make_batch, tmp_path)
     assert not any("momentum" in name and "embed" in name for name in found)
     other = make_learner(dtype="bfloat16")
     with pytest.raises(TrainingError, match=r"another optimizer's: .*momentum_buffer.* exp_avg are needed"):

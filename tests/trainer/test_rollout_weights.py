@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.credit import batch_from
 
 from slipstream import records
 from slipstream.algo.surrogate_losses import token_weights
@@ -30,7 +31,7 @@ def batch_of(draw, most_sequences):
             sequences.append(records.Sequence([0, *range(number, number + size)], [False] + [True] * size))
             number += size
         rollouts.append(records.Rollout(f"{place}", "t", f"g{place // 2}", sequences, 0.0, "done"))
-    return records.Batch(0, records.Version(0, 0), rollouts)
+    return batch_from(rollouts)
 
 
 def weights_of(step, rows, normalize):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.refusals import refuses
+from tests.trainer.plain import logprobs_of, plain
 from torch import nn
 
 from slipstream import records
@@ -80,17 +81,11 @@ def test_in_any_row_frequencies_are_those_of_the_engine(name, packing, save_mode
     folder = save_model(tmp_path / "model", kind, **changes, rope_parameters=copy.deepcopy(rotary))
     config = transformers.AutoConfig.from_pretrained(folder)
     config.rope_parameters = copy.deepcopy(chosen)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    theirs = plain(folder, attention="eager", config=config)
     model = PolicyModel.load(folder, packing=packing, max_model_len=max_model_len)
     batch = sequences(*lengths)
     for sequence, ours in zip(batch, score(model, batch, micro_batch_tokens=512).logprobs, strict=True):
-        ids = torch.tensor(sequence.token_ids)
-        with torch.no_grad():
-            logits = plain(input_ids=ids[None]).logits[0, :-1]
-        expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours, logprobs_of(theirs, sequence).detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_a_rank_that_has_no_values_yet_has_the_same_frequencies(save_model, tmp_path):

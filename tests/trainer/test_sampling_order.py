@@ -15,14 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.credit import batch_from, credit_of
 
 from slipstream import records
-from slipstream.config.recipes import resolved
-from slipstream.config.schema import CriticConfig, RLConfig
+from slipstream.config.schema import CriticConfig
 from slipstream.envs.policy import RecordingPolicy
 from slipstream.errors import TrainingError
 from slipstream.records import Completion, Message
-from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.turn_credit import sampling_order
 
 _ROLES = {"user": 1, "assistant": 2}
@@ -101,6 +100,17 @@ def by_sequence(rollout, name):
     return [torch.tensor([fraction(name, token) for token in tokens]) for tokens in sampled]
 
 
+def played_of(seed, rewards_the_whole):
+    """Three episodes with rewards of their turns, and maybe one of each as a whole; their batch and penalties."""
+    serial, draw = itertools.count(_FIRST), random.Random(seed)
+    played = [play(f"{seed} {number}", serial) for number in range(3)]
+    for rollout, turns in played:
+        rollout.turn_rewards = [draw.randint(-4, 4) / 4 for _ in turns]
+        rollout.reward = sum(rollout.turn_rewards) + (draw.randint(0, 4) / 4 if rewards_the_whole else 0)
+    penalties = [[part.double() for part in by_sequence(rollout, "penalty")] for rollout, _ in played]
+    return played, batch_from(rollout for rollout, _ in played), penalties
+
+
 def generalized(rewards, values, gamma, gae_lambda):
     """Equations 11, 12 and 16 of arXiv 1506.02438, as sums."""
     after = [*values[1:], 0.0]
@@ -118,19 +128,13 @@ def generalized(rewards, values, gamma, gae_lambda):
     gae_lambda=st.sampled_from([1.0, 0.5, 0.0]),
 )
 def test_a_critics_credit_follows_the_order_of_sampling(seed, credit, with_kl, gamma, gae_lambda):
-    serial, draw = itertools.count(_FIRST), random.Random(seed)
-    played = [play(f"{seed} {number}", serial) for number in range(3)]
-    for rollout, turns in played:
-        rollout.turn_rewards = [draw.randint(-4, 4) / 4 for _ in turns]
-        rollout.reward = sum(rollout.turn_rewards) + draw.randint(0, 4) / 4
-    batch = records.Batch(0, records.Version(0, 0), [rollout for rollout, _ in played])
+    played, batch, penalties = played_of(seed, True)
     critic = SimpleNamespace(
         values=lambda given: [by_sequence(rollout, "value") for rollout in given.rollouts],
         config=CriticConfig(gamma=gamma, gae_lambda=gae_lambda),
     )
-    penalties = [[part.double() for part in by_sequence(rollout, "penalty")] for rollout, _ in played]
-    config = resolved(RLConfig(kind="ppo", scale_rewards="none", credit=credit))
-    found = assign_credit(batch, config, 10, penalties if with_kl else None, critic)
+    settings = {"kind": "ppo", "scale_rewards": "none", "credit": credit}
+    found = credit_of(batch, penalties if with_kl else None, critic, **settings)
     for (rollout, turns), targets in zip(played, found.value_targets, strict=True):
         flat = [token for tokens in turns for token in tokens]
         rewards = {token: -fraction("penalty", token) if with_kl else 0.0 for token in flat}
@@ -156,15 +160,8 @@ def test_a_critics_credit_follows_the_order_of_sampling(seed, credit, with_kl, g
 @given(seed=st.integers(0, 10**9), with_kl=st.booleans())
 def test_credit_of_turns_without_a_critic_follows_the_order_of_sampling(seed, with_kl):
     """Returns to go, less the mean of the group's returns of the turn with the same number."""
-    serial, draw = itertools.count(_FIRST), random.Random(seed)
-    played = [play(f"{seed} {number}", serial) for number in range(3)]
-    for rollout, turns in played:
-        rollout.turn_rewards = [draw.randint(-4, 4) / 4 for _ in turns]
-        rollout.reward = sum(rollout.turn_rewards)
-    batch = records.Batch(0, records.Version(0, 0), [rollout for rollout, _ in played])
-    penalties = [[part.double() for part in by_sequence(rollout, "penalty")] for rollout, _ in played]
-    config = resolved(RLConfig(scale_rewards="none", credit="turn"))
-    assign_credit(batch, config, 10, penalties if with_kl else None)
+    played, batch, penalties = played_of(seed, False)
+    credit_of(batch, penalties if with_kl else None, scale_rewards="none", credit="turn")
 
     def to_go(rollout, turns, number):
         cost = sum(fraction("penalty", token) for tokens in turns[number:] for token in tokens)

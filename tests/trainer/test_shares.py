@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.algo.surrogate_losses import LOSSES
@@ -105,13 +106,11 @@ def gradients(learner):
 
 @pytest.fixture(scope="module")
 def session_learner(model_folder):
-    from slipstream.trainer.learner import Learner
     from slipstream.trainer.model.policy import PolicyModel
-    from slipstream.trainer.optim.base import MasterAdamW
 
     model = PolicyModel.load(model_folder)
     model.network.double()  # in float32 some gradients are small differences of large numbers, and rounding shows
-    return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)
+    return learner_of(model)
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(2.5), torch.arange(6).reshape(2, 3), torch.rand(3, 1)])

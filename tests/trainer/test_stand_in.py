@@ -5,18 +5,17 @@ import itertools
 import pytest
 import torch
 import transformers
+from tests.trainer.steps import learner_of
 from torch._dynamo.utils import counters
 
 from slipstream.errors import ConfigError
 from slipstream.records import Sequence
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers, row_lengths
 from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.stand_in import save_stand_in
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]}
@@ -70,7 +69,7 @@ def test_on_a_gpu_the_first_step_needs_none_either(save_model, tmp_path):
     model = PolicyModel.load(whole, "bfloat16", "cuda")
     assert compile_layers(model) == ""
     before = counters["stats"]["unique_graphs"]
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=16384)
+    learner = learner_of(model, 16384)
     long = [Sequence([7] * 1500, [False] * 700 + [True] * 800) for _ in range(8)]
     for number in (8, 5, 2, 1):
         learner.forward_backward(StepBatch(long[:number]), SFTObjective())

@@ -6,33 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tests.trainer import conftest as small
+from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.data.images.families import FAMILIES
 from slipstream.plan.derive import CLOSER, NOT_IN_FLOAT16, REPLAYED, SHARED
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.loading import packing_obstacle
 from slipstream.trainer.model.lora import blank_adapter
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = small.SMALL | {"intermediate_size": 64, "head_dim": 8}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -90,7 +78,7 @@ def test_a_step_of_sft_of_every_family(name, tmp_path):
     assert (row["rows"] == "packed") == (not obstacle), obstacle
     model = PolicyModel.load(tmp_path, packing=not obstacle)
     sequences = [records.Sequence([(7 * j) % 60 for j in range(n)], [j > 0 for j in range(n)]) for n in (9, 5)]
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=64)
+    learner = learner_of(model, 64)
     loss = learner.forward_backward(StepBatch(sequences), SFTObjective())["loss"]
     assert learner.optim_prepare(1e-3).grad_norm > 0
     learner.optim_commit()

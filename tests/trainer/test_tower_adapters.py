@@ -3,7 +3,10 @@
 import peft
 import pytest
 import torch
-from tests.trainer.test_image_rows import FAMILIES, learner_of, own_loss, plain, save, sequences
+from tests.trainer.adapters import adapted as with_adapter
+from tests.trainer.adapters import write
+from tests.trainer.test_image_rows import FAMILIES, own_loss, save, sequences
+from tests.trainer.test_vision_towers import plain
 
 from slipstream.commands.evaluation_target import _targets
 from slipstream.commands.export import export
@@ -29,21 +32,12 @@ def folders(tmp_path_factory):
     return {family: save(tmp_path_factory.mktemp("models") / family, family) for family in FAMILIES}
 
 
-def adapted(folder, targets=ALL, *, random=True, dora=False):
-    torch.manual_seed(0)
-    model = PolicyModel.load(folder, train_tower=True)
-    adapter = model.add_adapter(AdapterConfig(4, 8.0, targets, str(folder), dora=dora, with_tower=True))
-    if random:
-        with torch.no_grad():
-            for layer in adapter.layers.values():
-                layer.lora_B.normal_(std=0.1)
-    return learner_of(model)
+def adapted(folder, targets=ALL, **options):
+    return with_adapter(folder, targets, alpha=8.0, tower=True, **options)
 
 
 def as_peft(learner, folder, path, **options):
-    adapter = learner.model.adapter
-    write_adapter_folder(path, adapter.named_weights(), adapter.config)
-    return peft.PeftModel.from_pretrained(plain(folder), path, **options)
+    return peft.PeftModel.from_pretrained(plain(folder), write(learner, path), **options)
 
 
 def advance(learner, batch):

@@ -7,6 +7,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.trainer.conftest import SMALL
+from tests.trainer.plain import logprobs_of, loss_and_gradients
+from tests.trainer.plain import plain as by_transformers
+from tests.trainer.steps import advance, learner_of
 
 from slipstream import records
 from slipstream.commands.export import export
@@ -16,28 +20,14 @@ from slipstream.plan.measure import read_trained_model
 from slipstream.plan.memory.sizes import optimizer_bytes
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.lora import blank_adapter
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.vision_towers import in_modules, names_in_towers
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT = SMALL | {"head_dim": 8}
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 TOKENS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "image_token_id": 62, "video_token_id": 63}
 PATCHES = {"patch_size": 4, "temporal_patch_size": 1, "spatial_merge_size": 2}
@@ -121,47 +111,24 @@ SEQUENCES = [
 
 
 def plain(folder):
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-def learner_of(model):
-    return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=256)
-
-
-def advance(learner):
-    learner.forward_backward(StepBatch(SEQUENCES), SFTObjective())
-    learner.optim_prepare(1e-2)
-    learner.optim_commit()
+    return by_transformers(folder, attention="eager", kind="ImageTextToText")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_text_gives_the_plain_models_loss_and_gradients(name, folders, gradients_of):
     """The plain model counts its positions itself, one sequence at a time: for text all three of mRoPE's are equal."""
-    network = plain(folders(name))
-    total, tokens = 0.0, sum(sequence.num_trainable for sequence in SEQUENCES)
-    for sequence in SEQUENCES:
-        ids = torch.tensor([sequence.token_ids])
-        logprobs = network(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-        mask = torch.tensor(sequence.mask)[1:]
-        loss = -logprobs.gather(-1, ids[0, 1:, None])[:, 0][mask].sum() / tokens
-        loss.backward()
-        total += loss.item()
+    loss, expected = loss_and_gradients(plain(folders(name)), SEQUENCES)
     learner = learner_of(PolicyModel.load(folders(name)))
-    assert learner.forward_backward(StepBatch(SEQUENCES), SFTObjective())["loss"] == pytest.approx(total, abs=1e-5)
-    expected = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    assert learner.forward_backward(StepBatch(SEQUENCES), SFTObjective())["loss"] == pytest.approx(loss, abs=1e-5)
     ours = gradients_of(learner)
-    assert ours.keys() == expected.keys()
-    for name, gradient in ours.items():
-        torch.testing.assert_close(gradient, expected[name], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tower_stays_and_the_checkpoint_is_the_whole_model(name, folders, tmp_path):
     folder = folders(name)
     learner = learner_of(PolicyModel.load(folder))
-    advance(learner)
+    advance(learner, StepBatch(SEQUENCES))
     weights = CheckpointStore(tmp_path).save(1, learner, folder, {}) / "weights"
     before, after = (load_file(path / "model.safetensors") for path in (folder, weights))
     assert before.keys() == after.keys()
@@ -182,16 +149,14 @@ def test_all_linear_leaves_the_tower_alone_here_and_in_peft(name, folders, tmp_p
     assert all("language_model" in layer for layer in adapter.layers)
     learner = learner_of(model)
     for _ in range(2):
-        advance(learner)
+        advance(learner, StepBatch(SEQUENCES))
     write_adapter_folder(tmp_path / "a", adapter.named_weights(), adapter.config)
     theirs = peft.PeftModel.from_pretrained(plain(folder), tmp_path / "a")
     adapted = {key.split(".lora_")[0].removeprefix("base_model.model.") for key, _ in theirs.named_parameters()
                if ".lora_" in key}  # fmt: skip
     assert adapted == set(adapter.layers)
     for sequence, ours in zip(SEQUENCES, learner.forward(SEQUENCES).logprobs, strict=True):
-        ids = torch.tensor([sequence.token_ids])
-        logprobs = theirs(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        assert (logprobs[torch.tensor(sequence.mask)[1:]] - ours).abs().max() < 1e-5
+        assert (logprobs_of(theirs, sequence) - ours).abs().max() < 1e-5
     merged = plain(export(tmp_path / "a", tmp_path / "merged", merged=True)).state_dict()
     for key, tensor in theirs.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[key], tensor, atol=1e-6, rtol=1e-5)

@@ -3,16 +3,15 @@
 import pytest
 import torch
 import transformers
+from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.algo.logprobs import token_logprobs
 from slipstream.errors import ConfigError
-from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.layers import LayerOptions, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
-from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
@@ -79,7 +78,7 @@ def test_its_gradients_are_nearer_too(tmp_path, gradients_of):
     found = []
     for dtype, on in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         model = PolicyModel.load(folder, dtype, fp32_residual=on, checkpointing=on)
-        learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=1024)
+        learner = learner_of(model, 1024)
         learner.forward_backward(StepBatch(sequences()), SFTObjective())
         found.append(torch.cat([gradient.double().flatten() for gradient in gradients_of(learner).values()]))
     exact, plain, wide = found
@@ -102,7 +101,7 @@ def test_an_adapter_is_trained_beside_it(tmp_path, gradients_of):
     before = logprobs(model)
     model.add_adapter(AdapterConfig(4, 8.0, ("q_proj", "down_proj"), str(tmp_path)))
     assert torch.equal(logprobs(model), before)
-    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=1024)
+    learner = learner_of(model, 1024)
     learner.forward_backward(StepBatch(sequences()), SFTObjective())
     assert all(torch.isfinite(gradient).all() for gradient in gradients_of(learner).values())
 

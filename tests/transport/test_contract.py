@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from slipstream.errors import DeadlineError
-from slipstream.transport import Transport, TransportClosed
+from slipstream.transport import TransportClosed
 
 PLENTY_S = 60.0
 
@@ -28,22 +28,6 @@ def in_thread(function, *arguments):
     """Run in another thread; returns a function that waits for the result."""
     future = ThreadPoolExecutor(1).submit(function, *arguments)
     return lambda: future.result(PLENTY_S)
-
-
-def test_records_come_in_order(make):
-    transport: Transport[str] = make(3)
-    for record in "abc":
-        transport.put(record, 0)
-    assert [transport.take(0)[1] for _ in range(3)] == ["a", "b", "c"]
-
-
-def test_a_receipt_counts_once(make):
-    transport = make(2)
-    transport.put("a", 0)
-    receipt, _ = transport.take(0)
-    assert transport.ack(receipt)
-    assert not transport.ack(receipt)
-    assert not transport.ack("unknown")
 
 
 def test_a_full_transport_holds_the_producer_until_an_acknowledgement(make):
@@ -296,7 +280,8 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def old_receipts_stay_invalid(self):
-        assert not any(self.transport.ack(receipt) for receipt in getattr(self, "stale", []))
+        if hasattr(self, "stale"):
+            assert not any(self.transport.ack(receipt) for receipt in [*self.stale, "unknown"])
 
 
 def test_any_order_of_calls_behaves_as_two_lists_do(make):

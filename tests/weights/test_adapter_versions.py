@@ -10,12 +10,17 @@ from slipstream.weights.adapter_folder import AdapterConfig, adapter_parameter, 
 from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.fingerprint import describe
 
+
+def publisher_of(folder, alpha):
+    return AdapterPublisher(folder, AdapterConfig(4, alpha, ("up_proj",), "base"), [])
+
+
 A, B = (adapter_parameter("model.layers.0.mlp.up_proj", half) for half in "AB")
 
 
 @pytest.mark.parametrize("alpha", [4.0, 8.0])
 def test_each_version_is_its_own_in_a_file_that_no_engine_holds_any_more(tmp_path, alpha):
-    publisher = AdapterPublisher(tmp_path / "weights", AdapterConfig(4, alpha, ("up_proj",), "base"), [])
+    publisher = publisher_of(tmp_path / "weights", alpha)
     weights = {A: torch.nn.Parameter(torch.randn(4, 64)), B: torch.nn.Parameter(torch.randn(96, 4))}
     inodes, announced = [], []
     for step in range(6):
@@ -40,7 +45,7 @@ def test_each_version_is_its_own_in_a_file_that_no_engine_holds_any_more(tmp_pat
 
 
 def test_a_file_that_has_another_name_is_left_as_it_is(tmp_path):
-    publisher = AdapterPublisher(tmp_path / "weights", AdapterConfig(4, 8.0, ("up_proj",), "base"), [])
+    publisher = publisher_of(tmp_path / "weights", 8.0)
     weights = {A: torch.randn(4, 64), B: torch.randn(96, 4)}
     first = publisher.publish(weights.items(), 0, 0, lambda ticket: None)
     kept = tmp_path / "kept.safetensors"
@@ -67,7 +72,7 @@ def test_every_ticket_has_the_base_model_which_is_read_once(tmp_path):
 
 def test_what_is_published_lies_where_the_version_before_lay(tmp_path):
     """The fingerprint kernel keeps a table of addresses."""
-    publisher = AdapterPublisher(tmp_path, AdapterConfig(4, 8.0, ("up_proj",), "base"), [])
+    publisher = publisher_of(tmp_path, 8.0)
     weights = {A: torch.randn(4, 64), B: torch.randn(96, 4)}
     first, second = (dict(publisher.prepare(weights.items())) for _ in range(2))
     assert [first[name].data_ptr() for name in first] == [second[name].data_ptr() for name in second]
@@ -75,4 +80,4 @@ def test_what_is_published_lies_where_the_version_before_lay(tmp_path):
 
 
 def test_closing_needs_no_version(tmp_path):
-    AdapterPublisher(tmp_path / "weights", AdapterConfig(4, 8.0, ("up_proj",), "base"), []).close()
+    publisher_of(tmp_path / "weights", 8.0).close()

@@ -82,54 +82,48 @@ def test_what_arrives_is_what_was_sent(tmp_path, kind, own):
     assert not sender.is_alive()
 
 
+class Receivers:
+    """A thread for each announced version, as worker 1; the tickets, and what came."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.threads: list[threading.Thread] = []
+        self.found: dict[str, torch.Tensor] = {}
+
+    def announce(self, ticket: Ticket) -> None:
+        self.tickets.append(ticket)
+        self.threads.append(threading.Thread(target=self._receive, args=(ticket,)))
+        self.threads[-1].start()
+
+    def _receive(self, ticket: Ticket) -> None:
+        for arrived in Group(rendezvous_of(ticket), rank=1).receive(ticket):
+            self.found.update({name: tensor.clone() for name, tensor in arrived})
+
+
 def test_after_a_version_that_could_not_be_sent_there_is_another_group():
     """A worker that received a part of it would take the next one for the rest."""
-    weights, tickets, found = {"a": torch.ones(8)}, [], {}
+    weights, receivers, to_nobody = {"a": torch.ones(8)}, Receivers(), []
     publisher = BroadcastPublisher(num_workers=1, timeout_s=1.0)
-
-    def receive(ticket: Ticket) -> None:
-        group = Group(rendezvous_of(ticket), rank=1)
-        for arrived in group.receive(ticket):
-            found.update({name: tensor.clone() for name, tensor in arrived})
-
-    def announce(ticket: Ticket) -> None:
-        tickets.append(ticket)
-        if len(tickets) > 1:
-            receivers.append(threading.Thread(target=receive, args=(ticket,)))
-            receivers[-1].start()
-
-    receivers: list[threading.Thread] = []
     try:
         with pytest.raises(WeightsError, match="could not be sent to 1 engine worker"):
-            publisher.publish(weights.items(), 1, 0, announce)
+            publisher.publish(weights.items(), 1, 0, to_nobody.append)
         publisher._rendezvous = msgspec.structs.replace(publisher._rendezvous, timeout_s=60.0)
-        publisher.publish(weights.items(), 2, 0, announce)
-        receivers[0].join(60)
+        publisher.publish(weights.items(), 2, 0, receivers.announce)
+        receivers.threads[0].join(60)
     finally:
         publisher.close()
-    assert rendezvous_of(tickets[0]).store != rendezvous_of(tickets[1]).store
-    assert torch.equal(found["a"], weights["a"])
+    assert rendezvous_of(to_nobody[0]).store != rendezvous_of(receivers.tickets[0]).store
+    assert torch.equal(receivers.found["a"], weights["a"])
 
 
 def test_the_workers_leave_the_group_before_it_ends(monkeypatch):
     left = []
     monkeypatch.setattr(Group, "leave", lambda group: left.append("trainer"))
-    weights, receivers = {"a": torch.ones(8)}, []
+    weights, receivers = {"a": torch.ones(8)}, Receivers()
     publisher = BroadcastPublisher(num_workers=1, timeout_s=60.0, leave=lambda: left.append("workers"))
-
-    def receive(ticket: Ticket) -> None:
-        list(Group(rendezvous_of(ticket), rank=1).receive(ticket))
-
-    tickets: list[Ticket] = []
-
-    def announce(ticket: Ticket) -> None:
-        tickets.append(ticket)
-        receivers.append(threading.Thread(target=receive, args=(ticket,)))
-        receivers[-1].start()
-
-    publisher.publish(weights.items(), 1, 0, announce)
-    receivers[0].join(60)
-    folder = Path(rendezvous_of(tickets[0]).store).parent
+    publisher.publish(weights.items(), 1, 0, receivers.announce)
+    receivers.threads[0].join(60)
+    folder = Path(rendezvous_of(receivers.tickets[0]).store).parent
     assert folder.is_dir()
     publisher.close()
     assert not folder.exists()

@@ -29,14 +29,7 @@ def changed_at(places, length, dtype=torch.int16):
     ],
 )
 def test_gaps_in_a_byte_each(places, codes, values):
-    encoding, count, payload, num_changed = encode(*changed_at(places, 2000, torch.int32))
-    assert (encoding, count, num_changed) == ("gaps8", len(codes), len(places))
-    codes = torch.tensor(codes, dtype=torch.uint8)
-    head = [*codes.tolist(), *[0] * (-len(codes) % 16)]
-    assert payload.tolist() == head + torch.tensor(values, dtype=torch.int32).view(torch.uint8).tolist()
-    found, new = decode(Patch("w", 100, 2000, encoding, count), torch.int32, payload)
-    assert set(places) <= {place - 100 for place in found.tolist()}
-    assert new.tolist() == values
+    check_gaps("gaps8", places, 2000, torch.int32, torch.tensor(codes, dtype=torch.uint8), values)
 
 
 @pytest.mark.parametrize(
@@ -48,15 +41,18 @@ def test_gaps_in_a_byte_each(places, codes, values):
     ],
 )
 def test_gaps_in_two_bytes_each_are_shifted_to_what_has_a_sign(places, codes, values):
-    encoding, count, payload, _ = encode(*changed_at(places, 80_000))
-    assert (encoding, count) == ("gaps16", len(codes))
-    shifted = torch.tensor([code - 32_768 for code in codes], dtype=torch.int16).view(torch.uint8).tolist()
-    assert (
-        payload.tolist()
-        == shifted + [0] * (-len(shifted) % 16) + torch.tensor(values, dtype=torch.int16).view(torch.uint8).tolist()
-    )
-    found, new = decode(Patch("w", 7, 80_000, encoding, count), torch.int16, payload)
-    assert set(places) <= {place - 7 for place in found.tolist()}
+    shifted = torch.tensor([code - 32_768 for code in codes], dtype=torch.int16)
+    check_gaps("gaps16", places, 80_000, torch.int16, shifted, values)
+
+
+def check_gaps(kind, places, length, dtype, codes, values):
+    encoding, count, payload, num_changed = encode(*changed_at(places, length, dtype))
+    assert (encoding, count, num_changed) == (kind, len(codes), len(places))
+    head = codes.view(torch.uint8).tolist()
+    of_values = torch.tensor(values, dtype=dtype).view(torch.uint8).tolist()
+    assert payload.tolist() == head + [0] * (-len(head) % 16) + of_values
+    found, new = decode(Patch("w", 100, length, encoding, count), dtype, payload)
+    assert set(places) <= {place - 100 for place in found.tolist()}
     assert new.tolist() == values
 
 

@@ -33,25 +33,18 @@ def test_a_version_without_room(tmp_path):
     assert [path.name for path in folder.parent.iterdir()] == ["0.1"]
 
 
-def test_a_training_state_without_room(tmp_path):
-    """As a checkpoint writes it: with torch's own format."""
+@pytest.mark.parametrize(
+    "write",
+    [torch.save, lambda tensor, path: write_tensors(path, {"a": tensor})],
+    ids=["a training state, in torch's own format", "an adapter, as the bridge lora writes it"],
+)
+def test_a_folder_without_room(tmp_path, write):
     with (
         room_for(20_000),
         pytest.raises(SlipstreamError, match="make room on its disk"),
-        whole_folder(tmp_path / "state", durable=False) as temporary,
+        whole_folder(tmp_path / "made", durable=False) as temporary,
     ):
-        torch.save(torch.ones(100_000), temporary / "state.pt")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_adapter_without_room(tmp_path):
-    """As the bridge lora writes it."""
-    with (
-        room_for(20_000),
-        pytest.raises(SlipstreamError, match="make room on its disk"),
-        whole_folder(tmp_path / "adapter", durable=False) as temporary,
-    ):
-        write_tensors(temporary / WEIGHTS_FILE, {"a": torch.ones(100_000)})
+        write(torch.ones(100_000), temporary / "file")
     assert list(tmp_path.iterdir()) == []
 
 

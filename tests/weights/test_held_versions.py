@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_disk import WEIGHTS, Folders
 
 from slipstream.config.traits import keeps_versions
 from slipstream.records import Delta
@@ -12,22 +13,11 @@ from slipstream.weights.bridges.disk import FolderPublisher
 from slipstream.weights.bridges.lora import AdapterPublisher
 
 
-class Folders(FolderPublisher):
-    """Writes empty folders."""
-
-    def write(self, folder, weights):
-        folder.mkdir(parents=True)
-        return 100
-
-
 class Small(Changes):
     """A delta of one byte."""
 
     num_bytes = 1
     pays = True
-
-
-WEIGHTS = {"w": torch.zeros(4)}
 
 
 def names(folder):

@@ -6,9 +6,9 @@ from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer
+from slipstream.envs.scoring.pool import ScorerPool
 
-EXAMPLE = Path(__file__).parents[2] / "examples/environments/higher_lower.py"
+EXAMPLES = Path(__file__).parents[2] / "examples/environments"
 
 
 class Halver:
@@ -27,12 +27,13 @@ class Halver:
         return Reply(str((self.low + self.high) // 2), "stop")
 
 
-@pytest.fixture(scope="module")
-def env():
-    return load_environment(EnvironmentConfig(name=str(EXAMPLE)))
+def example(name, **settings):
+    config = EnvironmentConfig(name=str(EXAMPLES / name), settings=settings)
+    return config, load_environment(config)
 
 
-async def test_halving_always_wins(env):
+async def test_halving_always_wins():
+    _, env = example("higher_lower.py")
     for task in env.tasks("train", 50):
         words = task.prompt[0].content.rstrip(".").split()
         policy = Halver(int(words[-3]), int(words[-1]))
@@ -42,9 +43,12 @@ async def test_halving_always_wins(env):
         assert env.score(task, episode.completion).reward == 1.0
 
 
-async def test_it_passes_its_check_and_its_splits_are_disjoint(env):
+@pytest.mark.parametrize(("name", "settings"), [("higher_lower.py", {}), ("reverse.py", {"num_digits": 5})])
+async def test_it_passes_its_check_and_its_splits_are_disjoint(name, settings):
+    config, env = example(name, **settings)
     train, held_out = env.tasks("train", 300), env.tasks("eval", 50)
     assert (len(train), len(held_out)) == (300, 50)
     assert not {task.prompt for task in train} & {task.prompt for task in held_out}
     assert env.tasks("eval", 20) == held_out[:20]
-    assert (await check_environment(env, InlineScorer(env), 50)).passed
+    async with ScorerPool(config) as scorer:
+        assert (await check_environment(env, scorer, 50)).passed
