@@ -37,7 +37,7 @@ from slipstream.launch.ranks.processes import rank_threads
 from slipstream.orchestrator.control.executor import share
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.plan.deadlines import LEAST_S
-from slipstream.plan.deployable import deployed_engine, find_deployable
+from slipstream.plan.deployable import ServeOptions, deployed_engine, find_deployable
 from slipstream.plan.machine import measure_gpus, usable_cpus
 from slipstream.plan.measure import measure_adapter, read_model
 from slipstream.plan.memory.gpu_shares import num_gpus_needed, place
@@ -109,10 +109,12 @@ def _config(name: BridgeName, options: SyncOptions) -> PlannedConfig:
         )
     settings = deployed_engine(
         deployable,
-        max_model_len=length,
-        max_num_seqs=options.streams,
-        # vLLM requires this fraction of the GPU memory to be free at its start.
-        gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
+        ServeOptions(
+            max_model_len=length,
+            max_num_seqs=options.streams,
+            # vLLM requires this fraction of the GPU memory to be free at its start.
+            gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
+        ),
     )
     config = RunConfig(
         model=ModelConfig(path=deployable.model),

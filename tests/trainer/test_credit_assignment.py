@@ -107,14 +107,14 @@ def test_truncated_ones_that_are_not_trained_on_make_the_baseline_only():
     batch = batch_of([0.0, 1.0, 3.0, 2.0], 4)
     batch.rollouts[2].outcome = "truncated"
     settings = {"scale_rewards": "none", "train_on_truncated": False}
-    credit = assign_credit(batch, resolved(RLConfig(**settings)), 10)
+    credit = credit_of(batch, **settings)
     assert [credit.of(place) for place in (1, 2)] == [
         {"advantage": -0.5, "carries_loss": True}, {"advantage": 0.0, "carries_loss": False},
     ]  # fmt: skip
-    assert assign_credit(batch, resolved(RLConfig(best_of=2, **settings)), 10).carries_loss == [False] * 3 + [True]
+    assert credit_of(batch, best_of=2, **settings).carries_loss == [False] * 3 + [True]
     batch.rollouts = [episode("a", reward, [1.0, 0.0], [2, 1]) for reward in (0.0, 1.0, 3.0)]
     batch.rollouts[2].outcome = "truncated"
-    by_turn = assign_credit(batch, resolved(RLConfig(credit="turn", **settings)), 10)
+    by_turn = credit_of(batch, credit="turn", **settings)
     assert by_turn.carries_loss == [True, True, False]
     assert [any(rollout.sequences[0].advantages) for rollout in batch.rollouts] == by_turn.carries_loss
 

@@ -1,4 +1,4 @@
-"""Addresses in settings: places that keep environments, hosts that are this machine, and variables that hold keys."""
+"""Addresses in settings: registries of environments, loopback hosts, and environment variables with keys."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def check_address(text: str, setting: str = "") -> str:
 
 
 def key_variable_problem(setting: str, *names: str) -> str:
-    """What is wrong with a setting that names environment variables; empty if nothing is. A key that somebody gave
-    in place of a variable's name is not shown."""
+    """The fault of a setting for names of environment variables; empty if there is none. It does not show a key given
+    instead of a name."""
     if all(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) for name in names if name):
         return ""
-    return f"{setting} is no name of an environment variable: give the name of the one that holds the key, not the key"
+    return f"{setting} is no name of an environment variable: give the name of the key's variable, not the key"
 
 
 def is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ _AMBIGUOUS = ("\n", "\r", "\t", " ,", ", ", " /", "/ ", " :", ": ", "  ", "<|")
 
 @dataclass(frozen=True)
 class SceneObject:
-    """A described box; or a polygon, which an answer may hold and nothing is trained on."""
+    """A described box; or a polygon of an answer, never trained on."""
 
     desc: str
     kind: Kind
@@ -51,7 +51,7 @@ def true_objects(given: Any, sample: str) -> list[SceneObject]:
     tokens or bins.
 
     `sample` names the row in errors. Raises `DataError`, also for a sample without objects, and for a polygon (`poly`):
-    the losses are those of boxes.
+    no loss covers it.
     """
     if not _is_list(given):
         raise DataError(f"{sample}: objects is {given!r:.80}: give a list of objects")

@@ -180,8 +180,8 @@ def _kind_of(value: object) -> str:
 
 
 def as_tasks(raw: Any, split: Split, where: str) -> list[Task]:
-    """Converts what `tasks` of the environment `where` gave, dictionaries or tasks, to tasks. Raises `DataError` that
-    names the row, also for repeated ids."""
+    """Converts the result of `tasks` of the environment `where`, dictionaries or tasks, to tasks. Raises `DataError`
+    with the row, also for repeated ids."""
     if isinstance(raw, str | Mapping) or not isinstance(raw, Iterable):
         raise DataError(f"tasks() of {where} returned {_kind_of(raw)}: return a list of tasks")
     raw = cast("Iterable[RawTask]", raw)

@@ -220,7 +220,7 @@ def _tree(
     model: str | Path | Table,
     algorithm: str | Table,
     steps: int | None,
-    folder: str | Path | None,
+    folder: object,
     seed: int | None,
     epochs: float | None = None,
 ) -> Tree:

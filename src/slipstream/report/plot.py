@@ -111,8 +111,8 @@ def framed(
     *,
     kind: str = "figure.plot",
 ) -> Html:
-    """A figure of `marks` between the `labels` of its vertical and its horizontal axis, with what the script reads out
-    and a table of the numbers."""
+    """A figure of `marks` between the `labels` of its vertical and its horizontal axis, with the script's read-outs and
+    a table of the numbers."""
     name = f"plot{next(_serial)}"
     svg = h(
         "svg",

@@ -48,11 +48,11 @@ _LOCK_PAUSE_S = 0.0005
 
 @dataclass(frozen=True)
 class FileStreams:
-    """Queues in a folder that all processes of the run see, for example `streams` in the run folder."""
+    """Queues in a folder shared by all processes of the run, for example `streams` in the run folder."""
 
     folder: Path
     lineage: int = 0
-    """Attempt of the run, which counts resumes: records of an earlier attempt are never read as those of this one."""
+    """Attempt of the run, counted by resumes: records of an earlier attempt are never read."""
 
 
 class FileTransport(PolledTransport[T]):

@@ -27,7 +27,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE_DIGEST = "base_weights"
-"""The key in the metadata of the weights' file. PEFT warns of a key that it does not know in `adapter_config.json`."""
+"""The key in the metadata of the weights' file. PEFT warns of unknown keys in `adapter_config.json`."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -65,7 +65,7 @@ class AdapterConfig:
     revision: str | None = None
     """The commit of `base` where that is a hub id."""
     base_digest: str | None = None
-    """`weights_digest` of `base` when the adapter was trained; None where that was not recorded."""
+    """`weights_digest` of `base` when the adapter was trained; None if unrecorded."""
 
     @property
     def scaling(self) -> float:
@@ -219,20 +219,19 @@ def _read_base_digest(folder: Path) -> str | None:
 
 
 def check_base(adapter: Path, folder: Path) -> None:
-    """Raise ConfigError where `folder` no longer holds the weights that the adapter in `adapter` was trained on."""
+    """Raise ConfigError if the weights in `folder` changed since the training of the adapter in `adapter`."""
     digest = read_adapter_config(adapter).base_digest
     if digest is None:
         return
     try:
         files = weight_files(folder)
-        # A folder without weights, of which a plan is made, is the matter of `check_model`.
+        # `check_model` handles a folder without weights, for a plan.
         now = weights_digest(folder) if files and all(file.is_file() for file in files) else digest
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the weights in {folder} cannot be read ({error}): save or download them again") from None
     if digest != now:
         raise ConfigError(
-            f"the adapter in {adapter} was trained on other weights than there are now in {folder}: put those there "
-            "again"
+            f"the adapter in {adapter} was trained on other weights than {folder} holds now: restore the base's files"
         )
 
 

@@ -18,7 +18,7 @@ from slipstream.config.schema import RunConfig
 Config = TypeVar("Config", bound=RunConfig)
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
-"""Characters that a TOML file should hold only escaped. The last two are legal, but some readers break lines there."""
+"""Characters to escape in a TOML file. The last two are legal, but some readers break lines there."""
 NEVER_REACHED = 1e6
 
 
@@ -134,7 +134,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _models() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every section with its JSON schema; [algorithm] with that of each of its classes."""
+    """Every section with its JSON schema; [algorithm] once for each of its classes."""
     schema = RunConfig.model_json_schema()
     for section, reference in schema["properties"].items():
         for name in _references(reference):

@@ -293,7 +293,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
 
 
 def _text_at(table: Any, name: str) -> str:
-    """The text under `name`; empty where it is none, or cannot be a path."""
+    """The text under `name`; empty if it is no text, or no possible path."""
     value = table.get(name) if isinstance(table, dict) else None
     return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
 

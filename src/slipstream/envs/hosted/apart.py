@@ -1,10 +1,10 @@
 """A user's environment whose `run` is played in a process of its own (`environment.apart`).
 
 Code that blocks there holds up neither the engine nor other work of the run. A synchronous call that blocks for half of
-`environment.run_timeout_s` is interrupted: its episode fails, with the line in the error. Where that does not help and
-an episode has done nothing for all that time, the process is killed; its stacks are in the error, and all its episodes
-count as failed. Tasks, rewards and tools stay where they are:
-rewards and tools in their workers, which construct the environment itself.
+`environment.run_timeout_s` is interrupted: its episode fails, with the line in the error. If the
+episode still does nothing until the limit, the process is killed; its stacks are in the error, and all its episodes
+count as failed. Tasks are made in the run's process. Rewards and tools run in their workers, each with its own
+environment object.
 """
 
 from __future__ import annotations

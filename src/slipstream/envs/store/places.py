@@ -58,7 +58,7 @@ class Registry:
 
     def __init__(self, address: str) -> None:
         """Raises ConfigError for a text that is no address, and without the package that opens it."""
-        if not address.strip():  # a path would be that of the current folder
+        if not address.strip():  # as a path it means the current folder
             raise ConfigError("the registry is empty: give a folder, or s3://bucket/prefix")
         self.address = check_address(address) if is_address(address) else str(Path(address).resolve())
         scheme = self.address.partition("://")[0]

@@ -187,7 +187,7 @@ class InProcessHost:
             future.set_result(output)
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """The result of a call that the thread makes between two steps."""
+        """The result of a call, made by the thread between two steps."""
         future: Future[Any] = Future()
 
         def command() -> None:

@@ -127,7 +127,7 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
     """Routes of weight updates, and of sleep and wake."""
 
     def post(path: str, call: Callable[..., Awaitable[Any]], takes: Any = None) -> web.RouteDef:
-        """A route whose body is the argument of `call`, if that takes one; the answer is its result, or true."""
+        """A route to `call`; the body is its argument, if it takes one; the answer is its result, or true."""
 
         async def handler(request: web.Request) -> web.Response:
             arguments = () if takes is None else (msgspec.msgpack.decode(await request.read(), type=takes),)

@@ -57,8 +57,8 @@ def hub_commit(path: str) -> tuple[str, str | None]:
 
 
 def check_adapter(model: ModelConfig, adapter: str | None) -> list[str]:
-    """Raise `ConfigError` where `lora.path` was trained on another commit, or other weights, of the model. Returns a
-    warning where it was not trained at all."""
+    """Raise `ConfigError` if `lora.path` was trained on another commit, or other weights, of the model. Returns a
+    warning if it was not trained at all."""
     from slipstream.weights.adapter_folder import changes_nothing, check_base, read_adapter_config
 
     if adapter is None:
@@ -256,7 +256,7 @@ def _check_weights(folder: Path) -> list[str]:
     quantized: list[str] = []
     for file in files:
         try:
-            open_regular(file).close()  # of one without rights safe_open says that it is not there
+            open_regular(file).close()  # safe_open calls a file without read permission missing
             with safe_open(file, framework="numpy") as tensors:
                 types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
             quantized += [f"{name} is {kind}" for name, kind in types.items() if _is_quantized(name, kind)]

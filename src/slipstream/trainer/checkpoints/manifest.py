@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in self.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"it names {name!r:.80}, which lies outside of the checkpoint")
+                raise ValueError(f"it names {name!r:.80}, a path outside of the checkpoint")
 
 
 class _EarlyStop(msgspec.Struct):
