@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
-import numpy as np
 
 from slipstream.errors import ConfigError, DataError, one_line
 from slipstream.processes.temporary import cache_root, private_folder
@@ -139,6 +138,7 @@ def _of_8_bits(picture: Image, where: str) -> Image:
     """A grey image of 16 bits by its upper eight, as Pillow reads colours of 16 bits; any other of 8 bits as it is.
     Pillow's own conversion makes all that is above 255 white."""
     if picture.mode.startswith("I;16"):
+        import numpy as np
         from PIL import Image
 
         return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
