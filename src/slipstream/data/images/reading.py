@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
-
 from slipstream.errors import ConfigError, DataError, one_line
 from slipstream.processes.temporary import cache_root, private_folder
 from slipstream.records import Media
