@@ -1,21 +1,23 @@
 import random
 
 import slipstream
+from slipstream.envs import split_of
 
 
 def tasks(split, num_tasks, seed):
-    draw = random.Random(f"{split} {seed}")
-    words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(num_tasks)]
-    return [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in words]
+    draw = random.Random(seed)
+    words = {"".join(draw.choices("abcdefgh", k=5)) for _ in range(20 * num_tasks)}
+    mine = [word for word in sorted(words) if split_of(word) == split]
+    return [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in mine[:num_tasks]]
 
 
 def reward(task, completion):
-    return float(completion.strip() == task.answer)
+    return float(completion == task.answer)
 
 
 if __name__ == "__main__":
-    model = slipstream.new_model("models/small")  # 0.8 M random parameters; or "Qwen/Qwen3-0.6B"
-    sft = slipstream.sft(model, tasks=tasks, steps=100)
-    run = slipstream.train(sft.weights, tasks, reward, steps=40)
+    model = slipstream.new_model("models/small")  # 0.8 M random parameters
+    sft = slipstream.sft(model, tasks=tasks, steps=65, training={"learning_rate": 4e-3})
+    run = slipstream.train(sft.weights, tasks, reward, steps=20, training={"learning_rate": 1e-3})  # GRPO
     print(run)
     run.report("report.html")

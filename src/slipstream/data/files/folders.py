@@ -140,14 +140,17 @@ def _listed(file: Path, key: str) -> list[Any]:
 def data_files(folder: Path) -> list[Path]:
     """Parquet files, otherwise JSON lines files, of the folder and its subfolders, without hidden files and
     descriptions."""
-    found = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and form_of(path) in (".parquet", *SUFFIXES)
-        and path.name not in _MARKS
-        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
-    ]
+    try:
+        found = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if form_of(path) in (".parquet", *SUFFIXES)
+            and path.name not in _MARKS
+            and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+            and path.is_file()
+        ]
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read ({first_line(error)}): give a folder of data files alone") from error
     kinds = {form_of(path) == ".parquet" for path in found}
     if len(kinds) > 1:
         raise DataError(f"{folder} holds both parquet and JSON files: give one of them, or a folder with one kind")
