@@ -103,7 +103,7 @@ def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:
         if name.startswith(_MCP):
             added += tools_of(name.removeprefix(_MCP), config.variables)
         elif file.endswith(".py"):
-            added.append(function_in(Path(file), attribute, setting))
+            added.append(function_in(Path(file), attribute, "environment.tools"))  # as provenance knows it
         else:
             raise ConfigError(f"{setting} is not a tool: use path/to/file.py:function, or {_MCP}COMMAND")
     environment.tools = (*environment.tools, *added)
