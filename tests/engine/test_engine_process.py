@@ -288,8 +288,8 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
             live.sample("third", SamplingParams(max_tokens=4))
     finally:
         stop(live)
-    # vLLM removes its files itself only where it ends by itself. torch's cache is every engine's.
-    assert [each.name for each in Path(short).iterdir()] == [f"torchinductor_{os.geteuid()}"]
+    # vLLM removes its files itself only where it ends by itself.
+    assert list(Path(short).iterdir()) == []
     shutil.rmtree(short)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.files import open_own
 from slipstream.processes.launchers import LOCAL, Child, Resources
-from slipstream.processes.temporary import is_private, remove_temporary
+from slipstream.processes.temporary import cache_root, private_folder, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
@@ -46,13 +45,10 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
     # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
     # a step happens to have, and the same run would not give the same bits.
     environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-    # Its usual place is in TMPDIR, which is another one for each engine. Code is loaded from it: each
-    # engine has its own where another user has made the common one.
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
-    with contextlib.suppress(OSError):
-        compiled.mkdir(mode=0o700)
-    if is_private(compiled):
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    # Its usual place is in TMPDIR, another folder for each engine. Code is loaded from it, so it is private.
+    if not environment.get("TORCHINDUCTOR_CACHE_DIR"):
+        with contextlib.suppress(OSError, RuntimeError):  # no usable home: torch makes one in the engine's TMPDIR
+            environment["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(cache_root(environment) / "engines"))
     return environment
 
 
