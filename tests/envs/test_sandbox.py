@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import until
 
 from slipstream.envs.rewards import sandbox as sandbox_module
 from slipstream.envs.rewards import sandbox_child
 from slipstream.envs.rewards.sandbox import Limits, Sandbox, SandboxFailed, why_not
-
-from ..waiting import until
 
 NAMESPACES, LIMITS = Limits(memory_mib=256, folder_mib=16, output_mib=1), Limits(namespaces=False, memory_mib=256)
 pytestmark = pytest.mark.skipif(bool(why_not(NAMESPACES)), reason=f"no namespaces here: {why_not(NAMESPACES)}")
