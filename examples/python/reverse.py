@@ -17,7 +17,9 @@ def reward(task, completion):
 
 if __name__ == "__main__":
     model = slipstream.new_model("models/small")  # 0.8 M random parameters
-    sft = slipstream.sft(model, tasks=tasks, steps=65, training={"learning_rate": 4e-3})
-    run = slipstream.train(sft.weights, tasks, reward, steps=20, training={"learning_rate": 1e-3})  # GRPO
+    common = {"tasks": tasks, "environment": {"num_train_tasks": 5000}}
+    schedule = {"schedule": "linear", "warmup_steps": 10}
+    sft = slipstream.sft(model, steps=130, training={"learning_rate": 4e-3, **schedule}, **common)
+    run = slipstream.train(sft.weights, reward=reward, steps=40, training={"learning_rate": 1e-3, **schedule}, **common)
     print(run)
     run.report("report.html")
