@@ -39,7 +39,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_ASPECT_RATIO = 200
 """Of the longer side to the shorter one, what the image processors of Qwen's models take."""
 _UNBOUNDED = ("I", "F")
-"""Pillow's modes of pixels whose range a file does not tell; grey ones of 16 bits are "I;16" and the like."""
+"""Pillow's modes of pixels without a known range; grey ones of 16 bits are "I;16" and the like."""
 _MOST_INLINE = 16 << 10
 """Bytes of an image that a record holds itself; every completion's record has a prompt's images."""
 _MOST_NESTED = 8
@@ -142,8 +142,9 @@ def _of_8_bits(picture: Image, where: str) -> Image:
 
         return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in _UNBOUNDED:
-        raise DataError(f"{where} has pixels of type {picture.mode}, without a value for white: save it with 8 or 16 "
-                        "bits a channel")  # fmt: skip
+        raise DataError(
+            f"{where} has pixels of type {picture.mode}, without a value for white: save it with 8 or 16 bits a channel"
+        )
     return picture
 
 
