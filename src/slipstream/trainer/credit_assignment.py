@@ -113,7 +113,8 @@ def assign_credit(
 
 def _carries_loss(rollouts: list[records.Rollout], rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
     """Whether each rollout is trained on, bool `[S]`; the others are in the baseline only."""
-    carries_S = torch.tensor([config.train_on_truncated or rollout.outcome != "truncated" for rollout in rollouts])
+    kept = [config.train_on_truncated or rollout.outcome != "truncated" for rollout in rollouts]
+    carries_S = torch.tensor(kept, dtype=torch.bool)
     return carries_S if config.best_of is None else carries_S & best_of_group(rewards_S, group_ids_S, config.best_of)
 
 
