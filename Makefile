@@ -1,7 +1,7 @@
 # Two commands do everything: `make quickstart` and `make test`.
 # Tests that run side by side, each with engines of its own: for two cores. `make test TESTS_AT_ONCE=4` on more.
 TESTS_AT_ONCE ?= 2
-# quick: every unit test and one real case of everything; full: all; 0 to 7: quick and that eighth of the others.
+# quick: every unit test and one real case of everything; full: all; 0 to 11: quick and that twelfth of the others.
 TESTS ?= quick
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin

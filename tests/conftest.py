@@ -21,7 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 # On a GPU vLLM's attention is Triton's in float32, which multiplies in TF32 unless it is told not to.
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
-NUM_PARTS = 8
+NUM_PARTS = 12
 CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")
 
 # How long an example takes is a matter of the machine, and nothing that a test should fail for.
@@ -39,7 +39,7 @@ def pytest_addoption(parser):
         "--tests",
         choices=CHOICES,
         default="full",
-        help="quick: without those marked full; 0 to 7: with that part of them; full: all (default)",
+        help="quick: without those marked full; 0 to 11: with that part of them; full: all (default)",
     )
 
 

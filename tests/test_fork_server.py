@@ -58,6 +58,7 @@ def package_of(module: str) -> str:
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
     found = {}
     for kind in (subprocess.Popen, fork_server.ForkedPopen):

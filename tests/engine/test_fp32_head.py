@@ -89,6 +89,7 @@ def test_layers_add_up_in_float32_on_both_sides(tmp_path, kind):
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_float16_brings_them_closer_than_bfloat16(tmp_path):
     found, folder = {}, new_model(tmp_path / "model", hidden_size=64, num_layers=4, seed=3)
     for dtype in ("bfloat16", "float16"):

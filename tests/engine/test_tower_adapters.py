@@ -20,6 +20,7 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(
     "family", ["Qwen3_VL", *(pytest.param(name, marks=pytest.mark.full) for name in ("Qwen2_VL", "Qwen2_5_VL"))]
 )
+@pytest.mark.full
 def test_each_version_is_proved_and_answers_as_the_trainer(family, tmp_path, sees):
     folder = save(tmp_path / "model", family)
     policy = PolicyModel.load(folder, train_tower=True)

@@ -139,6 +139,7 @@ def right_and_wrong(environment):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.quick("True-*")
 @one_loop
+@pytest.mark.full
 async def test_a_part_of_a_mixture_beside_another_that_plays_itself(apart, guess, tmp_path):
     """Also where the whole mixture is in a process of its own, because the other part has a `run`."""
     (tmp_path / "own.py").write_text(OWN)

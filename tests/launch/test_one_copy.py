@@ -95,6 +95,7 @@ def check(workers, weights):
             assert torch.equal(tensor, weights[name].narrow(dim, start, tensor.shape[dim])), name
 
 
+@pytest.mark.full
 def test_ranks_train_what_the_workers_have(model, tmp_path):
     stored = load_file(model / "model.safetensors")
     config = make_config(model, 2)

@@ -124,6 +124,15 @@ def test_what_a_completion_votes_for(completion, answer, vote):
     assert vote_of(completion, answer) == vote
 
 
+@pytest.mark.parametrize(
+    ("graded_text", "vote"), [("all", "so a, or b? <answer>b</answer>"), ("tag", "b"), ("last_line", "b?")]
+)
+def test_the_graded_part_of_a_completion_votes(graded_text, vote):
+    completion = "so a, or\nb?" if graded_text == "last_line" else "so a, or b? <answer>b</answer>"
+    assert vote_of(completion, "b", graded_text) == vote
+    assert vote_of("", "b", "tag") is None
+
+
 async def test_a_token_of_another_version_makes_no_figure():
     how = HOW | {"version": Version(0, 2)}
     engine = letters("b")

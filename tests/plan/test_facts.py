@@ -65,31 +65,28 @@ class TestData:
     tasks = (task("abc", "ab"), task("abcdef", "a"), task("a", "abcd"))
 
     def test_grpo(self):
-        facts = measure_data(config(RLConfig()), self.tasks, LetterTokenizer(), [task("x" * 9, "y")])
+        facts = measure_data(self.tasks, LetterTokenizer(), [task("x" * 9, "y")])
         assert facts.num_train_tasks == 3
-        assert facts.max_prompt_tokens == 9 + 3
         assert facts.max_answer_tokens == 5
         assert facts.max_sequence_tokens is None
 
     def test_sft(self):
-        facts = measure_data(config(SFTConfig()), self.tasks, LetterTokenizer(), [task("xy", "y")], lengths=[9, 11, 4])
+        facts = measure_data(self.tasks, LetterTokenizer(), [task("xy", "y")], lengths=[9, 11, 4])
         assert facts.num_train_tasks == 3
-        assert facts.max_prompt_tokens == 5, "only evaluation generates"
         assert (facts.max_sequence_tokens, facts.num_eval_rows) == (11, 0)
 
     def test_sft_with_held_out_rows(self):
         rows = {"lengths": [9, 11], "eval_lengths": [7, 12, 3]}
-        facts = measure_data(config(SFTConfig(), evaluation=None), [], LetterTokenizer(), **rows)
+        facts = measure_data([], LetterTokenizer(), **rows)
         assert facts.num_train_tasks == 2
-        assert facts.max_prompt_tokens == 0
         assert facts.max_answer_tokens is None
         assert (facts.max_sequence_tokens, facts.num_eval_rows) == (12, 3)
 
     def test_no_gold_answers(self):
-        facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer())
+        facts = measure_data([task("a", None)], LetterTokenizer())
         assert facts.max_answer_tokens is None
         turns = [Message("assistant", "abcde"), Message("tool", "a" * 20), Message("assistant", "abc")]
-        facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer(), gold=lambda _: turns)
+        facts = measure_data([task("a", None)], LetterTokenizer(), gold=lambda _: turns)
         assert facts.max_answer_tokens == 6, "the longest turn of the policy"
 
 
@@ -228,7 +225,7 @@ class TestMachine:
 
 def test_gather(tmp_path):
     settings = config(RLConfig(), model=ModelConfig(path=folder_with(tmp_path, SHAPE)))
-    facts = gather_facts(settings, [task("abc", "ab")], LetterTokenizer())
+    facts = gather_facts(settings, [task("abc", "ab")], LetterTokenizer(), max_prompt_tokens=6)
     assert (facts.num_cpus, facts.model.hidden_size, facts.data.max_prompt_tokens) == (usable_cpus(), 128, 6)
 
 

@@ -18,6 +18,7 @@ def tried(model, **options):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.full
 def test_a_value_that_vllm_refuses(model):
     with pytest.raises(ConfigError, match=r'inference.options.block_size = "many": .* refuses it .*integer') as raised:
         tried(model, block_size="many", max_logprobs=5)

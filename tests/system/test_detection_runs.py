@@ -138,6 +138,7 @@ def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tm
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("sees")
+@pytest.mark.full
 def test_smoke_sees_that_an_untrained_model_is_not_healthy(command, draws, tmp_path):
     rows = ("--environment.settings.path", draws.parent / "boxes/rows.jsonl", "--model.path", draws)
     size = ("--training.prompts_per_batch", "4", "--steps", "2", "--folder", tmp_path / "smoke")

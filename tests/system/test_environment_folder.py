@@ -103,6 +103,7 @@ def test_a_run_by_digest(slipstream, model, tmp_path, scripted):
     assert slipstream("env", "pull", reference[:20], "registry", "again")[0] == 3
 
 
+@pytest.mark.full
 def test_a_run_by_digest_from_an_address_is_resumed(slipstream, model, tmp_path, scripted, monkeypatch):
     assert slipstream("env", "new", "mine")[0] == 0
     address = "memory://environments/rl"

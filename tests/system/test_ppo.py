@@ -66,6 +66,7 @@ def test_the_critic_learns_what_the_letters_are_worth(scripted):
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_the_critic_has_weights_of_its_own_where_the_policy_shares_the_engines(command, run_file, tmp_path):
     coin = ("--environment.settings", "{coin = true}", "--run.folder", tmp_path / "run")
     more = ("--weights.bridge", "single_copy", "--training.staleness", 1, "--critic.warmup_steps", 1)

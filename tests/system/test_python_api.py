@@ -96,6 +96,7 @@ def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):
     assert read_exit(tmp_path / "r").status == "failed"
 
 
+@pytest.mark.full
 def test_what_a_callback_raises_stops_the_run_and_is_raised(model, tmp_path):
     def on_step(step, metrics):
         if step == 1:

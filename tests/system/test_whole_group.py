@@ -36,7 +36,7 @@ def signal_all(run, number):
     ("streams", "number", "options"),
     [
         ("files", TERM, ()),
-        ("memory", TERM, ("--weights.bridge", "single_copy")),
+        pytest.param("memory", TERM, ("--weights.bridge", "single_copy"), marks=pytest.mark.full),
         pytest.param("files", USR1, ("--run.orchestrators", "2"), marks=pytest.mark.full),
         pytest.param("memory", USR1, ("--weights.bridge", "disk"), marks=pytest.mark.full),
         pytest.param("memory", TERM, ("--training.ranks", "2"), marks=pytest.mark.full),

@@ -225,6 +225,7 @@ def test_a_model_without_experts(model_folder):
 
 
 @pytest.mark.quick("Qwen3Moe")
+@pytest.mark.full
 def test_compiled_layers_replay_too(folder, monkeypatch):
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()

@@ -105,6 +105,7 @@ def test_sums_are_those_of_float64(tied, checkpointing, folder_of, make_learner,
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.full
 def test_compiled_layers_are_one_graph_for_all(checkpointing, folder_of, make_batch, fresh_compiler):
     folder = folder_of(False)
     model = PolicyModel.load(folder, checkpointing=checkpointing)

@@ -80,6 +80,7 @@ def test_inputs_that_wait_elsewhere_have_the_same_bits(monkeypatch, model_folder
     assert all(kept.before is None for kept in back if not isinstance(kept, torch.Tensor)), "nothing is held on to"
 
 
+@pytest.mark.full
 def test_compiled_layers_give_the_same_gradients_for_rows_of_any_length(model_folder, make_batch):
     batches = [make_batch(num, seed, advantages=False) for seed, num in enumerate((9, 2, 5))]
     plain, model = PolicyModel.load(model_folder), PolicyModel.load(model_folder, checkpointing="selective")

@@ -120,6 +120,7 @@ def test_it_gives_what_the_padded_route_gives(kernels, monkeypatch, save_model, 
 @pytest.mark.parametrize(
     "checkpointing", [*(pytest.param(each, marks=pytest.mark.full) for each in (False, True)), "selective"]
 )
+@pytest.mark.full
 def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, monkeypatch, model_folder, make_batch):
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()

@@ -220,6 +220,7 @@ def test_a_network_computes_what_it_computed_before(tmp_path, kind):
     check_same(own, plain, 1e-5)
 
 
+@pytest.mark.full
 def test_a_compiled_network_computes_the_same(tmp_path):
     plain = PolicyModel.load(small_model(tmp_path, "Qwen3"))
     share_kernels(plain.network)

@@ -21,6 +21,8 @@ _WORTH_A_NOTE = (
     "environment.settings",
     "environment.mixture",
     "environment.system_prompt",
+    "environment.num_examples",
+    "environment.graded_text",
     "sampling.temperature",
     "sampling.max_tokens",
     "sampling.top_p",

@@ -62,6 +62,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
             threshold=evaluation.threshold,
             seed=evaluation.seed,
             max_failures=section.max_reward_failures,
+            graded_text=section.graded_text,
             samples_per_task=evaluation.samples_per_task,
             on_rollout=progress.advance,
             warn=lambda text: progress.message(text, "warning"),

@@ -120,6 +120,7 @@ async def _evaluate(
             threshold=evaluation.threshold,
             seed=evaluation.seed,
             max_failures=section.max_reward_failures,
+            graded_text=section.graded_text,
             samples_per_task=evaluation.samples_per_task,
             on_rollout=progress.advance,
             warn=warn,

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from slipstream.commands.evaluation_target import Target
 from slipstream.config import RunConfig
+from slipstream.config.environment import GradedText
 from slipstream.config.parse.keys import as_table
 from slipstream.orchestrator.evaluate import Evaluation, is_right, vote_of
 from slipstream.records import Rollout, SamplingParams, Task
@@ -46,6 +47,8 @@ def kept(
         "environment.settings": section.settings,
         "environment.seed": section.seed,
         "environment.system_prompt": section.system_prompt,
+        "environment.num_examples": section.num_examples,
+        "environment.graded_text": section.graded_text,
         **({"environment.mixture": as_table(section.mixture)} if section.mixture else {}),
         "evaluation.num_tasks": len(tasks),
         "evaluation.samples_per_task": size,
@@ -64,7 +67,7 @@ def kept(
             task.prompt[-1].content if task.prompt else "",
             task.answer,
             [
-                _kept_sample(rollout, task, given.threshold, has_tokens=has_tokens)
+                _kept_sample(rollout, task, given.threshold, section.graded_text, has_tokens=has_tokens)
                 for rollout in evaluation.rollouts[index * size : (index + 1) * size]
             ],
         )
@@ -76,7 +79,9 @@ def kept(
     )
 
 
-def _kept_sample(rollout: Rollout, task: Task, threshold: float, *, has_tokens: bool) -> KeptSample:
+def _kept_sample(
+    rollout: Rollout, task: Task, threshold: float, graded_text: GradedText, *, has_tokens: bool
+) -> KeptSample:
     has_text = bool(rollout.completion) and task.answer is not None
     return KeptSample(
         rollout.completion,
@@ -84,7 +89,7 @@ def _kept_sample(rollout: Rollout, task: Task, threshold: float, *, has_tokens: 
         is_right(rollout, threshold),
         rollout.outcome,
         rollout.metrics,
-        vote_of(rollout.completion, task.answer or "") if has_text else None,
+        vote_of(rollout.completion, task.answer or "", graded_text) if has_text else None,
         rollout.num_sampled if has_tokens else None,
         hide_userinfo(rollout.error),
     )

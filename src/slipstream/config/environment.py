@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from slipstream.config import bounds
 from slipstream.config.bounds import Auto, Section
 from slipstream.config.mixture import MixturePart, PartName
+
+GradedText = Literal["all", "tag", "last_line"]
 
 
 class EnvironmentConfig(Section):
@@ -44,6 +48,13 @@ class EnvironmentConfig(Section):
     turn."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
+    num_examples: Annotated[int, Field(ge=0, le=64)] = 0
+    """Solved tasks before each question, as earlier turns of the conversation: the first training tasks, which are not
+    trained on."""
+    graded_text: GradedText = "all"
+    """The graded part of a completion, after its thinking: `all`, the text of its last `<answer>` tag (`tag`), or its
+    last line with text (`last_line`). Without that part the reward is 0 and the metric `no_answer` 1. Under `tag` gold
+    answers get the tag, as targets of SFT and as examples."""
     seed: bounds.Seed = 0
     """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
     seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""

@@ -7,8 +7,11 @@ import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
+from slipstream.config.environment import GradedText
+
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MINUS = "-\u2212\u2013\ufe63\uff0d"
 """A hyphen, and what is set in place of a minus sign. After a digit, a letter or a bracket they are dashes."""
 _CURRENCY = r"(?:[A-Z]{1,2})?\\?[$\u20ac\u00a3\u00a5\u20b9]"
@@ -54,6 +57,17 @@ def final_answer(completion: str) -> str | None:
     if THINK_OPEN in answer:
         return None
     return answer.lstrip() if closed else answer
+
+
+def graded_part(completion: str, part: GradedText) -> str | None:
+    """The text selected by `environment.graded_text`; None without it. Unclosed thinking stays: `score` reports it."""
+    answer = completion if part == "all" else final_answer(completion)
+    if part == "all" or answer is None:
+        return completion
+    if part == "tag":
+        found = _ANSWER_TAG.findall(answer)
+        return found[-1].strip() if found else None
+    return next((line.strip() for line in reversed(answer.splitlines()) if line.strip()), None)
 
 
 def until_stop(text: str, stop: Sequence[str]) -> str:

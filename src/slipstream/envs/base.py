@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
+from slipstream.config.environment import GradedText
+from slipstream.envs.answers import graded_part
 from slipstream.envs.tools.tool_calls import call_function
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Stop, Task, ToolCall
@@ -175,6 +177,10 @@ class Environment(ABC):
     """Most calls in one episode."""
     scores_groups: bool = False
     """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
+    graded_text: GradedText = "all"
+    """`environment.graded_text` of the run file: the part of a completion for `score`."""
+    num_solved_examples: int = 0
+    """`environment.num_examples` of the run file."""
     hung: str = ""
     """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
     is_held_up: bool = False
@@ -256,7 +262,8 @@ class Environment(ABC):
         """Grades an episode with all its messages; by default its text, by `score`, and without that as a group of one,
         by `score_group`. Called where `score` is."""
         if self.grades_texts or not self.grades_groups(task):
-            return self.score(task, episode.completion)
+            text = graded_part(episode.completion, self.graded_text)
+            return Score(0.0, {"no_answer": 1.0}) if text is None else self.score(task, text)
         return scored(self.score_group(task, (episode,)), lambda scores: scores[0])
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.environment import EnvironmentConfig, GradedText
 from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
@@ -52,6 +52,10 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     if config.apart is True and isinstance(environment, Verifiers):
         raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
     environment.given_settings = config.settings
+    if config.name != MIXTURE:
+        environment.num_solved_examples = config.num_examples
+        _check_graded_text(environment, config.graded_text)
+    environment.graded_text = config.graded_text
     if config.tools:
         _add_tools(environment, config)
     if isinstance(environment, Verifiers) or config.max_turns == "auto":
@@ -90,6 +94,18 @@ def _check_grades(environment: Environment) -> None:
     usual = "reward" if isinstance(environment, SingleTurn) else "score"
     remedy = "set scores_groups = True for its score_group" if has_group else "define it, or score_episode"
     raise ConfigError(f"environment.name: class {kind.__name__} does not define {usual}: {remedy}")
+
+
+def _check_graded_text(environment: Environment, part: GradedText) -> None:
+    if part == "all":
+        return
+    if isinstance(environment, Verifiers) or type(environment).score_episode is not Environment.score_episode:
+        reason = "grades whole episodes"
+    elif environment.scores_groups:
+        reason = "grades groups"
+    else:
+        return
+    raise ConfigError(f"environment.graded_text = {part!r} has no effect: {environment.name} {reason}: remove it")
 
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:

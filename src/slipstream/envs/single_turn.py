@@ -117,7 +117,38 @@ def _deadline(seconds: float) -> Generator[None]:
 
 
 def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
-    """Tasks of the environment, checked; raises `EnvironmentFault` if its code raises or does not end."""
+    """Tasks of the environment, checked, with its solved examples in their prompts. Raises `EnvironmentFault` if its
+    code raises or does not end, and `DataError` where examples have no gold answer."""
+    wanted = environment.num_solved_examples
+    if not wanted:
+        return _checked_tasks(environment, split, num_tasks)
+    shown = _checked_tasks(environment, "train", wanted + (num_tasks if split == "train" else 0))
+    tasks = shown[wanted:] if split == "train" else _checked_tasks(environment, split, num_tasks)
+    if len(shown) < wanted:
+        raise DataError(
+            f"environment.num_examples = {wanted}, and {environment.name} has {len(shown)} training tasks: use fewer"
+        )
+    solved = [message for task in shown[:wanted] for message in _solved(environment, task, wanted)]
+    return [msgspec.structs.replace(task, prompt=_with_examples(task.prompt, solved)) for task in tasks]
+
+
+def _solved(environment: Environment, task: Task, wanted: int) -> tuple[Message, Message]:
+    question = [message for message in task.prompt if message.role != "system"]
+    gold = gold_turns(environment, task)
+    if [message.role for message in (*question, *gold)] != ["user", "assistant"]:
+        raise DataError(
+            f"environment.num_examples = {wanted}, and task {task.id} of {environment.name} is not one question with "
+            "one gold answer: set it to 0"
+        )
+    return question[0], gold[0]
+
+
+def _with_examples(prompt: Sequence[Message], solved: Sequence[Message]) -> tuple[Message, ...]:
+    num_system = next((place for place, message in enumerate(prompt) if message.role != "system"), len(prompt))
+    return (*prompt[:num_system], *solved, *prompt[num_system:])
+
+
+def _checked_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
     try:
         with _deadline(TASKS_TIMEOUT_S):
             tasks = as_tasks(environment.tasks(split, num_tasks), split, environment.name)
@@ -159,7 +190,7 @@ def gold_turns(environment: Environment, task: Task) -> list[Message]:
     if answer is None:
         return []
     if isinstance(answer, str):
-        return [Message("assistant", answer)]
+        return [Message("assistant", f"<answer>{answer}</answer>" if environment.graded_text == "tag" else answer)]
     turns = cast("list[Any]", list(answer)) if isinstance(answer, Sequence) else []
     if not turns or not all(isinstance(turn, Message) for turn in turns) or turns[-1].role != "assistant":
         raise DataError(

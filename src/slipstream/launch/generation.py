@@ -236,6 +236,7 @@ class _Generation:
                 threshold=evaluation.threshold,
                 seed=evaluation.seed,
                 max_failures=section.max_reward_failures,
+                graded_text=section.graded_text,
                 samples_per_task=evaluation.samples_per_task,
                 version=version,
                 engine=engine,

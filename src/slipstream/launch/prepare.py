@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.checks import mixture_problems
@@ -151,13 +151,14 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     environment = load_environment(config.environment) if config.environment else None
     train_tasks, eval_tasks, requested = _tasks(config, environment)
     dropped: dict[str, int] = {}
-    held_out = {_question(task.prompt) for task in eval_tasks}
-    train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
+    examples_before = 2 * config.environment.num_examples if config.environment else 0
+    held_out = {_question(task.prompt, examples_before) for task in eval_tasks}
+    train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt, examples_before), held_out, dropped)
     facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
     context, is_sft = facts_of_model.context_length, config.algorithm.kind == "sft"
     rolled_out = {"train": train_tasks} if not is_sft or rolls_out(config) else {}
     fitting = _fitting(rolled_out | {"eval": eval_tasks}, tokenizer, config, facts_of_model, environment, dropped)
-    train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
+    train_tasks, eval_tasks = fitting.tasks.get("train", train_tasks), fitting.tasks["eval"]
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
     part_of: dict[int, str] = {}
@@ -173,7 +174,8 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     if config.matching is not None:
         examples = examples_of(train_tasks, tokenizer, answer_tokens(tokenizer), config.matching, context)
     elif is_sft:
-        conversations = _not_held_out(conversations, _question, held_out, dropped)
+        question_of = partial(_question, num_before=0 if config.data else examples_before)
+        conversations = _not_held_out(conversations, question_of, held_out, dropped)
         tokens_of = partial(_tokenized, tokenizer, config, context, dropped, place)
         conversations, examples = tokens_of(conversations)
         eval_rows, eval_examples = tokens_of(eval_rows, held_out=True)
@@ -188,6 +190,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         train_tasks,
         tokenizer,
         eval_tasks=eval_tasks,
+        max_prompt_tokens=fitting.max_tokens,
         lengths=examples.lengths,
         eval_lengths=eval_examples.lengths,
         gold=gold,
@@ -264,14 +267,14 @@ def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
     return tasks
 
 
-def _question(messages: Sequence[Message]) -> tuple[tuple[str, ...], ...]:
-    """Role, content and images of the messages before the first answer, without system messages: the key to find
-    duplicates by."""
+def _question(messages: Sequence[Message], num_before: int = 0) -> tuple[tuple[str, ...], ...]:
+    """Role, content and images of the messages before the first answer, without system messages and the `num_before`
+    messages of solved examples after them: the key to find duplicates by."""
     turns = [
         (message.role, message.content, *(image.sha256 for image in message.media))
         for message in messages
         if message.role != "system"
-    ]
+    ][num_before:]
     first = next((index for index, (role, *_) in enumerate(turns) if role == "assistant"), len(turns))
     return tuple(turns[:first])
 
@@ -291,6 +294,13 @@ def _not_held_out(
     return kept
 
 
+class _Fitting(NamedTuple):
+    """The tasks of each split that fit, and the tokens of their longest prompt."""
+
+    tasks: dict[str, list[Task]]
+    max_tokens: int
+
+
 def _fitting(
     asked: dict[str, list[Task]],
     tokenizer: ChatTokenizer,
@@ -298,7 +308,7 @@ def _fitting(
     model: ModelFacts,
     environment: Environment | None,
     dropped: dict[str, int],
-) -> dict[str, list[Task]]:
+) -> _Fitting:
     """Keep, in each split, the tasks whose prompt leaves enough context for a completion."""
     limit = config.inference.max_model_len
     limit = model.context_length if limit == "auto" else min(limit, model.context_length)
@@ -318,9 +328,10 @@ def _fitting(
             f"sampling.max_tokens = {need} leaves no room for a prompt within {limit} tokens, the model's context or "
             f"inference.max_model_len: use less than {limit}"
         )
-    fitting: dict[str, list[Task]] = {}
+    fitting, longest_prompt = dict[str, list[Task]](), 0
     for split, tasks in asked.items():
         kept = [task for task, length in zip(tasks, lengths[split], strict=True) if length + need <= limit]
+        longest_prompt = max(longest_prompt, *(length for length in lengths[split] if length + need <= limit), 0)
         if len(kept) < len(tasks):
             dropped[f"{split}_prompt_too_long"] = len(tasks) - len(kept)
         if tasks and not kept:
@@ -329,7 +340,7 @@ def _fitting(
                 f"within {limit} tokens: use shorter prompts, or a model with a longer context"
             )
         fitting[split] = kept
-    return fitting
+    return _Fitting(fitting, longest_prompt)
 
 
 def _num_prompt_tokens(tokenizer: ChatTokenizer, task: Task) -> int:

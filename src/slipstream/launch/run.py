@@ -117,11 +117,11 @@ def train(
         StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
         watched(folder, log.warning) if owns_process and supervisor is None else nullcontext(),
-        Beating(log),
+        Beating(log) as beating,
         stacks.kept_in(folder),
         trainer_logs_as_events(log),
     ):
-        grace.log = log
+        grace.log, grace.beating = log, beating
         if supervisor is not None:
             supervisor.warn = log.warning
         log.on_warning(lambda text: progress.message(text, "warning"))

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from slipstream.algo.statistics import wilson_interval
 from slipstream.algo.validation import Figure, Sampled, figures
+from slipstream.config.environment import GradedText
 from slipstream.engine_protocols import Generates
-from slipstream.envs.answers import final_answer, is_number, last_number
+from slipstream.envs.answers import final_answer, graded_part, is_number, last_number
 from slipstream.errors import IntegrityError
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.failure_rate import check_failures, warn_of_losses, warn_of_no_tokens
@@ -83,6 +84,7 @@ async def evaluate(
     engine: Generates | None = None,
     on_rollout: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
+    graded_text: GradedText = "all",
 ) -> Evaluation:
     """Generate `samples_per_task` rollouts for each task concurrently; one is right when its reward reaches
     `threshold`. The first sample of a task is the same whatever their number. `engine`: if not the runner's.
@@ -115,7 +117,7 @@ async def evaluate(
     warn_of_losses(rollouts, "the evaluation", warn)
     warn_of_no_tokens(rollouts, "the evaluation", warn)
     # Majorities of many samples take seconds, for which the event loop must not stand still.
-    further = await asyncio.to_thread(further_metrics, tasks, rollouts, threshold)
+    further = await asyncio.to_thread(further_metrics, tasks, rollouts, threshold, graded_text)
     return Evaluation(
         num_tasks=len(tasks),
         num_right=sum(rollout.reward >= threshold for rollout in graded),
@@ -146,11 +148,12 @@ def is_right(rollout: Rollout, threshold: float) -> bool:
     return rollout.outcome in TRAINABLE_OUTCOMES and rollout.reward >= threshold
 
 
-def vote_of(completion: str, answer: str) -> str | None:
-    """What a completion votes for in a majority: the text of its last `\\boxed{}`; where the task's `answer` is a
-    number, its last number; else all of its text. Thinking does not count, nor does white space; None where the
-    thinking never ends or there is no number."""
-    text = final_answer(completion)
+def vote_of(completion: str, answer: str, graded_text: GradedText = "all") -> str | None:
+    """What the graded part of a completion votes for in a majority: the text of its last `\\boxed{}`; where the task's
+    `answer` is a number, its last number; else all of its text. Thinking does not count, nor does white space; None
+    where the thinking never ends or there is no number."""
+    part = graded_part(completion, graded_text)
+    text = None if part is None else final_answer(part)
     if text is None:
         return None
     if (boxed := _last_boxed(text)) is not None:
@@ -183,10 +186,10 @@ class _Graded:
     """Of the samples that could be graded; None where there is none."""
 
 
-def _graded(task: Task, rollouts: Sequence[Rollout], threshold: float) -> _Graded:
+def _graded(task: Task, rollouts: Sequence[Rollout], threshold: float, graded_text: GradedText) -> _Graded:
     votes: list[str | None] | None = None
     if task.answer is not None and len(rollouts) > 1:
-        votes = [vote_of(each.completion, task.answer) if each.completion else None for each in rollouts]
+        votes = [vote_of(each.completion, task.answer, graded_text) if each.completion else None for each in rollouts]
     rights = tuple(float(is_right(each, threshold)) for each in rollouts)
     scored = [number for number, each in enumerate(rollouts) if each.outcome in TRAINABLE_OUTCOMES]
     rewards = Sampled(
@@ -196,11 +199,16 @@ def _graded(task: Task, rollouts: Sequence[Rollout], threshold: float) -> _Grade
     return _Graded(task.source, Sampled(rights, None if votes is None else tuple(votes)), rewards if scored else None)
 
 
-def further_metrics(tasks: Sequence[Task], rollouts: Sequence[Rollout], threshold: float) -> dict[str, float]:
+def further_metrics(
+    tasks: Sequence[Task], rollouts: Sequence[Rollout], threshold: float, graded_text: GradedText = "all"
+) -> dict[str, float]:
     """Metrics beyond accuracy and means: of several samples a task, and by data source where tasks have one. Of a
     task's n rollouts, which follow one another, those that failed are wrong and have no reward."""
     size = len(rollouts) // len(tasks)
-    graded = [_graded(task, rollouts[index * size : (index + 1) * size], threshold) for index, task in enumerate(tasks)]
+    graded = [
+        _graded(task, rollouts[index * size : (index + 1) * size], threshold, graded_text)
+        for index, task in enumerate(tasks)
+    ]
     found = {"eval/samples_per_task": float(size), **_figures_of(graded, "eval")} if size > 1 else {}
     by_source: dict[str, list[_Graded]] = {}
     for task in graded:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
-from slipstream.config.traits import rolls_out
 from slipstream.errors import ConfigError, first_line
 from slipstream.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
 from slipstream.plan.machine import describe_gpus, measure_disk, usable_cpus, usable_memory_bytes
@@ -53,6 +52,7 @@ def gather_facts(
     tokenizer: ChatTokenizer,
     *,
     eval_tasks: Sequence[Task] = (),
+    max_prompt_tokens: int = 0,
     lengths: Sequence[int] = (),
     eval_lengths: Sequence[int] = (),
     gold: Gold = answer_turns,
@@ -67,9 +67,9 @@ def gather_facts(
     """Measure the machine, the model at `config.model.path` and the tasks. `gpus`: those to plan for; by default this
     machine's.
 
-    `lengths` and `eval_lengths` are the tokens of SFT's conversations and of the held-out ones. `thinks`: see
-    `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is filled in. `images`: see
-    `measure_tower`. Raises ConfigError when the model cannot be read.
+    `max_prompt_tokens`: of the longest prompt. `lengths` and `eval_lengths`: the tokens of SFT's conversations and of
+    the held-out ones. `thinks`: see `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is
+    filled in. `images`: see `measure_tower`. Raises ConfigError when the model cannot be read.
     """
     gpus = describe_gpus() if gpus is None else gpus
     trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
@@ -81,7 +81,9 @@ def gather_facts(
         memory_bytes=usable_memory_bytes(),
         model=dataclasses.replace(with_scores(config, model), thinks=thinks),
         data=dataclasses.replace(
-            measure_data(config, tasks, tokenizer, eval_tasks, lengths, eval_lengths, gold),
+            measure_data(
+                tasks, tokenizer, eval_tasks, lengths, eval_lengths, gold, max_prompt_tokens=max_prompt_tokens
+            ),
             max_turns=max_turns,
             apart=apart,
             num_requested_tasks=num_requested_tasks,
@@ -163,26 +165,23 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
 
 
 def measure_data(
-    config: RunConfig,
     tasks: Sequence[Task],
     tokenizer: ChatTokenizer,
     eval_tasks: Sequence[Task] = (),
     lengths: Sequence[int] = (),
     eval_lengths: Sequence[int] = (),
     gold: Gold = answer_turns,
+    *,
+    max_prompt_tokens: int = 0,
 ) -> DataFacts:
-    """Count tokens: of every prompt, and of the longest answers.
+    """Count the tokens of the longest answers.
 
-    Answers are measured among the 1,000 longest by their bytes, as the plan adds a margin to them; a prompt that does
-    not fit would be refused. `lengths` and `eval_lengths`: see `gather_facts`.
+    They are measured among the 1,000 longest by their bytes, as the plan adds a margin to them. The other arguments:
+    see `gather_facts`.
     """
-    is_sft = config.algorithm.kind == "sft"
-    generating: list[Task] = list(tasks) if not is_sft or rolls_out(config) else []
-    if config.evaluation is not None:
-        generating += eval_tasks
     return DataFacts(
         num_train_tasks=len(lengths) or len(tasks),
-        max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
+        max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=longest_answer((*tasks, *eval_tasks), tokenizer, gold),
         max_sequence_tokens=max((*lengths, *eval_lengths), default=None),
         num_eval_rows=len(eval_lengths),

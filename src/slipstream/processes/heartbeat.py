@@ -134,6 +134,10 @@ class Beating:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Write no further heartbeat, and remove the last one."""
         self._ended.set()
         self._thread.join(_END_S)
         self._remove()

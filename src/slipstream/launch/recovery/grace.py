@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from slipstream.errors import Interrupted
-from slipstream.processes.heartbeat import FILE as HEARTBEAT
+from slipstream.processes.heartbeat import Beating
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog
 
@@ -34,11 +34,12 @@ LastWords = Callable[[Interrupted], None]
 
 
 class GraceEnd:
-    """Implements `signals.Grace` for a run. `log` is set when there is one."""
+    """Implements `signals.Grace` for a run. `log` and `beating` are set when there is one."""
 
     def __init__(self, grace_s: float, progress: Progress, last_words: LastWords) -> None:
         """`grace_s`: seconds from the signal to the end of the process."""
         self.log: RunLog | None = None
+        self.beating: Beating | None = None
         self._grace_s, self._progress, self._last_words = grace_s, progress, last_words
 
     @property
@@ -68,8 +69,8 @@ class GraceEnd:
     def _report(self, error: Interrupted) -> None:
         if self.log is not None and not self.log.has_exit:  # what has said how it ended only did not come to its end
             self.log.exit(error)
-            with contextlib.suppress(OSError):
-                (self.log.folder / HEARTBEAT).unlink()
+            if self.beating is not None:
+                self.beating.end()
         self._progress.stop()
         self._last_words(error)
 
