@@ -16,7 +16,7 @@ def reward(task, completion):
 
 
 if __name__ == "__main__":
-    model = slipstream.new_model("models/small")  # 0.8 M random parameters
+    model = slipstream.new_model("models/small")  # 0.8M parameters, random weights
     common = {"tasks": tasks, "environment": {"num_train_tasks": 5000}}
     schedule = {"schedule": "linear", "warmup_steps": 10}
     sft = slipstream.sft(model, steps=130, training={"learning_rate": 4e-3, **schedule}, **common)

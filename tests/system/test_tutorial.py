@@ -136,7 +136,7 @@ def test_the_tutorial(tmp_path):
     for promised in ("models/new", "models/after-sft", "models/sorter"):
         assert (folder / promised / "model.safetensors").is_file()
         assert (folder / promised / "tokenizer.json").is_file()
-    for run, step in (("sft", 45), ("grpo", 3)):
+    for run, step in (("sft", 45), ("rl", 3)):
         assert (folder / f"runs/{run}/checkpoints/step-{step:06d}/weights/model.safetensors").is_file()
         assert run in said["runs"]
     before, after = (row["eval/accuracy"] for row in read_metrics(folder / "runs/sft") if "eval/accuracy" in row)
@@ -144,4 +144,4 @@ def test_the_tutorial(tmp_path):
     assert after > 0.15, "SFT leaves RL too little to begin with"
     assert "</html>" in (folder / "report.html").read_text(encoding="utf-8")
     assert said["chat"].count("\n") == questions.count("\n") == 1
-    assert re.search(r"passed: the rewards of sorting", said["env"])
+    assert re.search(r"passed: the rewards of environment", said["env"])
