@@ -302,6 +302,29 @@ def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):
                 prepare(load_config(run_file.with_name("sft.toml"), settings))
 
 
+@pytest.mark.parametrize("kind", ["run.toml", "sft.toml"])
+def test_prompts_with_solved_examples_have_questions_of_their_own(run_file, tmp_path, kind):
+    shown = ("--environment.num_examples", "1", "--environment.num_train_tasks", "8")
+    prepared = prepare(load_config(run_file.with_name(kind), shown))
+    assert (prepared.num_items, prepared.dropped) == (8, {}), "the first answer of all prompts is the same"
+    prompts = [task.prompt for task in (*prepared.train_tasks, *prepared.eval_tasks)]
+    assert len({prompt[:2] for prompt in prompts}) == 1
+    if kind == "run.toml":
+        longest = max(len(prepared.tokenizer.render(prompt)) for prompt in prompts)
+        assert prepared.facts.data.max_prompt_tokens == longest
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": "eval 0.", "completion": "a"}, {"prompt": "another", "completion": "a"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (*shown[:2], "--data.path", str(data), "--training.prompts_per_batch", "1")
+    assert prepare(load_config(run_file.with_name("sft.toml"), settings)).dropped == {"also_held_out": 1}
+
+
+def test_a_run_trains_on_prompts_with_solved_examples(scripted):
+    settings = ("--environment.num_examples", "1", "--environment.graded_text", "last_line")
+    assert scripted.run(*settings).status == "finished"
+    assert all(0 < row["reward/mean"] < 1 for row in scripted.metrics[1:])
+
+
 def test_a_resumed_run_says_which_settings_changed(scripted):
     scripted.run(*WITHOUT_EVALUATION)
     scripted.run(*WITHOUT_EVALUATION, "--training.steps", "4", "--training.learning_rate", "0.002", resume=True)
