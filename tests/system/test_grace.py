@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from slipstream.errors import Interrupted
 from slipstream.launch.recovery.grace import GraceEnd
 from slipstream.processes.heartbeat import FILE as HEARTBEAT
-from slipstream.runlog import is_running, read_events, read_exit, read_metrics
+from slipstream.processes.heartbeat import Beating
+from slipstream.runlog import RunLog, is_running, read_events, read_exit, read_metrics
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.view import make_view
 
@@ -98,3 +100,15 @@ def test_without_a_checkpoint_it_says_so(command, run_file, tmp_path):
     assert seconds < GRACE_S + MARGIN_S
     assert "there is none yet, and the run begins again: continue with --resume" in " ".join(err.split())
     assert read_exit(folder).retriable
+
+
+def test_no_heartbeat_is_written_after_the_end(tmp_path):
+    grace = GraceEnd(GRACE_S, make_view("plain"), lambda error: None)
+    with RunLog.create(tmp_path / "run") as log, Beating(log, interval_s=0.0005) as beating:
+        grace.log, grace.beating = log, beating
+        while not (log.folder / HEARTBEAT).exists():
+            time.sleep(0.001)
+        grace._report(Interrupted("stopped"))
+        for _ in range(50):
+            assert not (log.folder / HEARTBEAT).exists()
+            time.sleep(0.001)
