@@ -42,7 +42,7 @@ def test_scale_and_window_are_the_models_or_the_usual_ones(window, scale):
 
 @pytest.mark.usefixtures("kernels")
 def test_images_whose_tokens_see_one_another_do_not_go_to_the_kernel(monkeypatch):
-    monkeypatch.setattr(packed, "_operations", None)
+    monkeypatch.setattr(packed, "ragged_attention", None)
     states, layout = drawn(2, 2, 6), segment_layout([6], blocks=[(2, 4)])
     output, _ = packed.packed_attention(torch.nn.Module(), *states, None, segments=layout)
     plain = scaled_dot_product_attention(*states, is_causal=True).transpose(1, 2)
@@ -80,9 +80,9 @@ def test_the_compiler_is_told_the_shapes_that_come(kernels, monkeypatch):  # noq
         return tensor.shape, tensor.dtype, tensor.is_contiguous()
 
     meta = [each.to("meta") for each in (query, key, value, *own, layout.layout_id)]
-    told = packed.ragged_attention(*meta[:3], meta[5], 0.5, 0)
+    told = torch.ops.slipstream.ragged_attention(*meta[:3], meta[5], 0.5, 0)
     assert tree_map(facts, told) == tree_map(facts, own)
-    told = packed.ragged_attention_backward(meta[0], *meta, 0.5, 0)
+    told = torch.ops.slipstream.ragged_attention_backward(meta[0], *meta, 0.5, 0)
     assert tree_map(facts, told) == tree_map(facts, grads)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.shared_kernels.operation import Operation
+
 _TWICE, _CUBE = 2 * (2 / math.pi) ** 0.5, 0.044715
 
 
@@ -58,20 +60,7 @@ def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool 
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x_THD.dtype)
 
 
-@torch.library.custom_op(
-    "slipstream::norm", mutates_args=(), schema="(Tensor x, Tensor weight, float epsilon, float offset=0.0) -> Tensor"
-)
-def differentiable_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
-    """`norm` without residual, with gradients, and opaque to a compiler, as are the following."""
-    return norm(x, weight, epsilon, offset=offset)[0]
-
-
-@torch.library.custom_op(
-    "slipstream::norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, float epsilon, float offset=0.0) -> (Tensor, Tensor)",
-)
-def norm_backward(
+def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `x` and of the weight, in their dtypes."""
@@ -87,20 +76,7 @@ def norm_backward(
     return of_x.to(x.dtype), (pulled * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-@torch.library.custom_op(
-    "slipstream::gate", mutates_args=(), schema="(Tensor left, Tensor up, bool gelu=False) -> Tensor"
-)
-def differentiable_gate(left: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
-    """`gate` with gradients."""
-    return gate(left, up, gelu)
-
-
-@torch.library.custom_op(
-    "slipstream::gate_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor left, Tensor up, bool gelu=False) -> (Tensor, Tensor)",
-)
-def gate_backward(grad: Tensor, left: Tensor, up: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
+def _gate_backward(grad: Tensor, left: Tensor, up: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
     """The gradients of both."""
     if left.is_cuda:
         from slipstream.shared_kernels import kernels
@@ -113,39 +89,12 @@ def gate_backward(grad: Tensor, left: Tensor, up: Tensor, gelu: bool = False) ->
     return of_gate.to(left.dtype), (pulled * wide * share).to(up.dtype)
 
 
-@torch.library.custom_op(
-    "slipstream::rotate",
-    mutates_args=(),
-    schema="(Tensor x, Tensor cosine, Tensor sine, bool backward=False) -> Tensor",
-)
-def differentiable_rotate(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool = False) -> Tensor:
-    """`rotate` with gradients; the inverse of a rotation is its transpose."""
+def _norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    return norm(x, weight, epsilon, offset=offset)[0]
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool = False) -> Tensor:
     return rotate(x, cosine, sine, backward=backward)
-
-
-@differentiable_norm.register_fake
-def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape, dtype=weight.dtype)
-
-
-@norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-@differentiable_gate.register_fake
-def _(left: Tensor, *_: Any) -> Tensor:
-    return left.new_empty(left.shape)
-
-
-@gate_backward.register_fake
-def _(grad: Tensor, left: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return left.new_empty(left.shape), up.new_empty(up.shape)
-
-
-@differentiable_rotate.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -154,25 +103,55 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *both, ctx.gelu = inputs
-    ctx.save_for_backward(*both)
+    left, up, *ctx.gelu = inputs
+    ctx.save_for_backward(left, up)
 
 
 def _keep_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cosine, sine, ctx.is_backward = inputs
+    _, cosine, sine, *backward = inputs
+    ctx.is_backward = any(backward)
     ctx.save_for_backward(cosine, sine)
 
 
-_operations: Any = torch.ops.slipstream
-differentiable_norm.register_autograd(
-    lambda ctx, grad: (*_operations.norm_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None),
-    setup_context=_keep_norm,
+norm_backward = Operation(
+    "norm_backward",
+    "(Tensor grad, Tensor x, Tensor weight, float epsilon, float offset=0.0) -> (Tensor, Tensor)",
+    _norm_backward,
+    lambda grad, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )
-differentiable_gate.register_autograd(
-    lambda ctx, grad: (*_operations.gate_backward(grad, *ctx.saved_tensors, ctx.gelu), None),
-    setup_context=_keep_gate,
+gate_backward = Operation(
+    "gate_backward",
+    "(Tensor grad, Tensor left, Tensor up, bool gelu=False) -> (Tensor, Tensor)",
+    _gate_backward,
+    lambda grad, left, up, *_: (left.new_empty(left.shape), up.new_empty(up.shape)),
 )
-differentiable_rotate.register_autograd(
-    lambda ctx, grad: (_operations.rotate(grad, *ctx.saved_tensors, not ctx.is_backward), None, None, None),
-    setup_context=_keep_rotate,
+differentiable_norm = Operation(
+    "norm",
+    "(Tensor x, Tensor weight, float epsilon, float offset=0.0) -> Tensor",
+    _norm,
+    lambda x, weight, *_: x.new_empty(x.shape, dtype=weight.dtype),
+    keep=_keep_norm,
+    backward=lambda ctx, grad: (*norm_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None),
 )
+"""`norm` without residual, with gradients."""
+differentiable_gate = Operation(
+    "gate",
+    "(Tensor left, Tensor up, bool gelu=False) -> Tensor",
+    gate,
+    lambda left, *_: left.new_empty(left.shape),
+    keep=_keep_gate,
+    backward=lambda ctx, grad: (*gate_backward(grad, *ctx.saved_tensors, *ctx.gelu), None),
+)
+"""`gate` with gradients."""
+differentiable_rotate = Operation(
+    "rotate",
+    "(Tensor x, Tensor cosine, Tensor sine, bool backward=False) -> Tensor",
+    _rotate,
+    lambda x, *_: x.new_empty(x.shape),
+    keep=_keep_rotate,
+    backward=lambda ctx, grad: (
+        differentiable_rotate(grad, *ctx.saved_tensors, not ctx.is_backward),
+        *(None, None, None),
+    ),
+)
+"""`rotate` with gradients; the inverse of a rotation is its transpose."""

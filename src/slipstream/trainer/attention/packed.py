@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ConfigError
 from slipstream.shared_kernels import flash3
+from slipstream.shared_kernels.operation import Operation
 from slipstream.trainer.attention import flash4
 from slipstream.trainer.attention.row_layout import (
     SegmentLayout,
@@ -35,7 +36,6 @@ from slipstream.trainer.attention.row_layout import (
 )
 
 ATTENTION_NAME = "slipstream_packed"
-_operations: Any = torch.ops.slipstream
 _flash_forward: Any = torch.ops.aten._flash_attention_forward
 _flash_backward: Any = torch.ops.aten._flash_attention_backward
 
@@ -69,9 +69,7 @@ def packed_attention(
         return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THD, key_TKD, value_TKD = (_as_row(states) for states in (query, key, value))
-    output_THD, _ = _operations.ragged_attention(
-        query_THD, key_TKD, value_TKD, segments.layout_id, scale, sliding_window or 0
-    )
+    output_THD, _ = ragged_attention(query_THD, key_TKD, value_TKD, segments.layout_id, scale, sliding_window or 0)
     return output_THD.unsqueeze(0), None
 
 
@@ -124,12 +122,7 @@ def _padded(
     return scatter_slots(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries).unsqueeze(0)
 
 
-@torch.library.custom_op(
-    "slipstream::ragged_attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor layout_id, float scale, int window) -> (Tensor, Tensor)",
-)
-def ragged_attention(
+def _ragged_attention(
     query: Tensor, key: Tensor, value: Tensor, layout_id: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Variable-length FlashAttention, torch's or a newer one (`flash4`), without padding; CUDA and half precision only.
@@ -161,13 +154,7 @@ def ragged_attention(
     return output.contiguous(), lse
 
 
-@torch.library.custom_op(
-    "slipstream::ragged_attention_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor layout_id, "
-    "float scale, int window) -> (Tensor, Tensor, Tensor)",
-)
-def ragged_attention_backward(
+def _ragged_attention_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -207,27 +194,33 @@ def ragged_attention_backward(
     return of_query.contiguous(), of_key, of_value
 
 
-@ragged_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layout_id: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-
-
-@ragged_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, layout_id, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(query, key, value, *output, layout_id)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_operations.ragged_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None)
-
-
-ragged_attention.register_autograd(_differentiate, setup_context=_keep)
+ragged_attention_backward = Operation(
+    "ragged_attention_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor layout_id, float scale, "
+    "int window) -> (Tensor, Tensor, Tensor)",
+    _ragged_attention_backward,
+    lambda grad, *states: tuple(each.new_empty(each.shape) for each in states[:3]),
+)
+ragged_attention = Operation(
+    "ragged_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor layout_id, float scale, int window) -> (Tensor, Tensor)",
+    _ragged_attention,
+    lambda query, *_: (
+        query.new_empty(query.shape),
+        query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32),
+    ),
+    keep=_keep,
+    backward=lambda ctx, grad, _: (
+        *ragged_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window),
+        *(None, None, None),
+    ),
+)
 
 
 def register() -> str:
