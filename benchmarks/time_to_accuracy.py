@@ -56,8 +56,10 @@ class Case:
 CASES = {
     "smollm2-sums": Case("smollm2", "sums.toml", 0.3, 0.02),
     "smollm2-decimals": Case("smollm2", "decimals.toml", 0.3, 0.02),
+    "smollm2-chains": Case("smollm2", "chains.toml", 0.3, 0.05),
     "gemma3-sums": Case("gemma3", "sums.toml", 0.3, 0.02),
     "gemma3-decimals": Case("gemma3", "decimals.toml", 0.3, 0.02),
+    "gemma3-chains": Case("gemma3", "chains.toml", 0.3, 0.05),
 }
 
 
