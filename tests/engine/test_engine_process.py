@@ -313,6 +313,7 @@ def test_the_engine_and_vllms_processes_live_on_when_all_are_signalled(tiny_mode
     assert live.events == []
 
 
+@pytest.mark.full
 @FORKED_AND_REAL
 def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path, kind):
     script = tmp_path / "supervisor.py"

@@ -78,6 +78,7 @@ def test_the_architectures_of_the_default_are_those_that_are_tested():
     assert {f"{kind}ForCausalLM" for kind in SUMS} == CLOSER
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.full] if kind != "Qwen3" else []) for kind in SUMS]

@@ -174,6 +174,7 @@ def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_p
         assert not psutil.pid_exists(int(line.split()[0]))
 
 
+@pytest.mark.full
 def test_killed_before_it_has_opened_the_run(supervised):
     kills = "os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None"
     run = supervised("sys.exit(0)", before=kills, max_restarts=2)
@@ -254,6 +255,7 @@ def test_a_sigterm_to_all_processes_is_one_however_late_the_supervisor_passes_it
     assert run.wait()[0] == 30
 
 
+@pytest.mark.full
 def test_a_second_sigterm_to_the_supervisor_ends_the_trainer_at_once(supervised):
     run = supervised(STOPS.format(ended="False"))
     run.until((run.folder / "ready").exists)
@@ -299,6 +301,7 @@ def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
     assert len(run.attempts) == 2
 
 
+@pytest.mark.full
 def test_a_trainer_without_a_sign_of_life(supervised):
     body = """
         if number == 0:
@@ -321,6 +324,7 @@ def test_a_trainer_without_a_sign_of_life(supervised):
     assert "trainer.py" in (run.folder / "logs" / "stacks" / f"{name}.txt").read_text()
 
 
+@pytest.mark.full
 def test_a_trainer_that_does_not_get_on(supervised):
     body = """
         from slipstream.runlog import writer
@@ -365,6 +369,7 @@ def test_nobody_is_blamed_while_all_stand(supervised):
     assert (code, len(run.attempts)) == (0, 1), err
 
 
+@pytest.mark.full
 def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
     body = """
         while not (folder / "ready").exists():

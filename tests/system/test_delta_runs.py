@@ -16,7 +16,8 @@ COIN = ("--environment.settings", "{coin = true}", *WITHOUT_EVALUATION)
 SLOWLY = ("--weights.delta", "true", "--training.learning_rate", 1e-5)
 
 
-@pytest.mark.parametrize(("bridge", "staleness"), [pytest.param("disk", 0, marks=pytest.mark.full), ("broadcast", 1)])
+@pytest.mark.full
+@pytest.mark.parametrize(("bridge", "staleness"), [("disk", 0), ("broadcast", 1)])
 def test_grpo(command, run_file, tmp_path, bridge, staleness):
     folder = tmp_path / "run"
     options = ("--weights.bridge", bridge, "--training.staleness", staleness, "--training.steps", 4)

@@ -50,6 +50,7 @@ def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
     assert all(value == value for value in values)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.usefixtures("sees")
 def test_both_channels_and_a_resume(command, draws, tmp_path):

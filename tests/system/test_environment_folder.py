@@ -43,6 +43,7 @@ def trained(model, run_file, folder, *options):
     return scripted
 
 
+@pytest.mark.full
 def test_a_new_folder_is_checked_planned_and_trained(slipstream, model, tmp_path, scripted):
     code, out, err = slipstream("env", "new", "mine")
     assert (code, err) == (0, "")

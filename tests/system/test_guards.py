@@ -424,12 +424,13 @@ def test_an_engine_that_dies_too_often(scripted, at):
     scripted.fail(("EngineError", 5), "inference.max_restarts = 0", *never, on_request=dying_at(at))
 
 
+@pytest.mark.quick("probe", "second rollouts")
 @pytest.mark.parametrize(
     ("number", "at", "step"),
     [
         (signal.SIGINT, 1, 0),
         (signal.SIGTERM, 5, 0),
-        pytest.param(signal.SIGINT, 15, 0, marks=pytest.mark.full),
+        (signal.SIGINT, 15, 0),
         (signal.SIGUSR1, 27, 1),
         (signal.SIGTERM, 30, 1),
         (signal.SIGINT, 68, 3),

@@ -38,6 +38,7 @@ def tasks(split, num_tasks, seed):
     return [{"prompt": f"{split} {seed} {i}", "answer": "a"} for i in range(num_tasks)]
 
 
+@pytest.mark.full
 def test_a_run_is_a_call_that_can_be_stopped_and_resumed(command, model, tmp_path):
     seen, weight = [], 0.5
 

@@ -69,7 +69,6 @@ def test_the_restart_bridge(command, run_file, tmp_path):
     assert run.left_behind() == []
 
 
-@pytest.mark.real_start
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *ENDLESS, "--run.folder", folder)

@@ -85,6 +85,7 @@ def change_loss(folder, step, change):
     return before
 
 
+@pytest.mark.quick("grpo")
 @pytest.mark.parametrize("more", [(), PPO, LORA, SCHEDULED], ids=["grpo", "ppo", "lora", "schedule"])
 def test_the_loss_is_the_recorded_one(scripted, replayed, more):
     assert scripted.run(*SIX, *more, "--run.keep_batches", "2").status == "finished"

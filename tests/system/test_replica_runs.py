@@ -31,6 +31,7 @@ def check_versions(folder, staleness=0):
             assert steps[-1] <= sample["step"]
 
 
+@pytest.mark.full
 def test_from_files_in_flight(command, run_file, tmp_path):
     folder = tmp_path / "run"
     train(command, run_file, folder, "--training.steps", 4, "--training.staleness", 1)

@@ -22,7 +22,8 @@ PARITY = "parity = true"
 """Rewards that differ, and follow from what was said alone."""
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_grpo(command, run_file, tmp_path, staleness):
     folder = tmp_path / "run"
     steps = ("--training.staleness", staleness, "--training.updates_per_batch", 2, "--training.steps", 4)
