@@ -303,6 +303,7 @@ def test_a_critic_over_ranks(model, tmp_path):
     torch.testing.assert_close(found[2][1], found[1][1], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.full
 def test_bfloat16_without_masters(model, tmp_path):
     losses = []
     for ranks, reshard in ((1, "layer"), (2, "layer"), (2, "step")):

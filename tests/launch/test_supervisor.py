@@ -208,6 +208,7 @@ def test_a_restart_that_the_trainer_has_written_itself(supervised):
     assert len(run.kinds("restart")) == 1
 
 
+@pytest.mark.quick("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     body = f"""
@@ -351,6 +352,7 @@ def test_a_trainer_that_does_not_get_on(supervised):
     assert "trainer.py" in (run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt").read_text()
 
 
+@pytest.mark.full
 def test_nobody_is_blamed_while_all_stand(supervised):
     body = """
         while not (folder / "seen").exists():
@@ -400,6 +402,7 @@ def test_a_stop_while_it_waits_for_the_next_attempt_ends_the_run_as_any_stop(sup
     assert retry_policy.earlier_attempts(read_events(run.folder), 2) == [], "a resume begins to count anew"
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_trainer_ends_with_its_supervisor_and_terminal(supervised, is_stopped):
     run = supervised("time.sleep(1000)")

@@ -138,6 +138,7 @@ def test_nobody_is_blamed_who_gets_on(case):
     assert not [said for each in GETS_ON[case] if (said := looks.add(*each))]
 
 
+@pytest.mark.quick("stopped", "hangs")
 @pytest.mark.parametrize(
     ("body", "why"),
     [

@@ -81,7 +81,7 @@ def test_an_unknown_bridge_is_refused(capsys):
     assert "invalid choice: 'disc'" in err
 
 
-@pytest.mark.parametrize("num_receivers", [1, 2])
+@pytest.mark.parametrize("num_receivers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_collective_alone_is_timed(num_receivers):
     assert 0 < raw_broadcast_s(1 << 20, "gloo", [()] * num_receivers, repeats=3, timeout_s=60) < 60
 
