@@ -29,10 +29,6 @@ from slipstream.weights import Bridge, check_report
 
 T = TypeVar("T")
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
-FORKED_AND_REAL = pytest.mark.parametrize(
-    "kind", ["forked", pytest.param("started", marks=[pytest.mark.full, pytest.mark.real_start])]
-)
-"""How the engine begins."""
 
 
 @dataclasses.dataclass

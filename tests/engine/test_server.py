@@ -1,20 +1,19 @@
 """The engine's server by itself, without vLLM: who may be answered, and when."""
 
 import asyncio
-import tempfile
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 
 from slipstream.errors import EngineError
-from slipstream.inference.client import EngineClient
-from slipstream.inference.plugin.routes import errors_as_text, routes
+from slipstream.inference.plugin.routes import routes
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket, Version
+
+from .test_conversation import talk
 
 
 class StandingHost(SimpleNamespace):
@@ -108,28 +107,18 @@ async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(serve
     begun.cancel()
 
 
-async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server):
+async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server, tmp_path):
     async def generate(request):
         if request.id == "b":
             raise RuntimeError("the engine died")
         await asyncio.sleep(60)
 
     server.generate = generate
-    app = web.Application(middlewares=[errors_as_text])
-    app.add_routes(routes(server))
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    with tempfile.TemporaryDirectory() as folder:
-        socket = f"{folder}/engine.sock"
-        await web.UnixSite(runner, socket).start()
-        client = EngineClient(socket, is_alive=lambda: False, describe=lambda: "its last lines")
+    async with talk(tmp_path, routes(server), is_alive=lambda: False) as client, asyncio.timeout(30):
         requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=60) for name in ("a", "b")]
-        async with asyncio.timeout(30):
-            found = await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
-        await client.close()
-        await runner.cleanup()
+        found = await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
     assert [type(each) for each in found] == [EngineError, EngineError]
-    assert all("died during /generate" in str(each) and "its last lines" in str(each) for each in found)
+    assert all("died during /generate" in str(each) and "its state" in str(each) for each in found)
 
 
 async def test_an_engine_that_sleeps_has_nothing_to_verify(server):

@@ -303,29 +303,6 @@ def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
 
 
 @pytest.mark.full
-def test_a_trainer_without_a_sign_of_life(supervised):
-    body = """
-        if number == 0:
-            import slipstream.processes.heartbeat as heartbeat
-            while not (folder / "heartbeat.json").exists():
-                time.sleep(0.01)
-            heartbeat.write_whole = lambda *values, **options: None
-            REGISTER
-            (folder / "silent").touch()
-            time.sleep(1000)
-    """.replace("REGISTER", REGISTER)
-    looks = "beat = supervisor.read_heartbeat; stalls.SILENT_POLLS = 20; supervisor.stacks._ANSWER_S = 60; "
-    looks += "supervisor.read_heartbeat = lambda folder: beat(folder) if (folder / 'silent').exists() else None"
-    run = supervised(body, before="(folder / 'silent').unlink(missing_ok=True)", options=looks)
-    err = run.ok()
-    assert "gives no sign of life (state S)" in err
-    name = f"run-{run.attempts[0][0]}"
-    (told,) = run.kinds("restart")
-    assert f"was killed ({name} wrote the stacks of all threads into" in told["reason"]
-    assert "trainer.py" in (run.folder / "logs" / "stacks" / f"{name}.txt").read_text()
-
-
-@pytest.mark.full
 def test_a_trainer_that_does_not_get_on(supervised):
     body = """
         from slipstream.runlog import writer
@@ -350,25 +327,6 @@ def test_a_trainer_that_does_not_get_on(supervised):
     (told,) = run.kinds("restart")
     assert "does not get on at step 2 in train (state S) for 1 s and was killed" in told["reason"]
     assert "trainer.py" in (run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt").read_text()
-
-
-@pytest.mark.full
-def test_nobody_is_blamed_while_all_stand(supervised):
-    body = """
-        while not (folder / "seen").exists():
-            time.sleep(0.01)
-    """
-    run = supervised(body, options="stalls.STOPPED_POLLS = 5")
-    run.until(run.has_begun())
-    run.process.send_signal(signal.SIGTSTP)
-    for pid in (run.process.pid, run.attempts[0][0]):
-        run.until_stopped(pid)
-    time.sleep(1.0)
-    run.process.send_signal(signal.SIGCONT)
-    time.sleep(0.5)
-    (run.folder / "seen").touch()
-    code, err = run.wait()
-    assert (code, len(run.attempts)) == (0, 1), err
 
 
 @pytest.mark.full

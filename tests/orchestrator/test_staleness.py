@@ -31,12 +31,6 @@ def test_versions_from_the_oldest_to_the_newest_are_allowed(step, staleness, all
             refuse_stale(rollouts, step, 2, staleness)
 
 
-def test_a_resumed_run_may_use_its_first_version_by_both_names():
-    refuse_stale([rollout_of(["0.0"], ["1.0", "1.1"])], 1, 1, 1, {0: 0})
-    with pytest.raises(TrainingError, match=r"version 0\.1 in"):
-        refuse_stale([rollout_of(["0.0", "0.1"])], 1, 1, 1, {0: 0})
-
-
 def test_rollouts_that_mix_versions_are_counted_over_their_sequences():
     rollouts = [rollout_of(["0.5", "0.5"]), rollout_of(["0.5"], ["0.4"]), rollout_of(["0.4"]), rollout_of([])]
     found = staleness_metrics(5, rollouts)

@@ -29,7 +29,6 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.processes import launchers
-from slipstream.processes.heartbeat import read_processes
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
@@ -379,14 +378,6 @@ def kill_when(condition, work):
 def has_row(folder, step):
     """Whether a run has written the metrics of this step."""
     return (folder / "metrics.jsonl").is_file() and any(row["step"] == step for row in read_metrics(folder))
-
-
-def engine_number(run, folder, number):
-    """The process of this engine; None where it has not said yet which one it is."""
-    pids = [
-        each.name.rpartition("-")[2] for each in read_processes(folder) if each.name.startswith(f"engine-{number}-")
-    ]
-    return next((each for each in run.engines() if str(each.pid) in pids), None)
 
 
 def kinds(folder):
