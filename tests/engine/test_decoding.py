@@ -165,10 +165,6 @@ def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], lis
             mine[1] += values
             mine[2] = output.finish_reason
 
-    def flush() -> None:
-        for outputs in delivery._drain(scheduler).values():
-            hear(outputs)
-
     def abort() -> None:
         some = draw.sample(sorted(scheduler.requests), min(2, len(scheduler.requests)))
         scheduler.finish_requests(some, RequestStatus.FINISHED_ABORTED)
@@ -185,7 +181,8 @@ def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], lis
         while ahead and draw.random() < 0.7:
             work_off()
         if draw.random() < 0.5:
-            flush()
+            for outputs in delivery._drain(scheduler).values():
+                hear(outputs)
         if draw.random() < 0.5:
             scheduler.reset_prefix_cache(True)
         if draw.random() < 0.2:

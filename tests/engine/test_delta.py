@@ -142,21 +142,6 @@ def test_what_another_publisher_brought_is_no_base(live, tmp_path):
     assert one.update().delta is not None
 
 
-def test_patches_that_cannot_be_read_take_the_engine_out_of_service_until_a_whole_version_comes(live, tmp_path):
-    trainer = Trainer(live, "disk", tmp_path)
-    trainer.update()
-    trainer.train()
-    ticket, _ = trainer.publish(receive=False)
-    path = Path(ticket.location) / "patches.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(EngineError, match="500"):
-        live.call(trainer.receiver.apply(ticket, 60))
-    with pytest.raises(EngineError, match="503"):
-        live.sample("refused", SAMPLING)
-    assert trainer.update().delta is None
-    assert live.sample("again", SAMPLING)
-
-
 @pytest.mark.full
 @pytest.mark.real_start
 def test_an_engine_that_dies_is_started_on_the_whole_version_and_every_delta_since(untied, tmp_path):

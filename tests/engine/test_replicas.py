@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +20,7 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
+from ..waiting import ends, until
 from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, sequence_of, stop
 
 pytestmark = pytest.mark.engine
@@ -87,12 +86,6 @@ class Several(LiveEngine):
             asked.result()
         raise AssertionError(f"replica {place} was not seen running")
 
-    def until(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
     def replica(self, place):
         return self.engine.each[place]
 
@@ -138,16 +131,6 @@ def killer_of(pid):
     return subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"])
 
 
-def until_dead(pid):
-    """A killed process lives on for a moment."""
-    deadline = time.monotonic() + 60
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-
 def test_both_prove_a_version_and_share_the_work(several):
     assert several.publish("disk").num_bytes > 0
     several.check_both("shared")
@@ -172,7 +155,7 @@ def test_one_is_killed_while_it_generates(several):
     engine = several.replica(0)
     os.kill(several.pid(0), signal.SIGKILL)
     completions = asked.result(200)
-    several.until(lambda: engine.num_restarts or not engine.is_up)
+    until(lambda: engine.num_restarts or not engine.is_up)
     assert sorted(int(c.id.rpartition("-")[2]) for c in completions) == list(range(64))
     several.check(completions)
     assert several.call(several.engine.joined(), 200) == 1
@@ -187,7 +170,7 @@ def test_one_is_killed_while_it_takes_a_version(several):
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -9 {pid}"])
     several.publish("disk")
     killer.wait()
-    until_dead(pid)
+    assert ends(pid)
     deadline, held = time.monotonic() + 200, None
     while held is None:
         assert time.monotonic() < deadline

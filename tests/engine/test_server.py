@@ -16,22 +16,42 @@ from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Tic
 from .test_conversation import talk
 
 
-class StandingHost(SimpleNamespace):
-    """A host that only stands still."""
+class Host(SimpleNamespace):
+    """Its requests end when they are told to; it counts how often it is to stand still, and `resume` may hang once."""
 
-    clock = TokenClock()
+    num_pauses, hangs, is_dead = 0, False, False
+
+    def __init__(self):
+        super().__init__(ends=asyncio.Event(), clock=TokenClock())
 
     async def pause(self):
-        """Nothing runs."""
+        self.num_pauses += 1
+
+    async def resume(self):
+        if self.hangs:
+            self.hangs = False
+            await asyncio.sleep(60)
 
     async def rpc(self, method, *args):
-        assert method == "slipstream_settle"
         return ["null"]
+
+    async def reset_prefix_cache(self):
+        return True
+
+    async def set_version(self, version):
+        """It has no labels."""
+
+    async def reset_encoder_cache(self):
+        """It has no tower."""
+
+    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
+        await self.ends.wait()
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
 
 
 @pytest.fixture
 def server():
-    made = EngineServer(EngineSettings("", "", "float32", 8, 8), StandingHost())
+    made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
     made.service.started()
     return made
 
@@ -127,32 +147,9 @@ async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
         await server.verify(Ticket(Version(0, 0, ""), "disk", "", ()))
 
 
-class CountingHost(StandingHost):
-    """A host that counts how often it was told to stand still, and whose `resume` may hang once."""
-
-    num_pauses, hangs = 0, False
-
-    async def pause(self):
-        self.num_pauses += 1
-
-    async def resume(self):
-        if self.hangs:
-            self.hangs = False
-            await asyncio.sleep(60)
-
-    async def reset_prefix_cache(self):
-        return True
-
-    async def set_version(self, version):
-        """It has no labels."""
-
-    async def reset_encoder_cache(self):
-        """It has no tower."""
-
-
 async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paused_when_it_may_run(monkeypatch):
     wrong = []
-    server, host = _answering(monkeypatch, CountingHost(), wrong)
+    server, host = _answering(monkeypatch, wrong)
     tickets = [Ticket(Version(0, step, ""), "single_copy", "", ()) for step in range(6)]
     await server.fence()
     await server.apply(tickets[0])
@@ -174,22 +171,8 @@ async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paus
     assert host.num_pauses == 4, "nobody knows whether it had gone on"
 
 
-class AnsweringHost(CountingHost):
-    """A host whose requests end when they are told to."""
-
-    def __init__(self):
-        super().__init__(ends=asyncio.Event(), is_dead=False)
-
-    async def rpc(self, method, *args):
-        return ["null"]
-
-    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
-        await self.ends.wait()
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
-
-
-def _answering(monkeypatch, host=None, wrong=()) -> tuple[EngineServer, AnsweringHost]:
-    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := host or AnsweringHost())
+def _answering(monkeypatch, wrong=()) -> tuple[EngineServer, Host]:
+    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := Host())
     server.service.started()
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
 

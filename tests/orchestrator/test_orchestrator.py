@@ -23,7 +23,7 @@ from slipstream.errors import (
 )
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batches.batcher import Batcher
-from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
+from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import handle as handle_module
 from slipstream.orchestrator.control.handle import LocalCaller, Orchestrator, Waits
@@ -298,14 +298,6 @@ async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
     assert batch.metrics["dropped_tokens/reward_error"] == 4
     with pytest.raises(EnvironmentFault, match=r"(?s)2 of 6 rollouts of step 4.*x is not graded"):
         await make_batcher(engine, max_reward_failures=0.0).make(4, Version(0, 4), TASKS)
-
-
-def test_a_batch_waits_for_no_newer_version_than_the_staleness_asks_for():
-    assert [oldest_version(step, 1, first=0) for step in range(4)] == [0, 0, 1, 2]
-    assert [oldest_version(step, 0, first=0) for step in range(4)] == [0, 1, 2, 3]
-    assert [oldest_version(step, 1, first=5) for step in (5, 6, 7)] == [5, 5, 6], (
-        "a resumed run has none before its own"
-    )
 
 
 async def test_a_batch_holds_no_older_tokens_than_the_staleness_allows():

@@ -77,31 +77,6 @@ def test_both_channels_and_a_resume(command, draws, tmp_path):
     assert [row["stage2/channel_b"] for row in more] == [0, 0, 1]
 
 
-@pytest.mark.engine
-@pytest.mark.usefixtures("sees")
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("more", "steps", "channels"),
-    [
-        (("--matching.softctx_iterations", "2", "--training.ranks", "2", "--model.train_tower", "false"), 4, "AB"),
-        (("--inference.replicas", "3"), 3, "B"),
-    ],
-    ids=["two ranks", "three engines"],
-)
-def test_both_sides_may_be_several(command, draws, tmp_path, more, steps, channels):
-    """All engines are asked, and on every version."""
-    folder, pattern = tmp_path / "run", ("--matching.pattern", json.dumps([*channels]), "--matching.max_invalid", "1.0")
-    options = options_of(draws, folder, *pattern, *more, "--no-evaluation", steps=steps)
-    command("sft", EXAMPLES / "ab.toml", *options).ok(400)
-    rows = read_metrics(folder)
-    found = [row["stage2/channel_b"] for row in rows if "stage2/channel_b" in row]
-    assert found == [channels[step % len(channels)] == "B" for step in range(steps)]
-    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
-    if channels == "B":
-        assert all(sum(row.get(f"replica_{n}/requests", 0) for row in rows) > 0 for n in range(3)), sorted(rows[-1])
-        assert sum(event["kind"] == "apply" for event in read_events(folder)) >= 3
-
-
 def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tmp_path):
     folder = draws.parent / "boxes"
     rows = (folder / "rows.jsonl").read_text().splitlines()

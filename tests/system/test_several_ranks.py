@@ -9,12 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.weights.adapter_folder import read_adapter_tensors
-from slipstream.weights.fingerprint import describe, digest
 
 from .test_real_runs import COIN, ENDLESS, check_run, num_steps, sft_file
 
@@ -148,35 +144,3 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
     command("train", run_file, *COIN, *ranks(2, **{"run.threads": 1}), *options).ok(400)
     check_run(folder, steps=steps)
     assert "train/grad_norm" in read_metrics(folder)[-1]
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    delta = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--model.dtype", "bfloat16")
-    options = ("--training.learning_rate", "1e-5", "--weights.probe_warn", "1", "--weights.probe_stop", "2")
-    command("train", run_file, *COIN, *ranks(2), *delta, *options, "--run.folder", folder).ok(400)
-    published, applied = (
-        [event for event in read_events(folder) if event["kind"] == kind] for kind in ("publish", "apply")
-    )
-    assert [event["digest"] for event in applied] == [event["digest"] for event in published]
-    assert [event.get("delta_of") for event in published] == [None, "0.0", "0.1", "0.2"]
-    assert len({event["digest"] for event in published}) == 4
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_an_adapter_over_two_ranks(command, run_file, model, tmp_path):
-    folder = tmp_path / "run"
-    lora = ("--lora.rank", "4", "--training.learning_rate", "1e-2", "--run.folder", folder)
-    command("train", run_file, *COIN, *ranks(2), *lora).ok(400)
-    events = read_events(folder)
-    applied = [event["digest"] for event in events if event["kind"] == "apply"]
-    assert len(set(applied)) == 4
-    assert applied == [event["digest"] for event in events if event["kind"] == "publish"]
-    weights = folder / "checkpoints/step-000003/weights"
-    proof = [event["digest"] for event in events if event["kind"] == "checkpoint"]
-    assert digest(describe(read_adapter_tensors(weights).items())) == proof[-1]
-    base = AutoModelForCausalLM.from_pretrained(model)
-    assert PeftModel.from_pretrained(base, weights).peft_config["default"].r == 4

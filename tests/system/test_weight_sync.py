@@ -111,19 +111,6 @@ def test_engines_take_their_weights_by_several_bridges(tmp_path, options, expect
             assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
 
 
-@pytest.mark.full
-def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
-    options = ("--bridges", "single_copy", "--tensor-parallel-size", 2, "--updates", 3, "--context", 128)
-    ((row,), size) = measured(tmp_path, *options)
-    assert (row["tensor_parallel_size"], row["ranks"], row["num_updates"]) == (2, 2, 3)
-    # Norms, and words, which are no multiple of 64, go to both workers.
-    assert 0 < row["num_bytes"] < size / 2
-    assert 0 < row["commit"]["median"] <= row["update"]["median"]
-    assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
-    for side in ("trainer", "engine"):
-        assert size < row[side]["pss"] <= row[side]["rss"]
-
-
 @pytest.mark.parametrize(
     ("bridge", "num_gpus", "options", "found"),
     [
