@@ -43,9 +43,8 @@ UNPACKED = {"soft-capping"}
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "name", [name if name == "longrope-long" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
 def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
     folder = FAMILIES[name](tmp_path / "model", "float32")
     with start(folder, tmp_path / "engine") as live:

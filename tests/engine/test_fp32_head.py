@@ -31,6 +31,7 @@ def compared(model, folder, settings, *, dtype="bfloat16", patch="", **options):
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_the_difference_falls(tmp_path):
     """In a model made for it: one hidden channel is large and the same for every token, so that it is in each logit,
     where it costs bfloat16 its precision, and in no log-probability."""

@@ -231,9 +231,7 @@ def test_gradients_of_tasks_are_combined_as_whole_ones(ranks, model, tmp_path):
     assert (10 * moment - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("lora", "reshard"), [(None, "step"), pytest.param({"rank": 4}, "layer", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("lora", "reshard"), [(None, "step"), ({"rank": 4}, "layer")])
 def test_a_model_with_an_image_tower_over_ranks(lora, reshard, tmp_path):
     model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
     found = {}
@@ -276,6 +274,7 @@ def test_state_is_read_by_any_number_of_ranks(model, tmp_path):
     assert all(torch.equal(first[name], last[name]) for name in first if not name.startswith("rng"))
 
 
+@pytest.mark.full
 def test_a_critic_over_ranks(model, tmp_path):
     found = {}
     for ranks in (1, 2):

@@ -112,7 +112,7 @@ def numbers(rows):
 TWO = ("--run.orchestrators", "2")
 
 
-@pytest.mark.quick("one-lock-step")
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("--algorithm.max_refills", "2")], ids=["lock-step", "refills"])
 @pytest.mark.parametrize("several", [(), TWO], ids=["one", "two"])
 def test_the_numbers_are_those_of_one_process(scripted, beside, several, options, tmp_path):
