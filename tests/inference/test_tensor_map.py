@@ -8,6 +8,7 @@ import torch
 from numpy import s_
 from torch import nn
 
+from slipstream.inference.plugin.weights.receiver import WorkerExtension
 from slipstream.inference.plugin.weights.tensor_map import Part, Piece, Share, TensorMap, compare, record
 from slipstream.records import ParameterSpec
 from slipstream.weights.fingerprint import describe
@@ -311,6 +312,72 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
     else:
         with pytest.raises(ValueError, match="transforms it"):
             located.part(specs[1])
+
+
+class Picky(nn.Module):
+    """Its loader makes tensors of its own, of a dtype that it names, to find the rows that it wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 4))
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            rows = torch.zeros(2, dtype=torch.long) + torch.ones(2, dtype=torch.long)
+            assert rows.dtype == torch.long
+            self.weight.copy_(tensor[int(rows[0]) : int(rows[0]) + 2])
+
+
+def test_what_a_loader_computes_for_itself_is_computed_as_it_says():
+    weights = {"weight": torch.randn(4, 4)}
+    located = record(layer := Picky(), describe(weights.items()))
+    assert not located.opaque
+    (piece,) = located.pieces["weight"]
+    assert piece.offset == 4, "its second row is the first that is kept"
+    assert not layer.weight.any(), "and nothing was written"
+
+
+class Wrapped(nn.Module):
+    """A layer with adapters as vLLM 0.26 makes it: a loader does not see through it."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Wrapped(nn.Linear(4, 2, bias=False))
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+class AdapterManager:
+    """As vLLM's, its length is the number of adapters."""
+
+    def __init__(self, model: nn.Module, num_adapters: int) -> None:
+        self.modules = {"gate": model.gate}
+        self.num_adapters = num_adapters
+
+    def __len__(self) -> int:
+        return self.num_adapters
+
+
+@pytest.mark.parametrize("num_adapters", [0, 1])
+def test_layers_that_can_have_adapters_are_found_whether_there_are_any_or_not(num_adapters):
+    model = Adapted()
+    wrapped, live = model.gate, model.gate.base_layer.weight
+    manager = SimpleNamespace(_adapter_manager=AdapterManager(model, num_adapters))
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(model=model, lora_manager=manager)
+    (spec,) = describe([("gate.weight", live.detach().clone())])
+    assert worker._slipstream_locate((spec,)).part(spec).tensor.data_ptr() == live.data_ptr()
+    assert model.gate is wrapped
 
 
 HALVES = {0: slice(0, 4), 1: slice(4, 8)}

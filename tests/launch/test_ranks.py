@@ -231,6 +231,7 @@ def test_gradients_of_tasks_are_combined_as_whole_ones(ranks, model, tmp_path):
     assert (10 * moment - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("lora", "reshard"), [(None, "step"), ({"rank": 4}, "layer")])
 def test_a_model_with_an_image_tower_over_ranks(lora, reshard, tmp_path):
     model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)

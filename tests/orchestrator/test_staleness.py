@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
+from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
 from slipstream.records import Rollout, Sequence, VersionSpan
 
 
@@ -29,6 +29,14 @@ def test_versions_from_the_oldest_to_the_newest_are_allowed(step, staleness, all
         says = f"^rollout 3.0.1 holds tokens of version 2.{version} in the batch of step {step}: .* only {names}$"
         with pytest.raises(TrainingError, match=says):
             refuse_stale(rollouts, step, 2, staleness)
+
+
+def test_a_batch_waits_for_no_newer_version_than_the_staleness_asks_for():
+    assert [oldest_version(step, 1, first=0) for step in range(4)] == [0, 0, 1, 2]
+    assert [oldest_version(step, 0, first=0) for step in range(4)] == [0, 1, 2, 3]
+    assert [oldest_version(step, 1, first=5) for step in (5, 6, 7)] == [5, 5, 6], (
+        "a resumed run has none before its own"
+    )
 
 
 def test_rollouts_that_mix_versions_are_counted_over_their_sequences():
