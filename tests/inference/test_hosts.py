@@ -1,5 +1,5 @@
-"""A step that fails and a pause that lacks tokens: the host of an engine in its own process, with a scripted vLLM. All
-else real engines show (tests/engine)."""
+"""A step that fails, a pause that lacks tokens, an answer that nobody waits for: the host of an engine in its own
+process, with a scripted vLLM. All else real engines show (tests/engine)."""
 
 import asyncio
 import threading
@@ -12,6 +12,10 @@ from slipstream.inference.plugin.hosts import InProcessHost
 from slipstream.inference.plugin.patches import delivery
 
 from .fakes import put, until
+
+
+def output(id_, tokens, finished=True):
+    return SimpleNamespace(request_id=id_, outputs=[SimpleNamespace(token_ids=tokens)], finished=finished)
 
 
 class Engine:
@@ -50,8 +54,7 @@ class Engine:
             tokens.append(self.steps)
             self.output_processor.request_states[f"{id_}-internal"].tokens += 1
             finished = len(tokens) == self.length[id_]
-            out = SimpleNamespace(token_ids=tokens)
-            made.append(SimpleNamespace(request_id=id_, outputs=[out], finished=finished))
+            made.append(output(id_, tokens, finished))
             if finished:
                 self._end(id_)
         time.sleep(0.001)
@@ -125,3 +128,20 @@ async def test_when_a_step_raises_all_who_wait_are_told():
     for call in (host.rpc("method"), host.generate("p", 5, "c")):
         with pytest.raises(RuntimeError, match=r"the engine died: RuntimeError\('CUDA'\)"):
             await call
+
+
+async def test_an_answer_that_nobody_waits_for_any_more_ends_nothing_else(host):
+    engine = host._engine
+    engine.gate.clear()
+    running = asyncio.create_task(host.generate("p", 1, "a"))
+    await until(engine.is_held)  # within the step that ends it
+    before = engine.step
+    engine.step = lambda: [output("unknown", [1]), *before()]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    engine.gate.set()
+    made, spans = await host.generate("q", 2, "b")
+    assert (len(made.outputs[0].token_ids), spans) == (2, [(0, "")])
+    assert not host.is_dead
+    assert (host._waiting, host._labels.running) == ({}, ())
