@@ -29,10 +29,6 @@ from slipstream.weights import Bridge, check_report
 
 T = TypeVar("T")
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
-FORKED_AND_REAL = pytest.mark.parametrize(
-    "kind", ["forked", pytest.param("started", marks=[pytest.mark.full, pytest.mark.real_start])]
-)
-"""How the engine begins."""
 
 
 @dataclasses.dataclass
@@ -97,9 +93,12 @@ class LiveEngine:
             time.sleep(0.005)
 
     @contextlib.contextmanager
-    def under_load(self, tag: str, prompts: Any = PROMPTS, images: tuple[bytes, ...] = ()) -> Iterator[None]:
-        """Long requests again and again, from when they have tokens to the end of the block, however fast they are."""
-        has_tokens, is_over = threading.Event(), threading.Event()
+    def under_load(
+        self, tag: str, prompts: Any = PROMPTS, images: tuple[bytes, ...] = ()
+    ) -> Iterator[list[tuple[list[int], Completion]]]:
+        """Long requests again and again, from when they have tokens to the end of the block, however fast they are;
+        prompts and completions of those that have ended."""
+        has_tokens, is_over, ended = threading.Event(), threading.Event(), []
 
         async def go_on(place: int) -> None:
             sampling = SamplingParams(max_tokens=200 if place else 2)
@@ -108,6 +107,7 @@ class LiveEngine:
                 request = GenerateRequest(id_, prompts[place], sampling, seed=number, images=images)
                 completion = await self.engine.generate(request)
                 assert completion.finish_reason != "abort", completion.error
+                ended.append((prompts[place], completion))
                 # The short one has ended: the others came with it.
                 if place == 0:
                     has_tokens.set()
@@ -117,7 +117,7 @@ class LiveEngine:
         running = [self.thread.submit(go_on(place)) for place in range(len(prompts))]
         try:
             assert has_tokens.wait(120), "no request was answered"
-            yield
+            yield ended
         finally:
             is_over.set()
             for each in running:

@@ -310,14 +310,14 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
 
 
 # In every architecture weights lie otherwise; that each bridge brings all of them, one shows.
-@pytest.mark.quick("untied-*", "experts-disk")
+@pytest.mark.quick("untied-*")
 @pytest.mark.parametrize("name", BRIDGES)
 def test_the_engine_answers_as_one_started_on_the_version(whole: WholeCase, name: str):
     whole.check(name, *whole.attach(name))
     whole.held = Path(whole.ticket.location)
 
 
-@pytest.mark.quick("tied-*")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ADAPTER_BRIDGES)
 def test_the_engine_answers_as_one_started_with_the_adapter(adapted: AdapterCase, name: str):
     adapted.check(name, *adapted.attach(name))

@@ -71,16 +71,6 @@ def received(batches: list[list[EngineCoreOutput]], id_: str) -> tuple[list[int]
     return tokens, [value for output in outputs for value in output.new_logprobs.logprobs[:, 0].tolist()]
 
 
-def test_every_token_comes_once_with_its_own_number():
-    steps = Steps({f"r{i}": QUIET for i in range(5)})
-    batches = [steps.step() for _ in range(7)]
-    batches += [steps.step("r1", "r3"), steps.step(), [*steps.held.drain(steps.scheduler).get(0, [])], steps.step()]
-    batches += [steps.step("r0"), steps.step("r2", "r4")]
-    for id_, made in steps.made.items():
-        assert received(batches, id_) == made
-    assert not steps.held.drain(steps.scheduler)
-
-
 def test_steps_with_vllms_own_lists_come_between_others():
     steps = Steps({f"r{i}": QUIET for i in range(3)})
     batches = [steps.step(is_shipped=number % 2 == 1) for number in range(6)]

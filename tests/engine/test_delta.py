@@ -15,7 +15,6 @@ from slipstream.records import ApplyReport, Completion, SamplingParams, Ticket
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.bridges.delta import DeltaPublisher
-from slipstream.weights.model_files import write_model_folder
 
 from .conftest import LiveEngine, perturbed, sparsely, start
 
@@ -68,36 +67,6 @@ class Trainer:
 def same_answers(ours: list[Completion], theirs: list[Completion]) -> None:
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
     assert [c.logprobs for c in ours] == [c.logprobs for c in theirs]
-
-
-def started_on(trainer: Trainer, ticket: Ticket, folder: Path) -> list[Completion]:
-    """What an engine answers that was started on the trainer's weights and proved to hold them."""
-    write_model_folder(folder / "oracle", trainer.weights.items(), trainer.live.model)
-    with start(folder / "oracle", folder / "logs") as oracle:
-        check_report(oracle.call(oracle.engine.verify(ticket, 60)), ticket)
-        return [c for i, s in enumerate((SAMPLING, GREEDY)) for c in oracle.sample(f"oracle-{i}", s)]
-
-
-@pytest.fixture(scope="module")
-def oracle() -> dict[str, list[Completion]]:
-    """Answers of an engine started on a version, by its digest: both carriers publish the same."""
-    return {}
-
-
-@pytest.mark.full
-@CARRIERS
-def test_several_in_a_row_leave_the_engine_as_one_started_on_the_last(live, tmp_path, oracle, carrier):
-    trainer = Trainer(live, carrier, tmp_path)
-    tickets = [trainer.update() for _ in range(4)]
-    assert [ticket.delta is None for ticket in tickets] == [True, False, False, False]
-    assert {p.encoding for t in tickets[1:] for p in t.delta.patches} >= {"gaps8", "whole"}
-    last = tickets[-1]
-    ours = trainer.answers("ours")
-    assert {c.versions[0].version for c in ours} == {"0.3"}
-    if last.version.digest not in oracle:
-        oracle[last.version.digest] = started_on(trainer, last, tmp_path)
-    same_answers(ours, oracle[last.version.digest])
-    trainer.publisher.close()
 
 
 @pytest.fixture(scope="module")
@@ -171,21 +140,6 @@ def test_what_another_publisher_brought_is_no_base(live, tmp_path):
     other.update()
     assert one.update().delta is None
     assert one.update().delta is not None
-
-
-def test_patches_that_cannot_be_read_take_the_engine_out_of_service_until_a_whole_version_comes(live, tmp_path):
-    trainer = Trainer(live, "disk", tmp_path)
-    trainer.update()
-    trainer.train()
-    ticket, _ = trainer.publish(receive=False)
-    path = Path(ticket.location) / "patches.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(EngineError, match="500"):
-        live.call(trainer.receiver.apply(ticket, 60))
-    with pytest.raises(EngineError, match="503"):
-        live.sample("refused", SAMPLING)
-    assert trainer.update().delta is None
-    assert live.sample("again", SAMPLING)
 
 
 @pytest.mark.full

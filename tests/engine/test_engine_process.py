@@ -8,26 +8,22 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import psutil
 import pytest
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine_process import EngineProcess
-from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.processes import heartbeat, stacks
 from slipstream.processes.child import LocalChild
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.weights.model_files import stored_parameters
 
-from .. import fork_server
-from .conftest import FORKED_AND_REAL, PROMPTS, settings_for, start, stop
+from .conftest import PROMPTS, settings_for, start, stop
 
 pytestmark = pytest.mark.engine
 
@@ -174,33 +170,6 @@ def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
     LocalChild(Held(), socket.socket(), has_session=True).end(0.1)
 
 
-@pytest.mark.real_start
-@pytest.mark.full
-def test_an_engine_that_is_stopped_is_killed_and_revived(tiny_model, tmp_path):
-    with start(tiny_model, tmp_path, max_restarts=1) as live:
-        before = live.sample("before", SamplingParams(max_tokens=16))
-        pid = live.engine.process.process.pid
-        os.kill(pid, signal.SIGSTOP)
-
-        async def ask(request):
-            # Of the one that is stopped only: a busy machine may be silent for as long.
-            live.engine.process.client._silence_s = 60.0 if live.events else 5.0
-            return await live.engine.generate(request)
-
-        async def ask_all():
-            requests = [GenerateRequest(f"frozen {i}", [1, 2], SamplingParams(max_tokens=4)) for i in range(4)]
-            return await asyncio.gather(
-                *(retry_on_restart(live.engine, lambda each=each: ask(each)) for each in requests)
-            )
-
-        assert {completion.finish_reason for completion in live.call(ask_all(), 300)} <= {"stop", "length"}
-        assert not psutil.pid_exists(pid)
-        ((kind, fields),) = live.events
-        assert (kind, "was killed, as it said nothing" in fields["reason"]) == ("engine_restart", True)
-        after = live.sample("after", SamplingParams(max_tokens=16))
-        assert [c.logprobs for c in before] == [c.logprobs for c in after]
-
-
 def test_urgent_requests_are_computed_before_those_that_wait(live):
     """vLLM runs 64 at once here, and as many again wait in it."""
 
@@ -228,7 +197,7 @@ def test_urgent_requests_are_computed_before_those_that_wait(live):
     assert any(live.call(ask_all(attempt), 300) < 128 for attempt in range(5))
 
 
-@FORKED_AND_REAL
+@pytest.mark.parametrize("kind", ["forked", pytest.param("started", marks=[pytest.mark.full, pytest.mark.real_start])])
 def test_an_engine_that_cannot_start_says_why(tmp_path, kind):
     (tmp_path / "empty").mkdir()
     process = EngineProcess(settings_for(tmp_path / "empty"), tmp_path / "engine.log", start_timeout_s=300)
@@ -311,51 +280,3 @@ def test_the_engine_and_vllms_processes_live_on_when_all_are_signalled(tiny_mode
         stop(live)
     assert not psutil.wait_procs(family, timeout=60)[1]
     assert live.events == []
-
-
-@FORKED_AND_REAL
-def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path, kind):
-    script = tmp_path / "supervisor.py"
-    script.write_text(
-        "import asyncio, sys, time\n"
-        "from pathlib import Path\n"
-        "sys.path.insert(0, sys.argv[3])\n"
-        "import msgspec\n"
-        "from slipstream.processes import launchers\n"
-        "from slipstream.inference.engine_process import EngineProcess\n"
-        "from slipstream.inference.settings import EngineSettings\n"
-        "from tests import fork_server\n"
-        "if sys.argv[4]:\n"
-        "    fork_server._sockets, launchers.popen = Path(sys.argv[4]), fork_server.ForkedPopen\n"
-        "settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSettings)\n"
-        "process = EngineProcess(settings, Path(sys.argv[2]), start_timeout_s=300)\n"
-        "asyncio.run(process.start())\n"
-        "print(process.process.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    settings, sockets = tmp_path / "settings.json", ""
-    settings.write_bytes(msgspec.json.encode(settings_for(tiny_model)))
-    if fork_server._owned is not None and kind == "forked":
-        fork_server._owned.start("engine")
-        sockets = str(fork_server._sockets)
-    root = str(tmp_path.cwd())
-    supervisor = subprocess.Popen(
-        [sys.executable, str(script), str(settings), str(tmp_path / "engine.log"), root, sockets],
-        stdout=subprocess.PIPE,
-    )
-    engine = psutil.Process(int(supervisor.stdout.readline()))
-    family = [engine, *engine.children(recursive=True)]
-    supervisor.kill()
-    supervisor.wait()
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert not alive
-
-
-@pytest.mark.full
-@pytest.mark.real_start
-def test_a_module_of_the_current_folder_is_not_taken_for_pythons_own(tiny_model, tmp_path, monkeypatch):
-    for name in ("calendar", "random", "queue"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')")
-    monkeypatch.chdir(tmp_path)
-    with start(tiny_model, tmp_path) as live:
-        assert live.sample("own", SamplingParams(max_tokens=2))

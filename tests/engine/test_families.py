@@ -43,9 +43,8 @@ UNPACKED = {"soft-capping"}
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "name", [name if name == "longrope-long" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
 def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
     folder = FAMILIES[name](tmp_path / "model", "float32")
     with start(folder, tmp_path / "engine") as live:
@@ -54,8 +53,9 @@ def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
             assert differences(live, model, SAMPLING, PROMPTS).max() < 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.engine
-@pytest.mark.parametrize("num_files", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_files", [1, 2])
 def test_the_engine_computes_with_the_files_that_the_trainer_reads(num_files, tmp_path):
     """Mistral's own weights, here others than those of transformers, lie beside them."""
     folder = _text("Mistral", sliding_window=None)(tmp_path / "model", "float32")

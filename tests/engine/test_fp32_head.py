@@ -31,6 +31,7 @@ def compared(model, folder, settings, *, dtype="bfloat16", patch="", **options):
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_the_difference_falls(tmp_path):
     """In a model made for it: one hidden channel is large and the same for every token, so that it is in each logit,
     where it costs bfloat16 its precision, and in no log-probability."""
@@ -78,6 +79,7 @@ def test_the_architectures_of_the_default_are_those_that_are_tested():
     assert {f"{kind}ForCausalLM" for kind in SUMS} == CLOSER
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.full] if kind != "Qwen3" else []) for kind in SUMS]

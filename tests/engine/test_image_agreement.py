@@ -80,7 +80,7 @@ def talks_with_images():
     ]
 
 
-@pytest.mark.quick("Qwen3_VL")
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["Qwen2_VL", "Qwen2_5_VL", "Qwen3_VL", "Gemma3"])
 def test_tokens_and_logprobs_of_image_prompts(family, tmp_path, sees):
     folder = save(tmp_path / "model", family)

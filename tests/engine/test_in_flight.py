@@ -47,7 +47,8 @@ def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
         assert num_crossings(check_updates_under_long_generations(live, tmp_path, "broadcast", {})) > NUM_RUNNING
 
 
-@pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("own_process", [False, True])
 def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
     """Under `keep` tokens after an update are off by what their context is old; requests that begin later are not."""
     with start(tiny_model, tmp_path, in_flight="keep", own_process=own_process) as live:

@@ -16,31 +16,6 @@ from slipstream.processes import temporary as temporary_folders
 from slipstream.processes.child import END
 from slipstream.processes.temporary import make_temporary, note_shared, remove_temporary
 
-CHILD = """
-import sys, time
-from slipstream.processes import lifeline
-lifeline.remove_at_end(sys.argv[1])
-lifeline.remove_at_end(sys.argv[1] + "-never-there")
-lifeline.Parent()
-print("up", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_child_whose_supervisor_is_gone(tmp_path):
-    file = tmp_path / "counters"
-    file.touch()
-    command = [sys.executable, "-c", CHILD, str(file)]
-    # A session of its own: it kills its whole group.
-    own, theirs = socket.socketpair()
-    with theirs, own, subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True) as child:
-        theirs.close()
-        assert child.stdout.readline() == b"up\n"
-        own.close()
-        assert child.wait(60) == -signal.SIGKILL
-    assert not file.exists()
-
-
 SIGNALLED = """
 import os, signal, time
 from slipstream.processes import lifeline

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.commands.export import export
 from slipstream.errors import EngineError, WeightsError
-from slipstream.records import Completion, GenerateRequest, SamplingParams, Ticket
+from slipstream.records import GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
@@ -154,25 +153,6 @@ def test_a_prompt_cached_under_an_old_adapter_is_computed_again(lora):
     again = lora.live.sample("again", GREEDY, prompt)
     assert before[0].logprobs != after[0].logprobs
     assert before[0].logprobs == again[0].logprobs
-
-
-def one_by_one(live: LiveEngine, tag: str) -> list[Completion]:
-    """Answers whose last bits do not depend on which requests came in time for the same step."""
-    return [live.sample(f"{tag}-{n}", GREEDY, [prompt])[0] for n, prompt in enumerate(PROMPTS)]
-
-
-@pytest.mark.full
-@pytest.mark.real_start
-def test_an_engine_that_died_comes_back_with_base_and_adapter_verified(lora):
-    lora.update(50)
-    before = one_by_one(lora.live, "before")
-    os.kill(lora.live.engine.process.process.pid, signal.SIGKILL)
-    lora.live.engine.process.process.wait(60)
-    after = one_by_one(lora.live, "after")
-    assert lora.live.events[-1][0] == "engine_restart"
-    assert [c.token_ids for c in after] == [c.token_ids for c in before]
-    assert [c.logprobs for c in after] == [c.logprobs for c in before]
-    assert mean_difference(lora.live, lora.policy, SAMPLING) < 0.001
 
 
 AS_SHIPPED = """

@@ -95,6 +95,7 @@ def test_it_ends_where_nobody_takes_it(tiny_model):
     assert not folder.exists()
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_it_ends_with_a_supervisor_that_is_killed_while_it_imports(tmp_path):
     script = "import time; from slipstream.inference.preimport import EngineAhead\na = EngineAhead(1)\n"

@@ -33,6 +33,7 @@ def of_two_threads(tiny_model, tmp_path):
         yield live
 
 
+@pytest.mark.full
 def test_a_completion_does_not_depend_on_the_requests_beside_it(of_two_threads):
     live = of_two_threads
     together = live.generate(*requests("together"))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import SlipstreamError
 from slipstream.inference.engine import ends_soon
-from slipstream.inference.replicas import EngineReplicas, _together, worst_report
+from slipstream.inference.replicas import EngineReplicas
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
+from ..waiting import ends, until
 from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, sequence_of, stop
 
 pytestmark = pytest.mark.engine
@@ -87,12 +86,6 @@ class Several(LiveEngine):
             asked.result()
         raise AssertionError(f"replica {place} was not seen running")
 
-    def until(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
     def replica(self, place):
         return self.engine.each[place]
 
@@ -138,16 +131,6 @@ def killer_of(pid):
     return subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"])
 
 
-def until_dead(pid):
-    """A killed process lives on for a moment."""
-    deadline = time.monotonic() + 60
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-
 def test_both_prove_a_version_and_share_the_work(several):
     assert several.publish("disk").num_bytes > 0
     several.check_both("shared")
@@ -172,7 +155,7 @@ def test_one_is_killed_while_it_generates(several):
     engine = several.replica(0)
     os.kill(several.pid(0), signal.SIGKILL)
     completions = asked.result(200)
-    several.until(lambda: engine.num_restarts or not engine.is_up)
+    until(lambda: engine.num_restarts or not engine.is_up)
     assert sorted(int(c.id.rpartition("-")[2]) for c in completions) == list(range(64))
     several.check(completions)
     assert several.call(several.engine.joined(), 200) == 1
@@ -187,7 +170,7 @@ def test_one_is_killed_while_it_takes_a_version(several):
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -9 {pid}"])
     several.publish("disk")
     killer.wait()
-    until_dead(pid)
+    assert ends(pid)
     deadline, held = time.monotonic() + 200, None
     while held is None:
         assert time.monotonic() < deadline
@@ -230,64 +213,3 @@ def test_one_is_killed_in_the_middle_of_a_collective(several):
     completions = waiting.result(60)
     several.check(completions)
     assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
-
-
-class Apart(Several):
-    """Each of the two with an orchestrator of its own."""
-
-    def replica(self, place):
-        return super().replica(place).each[0]
-
-
-class Orchestrators:
-    """Two orchestrators with one engine each, as the trainer sees them (`SeveralCallers`)."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.each = [EngineReplicas([each], num_places=64, on_event=lambda *_, **__: None) for each in engine.each]
-        self.pids, self.num_asked = engine.pids, 0
-
-    async def apply(self, ticket, timeout_s):
-        return worst_report(await _together(each.apply(ticket, timeout_s) for each in self.each), "orchestrator")
-
-    async def joined(self):
-        return sum([await each.joined() for each in self.each])
-
-    async def generate(self, request):
-        self.num_asked += 1
-        return await self.each[self.num_asked % 2].generate(request)
-
-    async def stop(self):
-        for each in self.each:
-            await each.stop()
-        await self.engine.stop()
-
-
-@pytest.mark.full
-@pytest.mark.real_start
-def test_the_only_one_of_an_orchestrator_is_killed_in_the_middle_of_a_collective(tiny_model, tmp_path):
-    with create_replicas(tiny_model, tmp_path, max_restarts=10, kind=Apart) as apart:
-        apart.engine.launch()
-        apart.call(apart.engine.wait_ready(), 320)
-        apart.engine = Orchestrators(apart.engine)
-        for _ in range(2):
-            apart.publish("broadcast")
-        apart.check(apart.ask("before").result(60))
-        pid, other = apart.engine.pids
-        asked = apart.run_on(1, "during")
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(SlipstreamError):
-            apart.publish("broadcast", lambda: killer_of(pid))
-        until_dead(pid)
-        assert [ends_soon(each) for each in apart.engine.each] == [True, False]
-        waiting = apart.ask("waits for the version that is published again")
-        apart.publish("broadcast")
-        assert psutil.pid_exists(other)
-        running, waited = asked.result(200), waiting.result(60)
-        # What the other one had begun goes on with the new version; that which failed made no token.
-        assert {span.version for c in running for span in c.versions} == {f"0.{apart.step - 2}", f"0.{apart.step}"}
-        assert {c.finish_reason for c in running} <= {"length", "stop"}
-        apart.check([c for c in running if len(c.versions) == 1] + waited)
-        assert {span.version for c in waited for span in c.versions} == {f"0.{apart.step}"}
-        apart.publish("broadcast")
-        apart.bridges["broadcast"].publisher.close()

@@ -1,38 +1,57 @@
 """The engine's server by itself, without vLLM: who may be answered, and when."""
 
 import asyncio
-import tempfile
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 
 from slipstream.errors import EngineError
-from slipstream.inference.client import EngineClient
-from slipstream.inference.plugin.routes import errors_as_text, routes
+from slipstream.inference.plugin.routes import routes
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket, Version
 
+from .test_conversation import talk
 
-class StandingHost(SimpleNamespace):
-    """A host that only stands still."""
 
-    clock = TokenClock()
+class Host(SimpleNamespace):
+    """Its requests end when they are told to; it counts how often it is to stand still, and `resume` may hang once."""
+
+    num_pauses, hangs, is_dead = 0, False, False
+
+    def __init__(self):
+        super().__init__(ends=asyncio.Event(), clock=TokenClock())
 
     async def pause(self):
-        """Nothing runs."""
+        self.num_pauses += 1
+
+    async def resume(self):
+        if self.hangs:
+            self.hangs = False
+            await asyncio.sleep(60)
 
     async def rpc(self, method, *args):
-        assert method == "slipstream_settle"
         return ["null"]
+
+    async def reset_prefix_cache(self):
+        return True
+
+    async def set_version(self, version):
+        """It has no labels."""
+
+    async def reset_encoder_cache(self):
+        """It has no tower."""
+
+    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
+        await self.ends.wait()
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
 
 
 @pytest.fixture
 def server():
-    made = EngineServer(EngineSettings("", "", "float32", 8, 8), StandingHost())
+    made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
     made.service.started()
     return made
 
@@ -108,28 +127,18 @@ async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(serve
     begun.cancel()
 
 
-async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server):
+async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server, tmp_path):
     async def generate(request):
         if request.id == "b":
             raise RuntimeError("the engine died")
         await asyncio.sleep(60)
 
     server.generate = generate
-    app = web.Application(middlewares=[errors_as_text])
-    app.add_routes(routes(server))
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    with tempfile.TemporaryDirectory() as folder:
-        socket = f"{folder}/engine.sock"
-        await web.UnixSite(runner, socket).start()
-        client = EngineClient(socket, is_alive=lambda: False, describe=lambda: "its last lines")
+    async with talk(tmp_path, routes(server), is_alive=lambda: False) as client, asyncio.timeout(30):
         requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=60) for name in ("a", "b")]
-        async with asyncio.timeout(30):
-            found = await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
-        await client.close()
-        await runner.cleanup()
+        found = await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
     assert [type(each) for each in found] == [EngineError, EngineError]
-    assert all("died during /generate" in str(each) and "its last lines" in str(each) for each in found)
+    assert all("died during /generate" in str(each) and "its state" in str(each) for each in found)
 
 
 async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
@@ -138,32 +147,9 @@ async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
         await server.verify(Ticket(Version(0, 0, ""), "disk", "", ()))
 
 
-class CountingHost(StandingHost):
-    """A host that counts how often it was told to stand still, and whose `resume` may hang once."""
-
-    num_pauses, hangs = 0, False
-
-    async def pause(self):
-        self.num_pauses += 1
-
-    async def resume(self):
-        if self.hangs:
-            self.hangs = False
-            await asyncio.sleep(60)
-
-    async def reset_prefix_cache(self):
-        return True
-
-    async def set_version(self, version):
-        """It has no labels."""
-
-    async def reset_encoder_cache(self):
-        """It has no tower."""
-
-
 async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paused_when_it_may_run(monkeypatch):
     wrong = []
-    server, host = _answering(monkeypatch, CountingHost(), wrong)
+    server, host = _answering(monkeypatch, wrong)
     tickets = [Ticket(Version(0, step, ""), "single_copy", "", ()) for step in range(6)]
     await server.fence()
     await server.apply(tickets[0])
@@ -185,22 +171,8 @@ async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paus
     assert host.num_pauses == 4, "nobody knows whether it had gone on"
 
 
-class AnsweringHost(CountingHost):
-    """A host whose requests end when they are told to."""
-
-    def __init__(self):
-        super().__init__(ends=asyncio.Event(), is_dead=False)
-
-    async def rpc(self, method, *args):
-        return ["null"]
-
-    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
-        await self.ends.wait()
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
-
-
-def _answering(monkeypatch, host=None, wrong=()) -> tuple[EngineServer, AnsweringHost]:
-    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := host or AnsweringHost())
+def _answering(monkeypatch, wrong=()) -> tuple[EngineServer, Host]:
+    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := Host())
     server.service.started()
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
 

@@ -163,8 +163,8 @@ def test_what_runs_with_a_version_that_is_wrong_is_never_answered(pair: Pair):
         assert pair.live.sample(f"after {name}", SAMPLING)
 
 
-def test_a_hundred_updates_leave_equal_fingerprints(pair: Pair):
-    for step in range(10, 110):
+def test_many_updates_leave_equal_fingerprints(pair: Pair):
+    for step in range(10, 40):
         ticket = pair.update(step)
     report = pair.live.call(pair.live.engine.verify(ticket, 60))
     assert not report.mismatched

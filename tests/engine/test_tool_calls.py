@@ -304,6 +304,7 @@ def request(chat, question, **changes):
     return GenerateRequest(tag, chat.render([conversation(question)]), sampling, **changes)
 
 
+@pytest.mark.full
 def test_an_engine_answers_with_the_calls_that_its_model_makes(calling, taught):
     chat = ChatTokenizer(taught)
     with_tools = calling.generate(*(request(chat, question, tools=ADD) for question in TURNS))

@@ -35,7 +35,11 @@ from .test_contract import BRIDGES
 from .test_image_agreement import picture, save
 from .workers import TOWER_VARIABLE
 
-pytestmark = [pytest.mark.engine, pytest.mark.real_start]  # the path of its engines is not that of a fork server
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.full,
+    pytest.mark.real_start,
+]  # the path of its engines is not that of a fork server
 DTYPE = "bfloat16"
 """In which small steps change few elements, so that deltas are worth sending."""
 LEARNING_RATE = 2e-5
@@ -176,7 +180,6 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
         stop(found.live)
 
 
-@pytest.mark.quick("Qwen2_5_VL")
 def test_each_step_moves_tower_projector_and_decoder(trained: Trained):
     start = dict(trained.load().named_weights())
     for before, after in zip([start, *trained.versions], trained.versions, strict=False):
@@ -187,7 +190,6 @@ def test_each_step_moves_tower_projector_and_decoder(trained: Trained):
 
 
 # How a bridge brings the weights of other families, test_contract.py shows.
-@pytest.mark.quick("Qwen2_5_VL-deltas over broadcast")
 @pytest.mark.parametrize("name", [*BRIDGES, "restart"])
 def test_the_engine_has_and_answers_what_was_trained(trained: Trained, name: str, tmp_path: Path):
     trained.back()
@@ -208,7 +210,6 @@ def test_the_engine_has_and_answers_what_was_trained(trained: Trained, name: str
     assert trained.answers(name) == trained.oracle
 
 
-@pytest.mark.full
 def test_the_trainer_gives_the_same_logprobs(trained: Trained):
     sequences, theirs = [], []
     for (ids, media), answers in zip(trained.prompts(), trained.oracle[1::2], strict=True):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.inference.plugin.completions import completion, expert_choices, refusals
-from slipstream.inference.plugin.tools.reader import Reading
-from slipstream.records import ExpertChoices, GenerateRequest, SamplingParams, ToolCall, VersionSpan
+from slipstream.records import ExpertChoices, GenerateRequest, SamplingParams
 
 from .fakes import put
 
@@ -25,22 +24,6 @@ def output(reason="stop", prompt_ids=(1, 2), **fields):
     logprobs = [{5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1.5)}]
     out = {"token_ids": (5, 6), "logprobs": logprobs, "finish_reason": reason}
     return SimpleNamespace(outputs=[SimpleNamespace(**out | fields)], prompt_token_ids=prompt_ids, prompt_logprobs=None)
-
-
-def test_a_completion_has_its_tokens_their_log_probabilities_and_versions():
-    made = completion(ask(), output(), [(0, "0.1"), (1, "0.2")])
-    assert (made.id, made.token_ids, made.logprobs) == ("a", [5, 6], [-0.5, -1.5])
-    assert made.versions == [VersionSpan(0, "0.1"), VersionSpan(1, "0.2")]
-    assert (made.cause, made.error, made.prompt_logprobs) == ("", "", None)
-    assert (made.prompt_ids, made.experts, made.tool_calls, made.content) == (None, None, [], None)
-    asked = ask(images=(b"",))
-    assert completion(asked, output(prompt_ids=(1, 9, 9, 2)), []).prompt_ids == [1, 9, 9, 2]
-    scored = output()
-    scored.prompt_logprobs = [None, {2: SimpleNamespace(logprob=-0.75)}]
-    assert completion(ask(scores_prompt=True), scored, []).prompt_logprobs == [0.0, -0.75]
-    assert completion(ask(), scored, []).prompt_logprobs is None
-    read = completion(ask(), output(), [], Reading([ToolCall("f")], "rest", "odd"))
-    assert (read.tool_calls, read.content, read.parser_failure) == ([ToolCall("f")], "rest", "odd")
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 """vLLM's arguments, prompts and sampling parameters, by value; without vLLM."""
 
 import dataclasses
-import io
 import json
 from types import SimpleNamespace
 from typing import Literal
 
 import msgspec
 import pytest
-from PIL import Image
 
-from slipstream.inference.plugin.arguments import engine_arguments, prompt_arguments, sampling_arguments
+from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import GenerateRequest, SamplingParams
 
 from .fakes import put
 
@@ -115,31 +112,3 @@ def test_pixels_are_normalized_as_in_the_trainer_where_there_are_any(vllm, tmp_p
     assert made(model=str(tmp_path))[PIXELS] is False
     vllm.known([TOWER])
     assert PIXELS not in made(model=str(tmp_path))
-
-
-def png(mode="L"):
-    file = io.BytesIO()
-    Image.new(mode, (3, 2), 128).save(file, "PNG")
-    return file.getvalue()
-
-
-def test_a_prompt_has_its_tokens_and_its_images():
-    assert prompt_arguments(GenerateRequest("a", [1, 2], SamplingParams(4))) == {"prompt_token_ids": [1, 2]}
-    found = prompt_arguments(GenerateRequest("a", [1, 2], SamplingParams(4), images=(png(), png("LA"))))
-    assert found.keys() == {"prompt_token_ids", "multi_modal_data"}
-    (images,) = found["multi_modal_data"].values()
-    assert [(image.mode, image.size) for image in images] == [("RGB", (3, 2))] * 2
-    assert images[0].getpixel((2, 1)) == (128, 128, 128)
-    with pytest.raises(ValueError, match=r"an image cannot be read .*send it as PNG or JPEG"):
-        prompt_arguments(GenerateRequest("a", [1, 2], SamplingParams(4), images=(b"GIF?",)))
-
-
-def test_sampling_is_as_asked_and_told_at_the_end():
-    plain = sampling_arguments(GenerateRequest("a", [1], SamplingParams(4)))
-    assert (plain["logprobs"], plain["prompt_logprobs"], plain["detokenize"]) == (0, None, False)
-    assert plain["output_kind"] == "at the end"
-    asked = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
-    sampling = SamplingParams(**asked, stop=("x",), stop_token_ids=(3, 4))
-    found = sampling_arguments(GenerateRequest("a", [1], sampling, seed=0, scores_prompt=True))
-    asked |= {"seed": 0, "stop": ["x"], "stop_token_ids": [3, 4], "prompt_logprobs": 0, "detokenize": True}
-    assert found | asked == found

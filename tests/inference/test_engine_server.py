@@ -12,7 +12,7 @@ from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import Delta, GenerateRequest, ParameterSpec, SamplingParams, Ticket, Version, VersionSpan
+from slipstream.records import Delta, GenerateRequest, ParameterSpec, SamplingParams, Ticket, Version
 
 from .fakes import put, until
 
@@ -245,17 +245,6 @@ async def test_an_update_that_is_given_up_says_so():
     assert server.service.reason == "applying version 0.2 was given up by who asked for it"
 
 
-async def test_a_delta_goes_onto_the_version_in_service_alone():
-    server = serving()
-    await server.apply(disk(FIRST))
-    server.host.calls.clear()
-    with pytest.raises(WeightsError, match=r"against 0\.0"):
-        await server.apply(disk(delta=Delta(Version(0, 0), ())))
-    assert (server.host.calls, server.service.is_serving) == ([], True)
-    await server.apply(disk(delta=Delta(FIRST, ())))
-    assert server.version == SECOND
-
-
 @pytest.mark.parametrize(
     ("share", "stale", "mismatched", "unverified"),
     [
@@ -284,29 +273,6 @@ async def test_adapters_need_room():
     server.host.loads = False
     with pytest.raises(RuntimeError, match="vLLM refused the adapter in /adapter-2"):
         await server.apply(lora())
-
-
-async def test_requests_keep_the_adapter_that_they_began_with_and_a_third_one_waits_for_them():
-    server = serving(lora_rank=4)
-    await server.apply(lora(FIRST))
-    server.host.gate = asyncio.Event()
-    first = asyncio.create_task(server.generate(ask("a", is_urgent=True)))
-    await until(lambda: len(server.host.generated) == 1, 0)
-    server.host.gate, gate = None, server.host.gate
-    server.host.clock.end = lambda is_busy: asyncio.sleep(0, 0.25 if is_busy() else 0.0)
-    assert ((await server.apply(lora(SECOND))).stall_s, server.host.names.count("begin")) == (0.25, 1)
-    second = await server.generate(ask("b"))
-    asked = [(id_, adapter.id, urgent) for id_, _, _, adapter, urgent in server.host.generated]
-    assert asked == [("a", 1, True), ("b", 2, False)]
-    assert second.versions == [VersionSpan(0, "0.2")]
-    third = asyncio.create_task(server.apply(lora(Version(0, 3, "d3"))))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert ("load_adapter", 3, "/adapter-3") not in server.host.calls
-    gate.set()
-    assert (await first).versions == [VersionSpan(0, "0.1")]
-    assert (await third).stall_s == 0.0, "nobody waits for tokens any more"
-    assert ("remove_adapter", 1) in server.host.calls
 
 
 async def test_a_context_that_is_kept_is_that_of_tokens_and_prompts_begin_again():

@@ -69,12 +69,6 @@ async def test_requests_are_refused_with_the_reason_where_no_update_is_under_way
         await asyncio.wait_for(service.until_serving(), 60.0)
 
 
-def computing_unproved():
-    service = reached(State.PROVING)
-    service.compute_unproved("0.1")
-    return service
-
-
 def test_only_a_version_that_was_announced_is_computed_without_a_proof():
     for state in set(State) - {State.PROVING}:
         with pytest.raises(IllegalTransition):

@@ -28,15 +28,6 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def test_layers_are_as_the_config_says(config, monkeypatch):
-    monkeypatch.setattr(layers, "COMPILER", lambda graph, _inputs: graph.forward)
-    learner = build(with_values(config, {"training.compile": True}), None, 123).learner
-    assert learner.planned_bytes == 123
-    assert learner.model.layers == LayerOptions("selective", compiled=True)
-    plain = build(config, None, 123).learner
-    assert plain.model.layers == LayerOptions("selective")
-
-
 @pytest.fixture
 def broken_compiler(monkeypatch):
     def compiler(_graph, _inputs):
@@ -50,7 +41,7 @@ def test_a_compiler_that_fails_ends_the_run(config, broken_compiler):
         build(with_values(config, {"training.compile": True}), None, 123)
 
 
-def test_precompiled_layers_serve_the_model_and_use_no_random_numbers(config, monkeypatch):
+def test_layers_are_as_the_config_says_and_precompiled_without_random_numbers(config, monkeypatch):
     graphs = []
 
     def compiler(graph, _inputs):
@@ -64,8 +55,11 @@ def test_precompiled_layers_serve_the_model_and_use_no_random_numbers(config, mo
     assert torch.equal(torch.get_rng_state(), before), "compiling early must not change the random numbers of a run"
     num_graphs = len(graphs)
     assert num_graphs > 0
-    assert build(asked, (), 123).learner.model.layers.compiled
+    learner = build(asked, None, 123).learner
+    assert learner.planned_bytes == 123
+    assert learner.model.layers == LayerOptions("selective", compiled=True)
     assert len(graphs) == num_graphs
+    assert build(config, None, 123).learner.model.layers == LayerOptions("selective")
 
 
 def test_a_failed_precompilation_does_not_end_the_run(config, broken_compiler, caplog):

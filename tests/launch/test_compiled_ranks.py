@@ -80,7 +80,7 @@ def test_all_layers_have_the_same_graphs_and_state_is_read_again(compilers, monk
     assert graphs[1] <= graphs[0] + 2, "a segment that is alone in its row"
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.full
 def test_a_compiler_that_fails_on_one_rank_ends_all_with_the_same_sentence(
     rank, compilers, model, monkeypatch, tmp_path

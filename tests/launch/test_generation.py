@@ -53,33 +53,19 @@ def hooks_of(thread, engine, kind, *, sleeps=True):
     return RunHooks(config, log, SimpleNamespace(), LocalCaller(thread, executor_of(engine)))
 
 
-def step(hooks):
-    """What the orchestrator tells of in a step: a version is published, evaluated and released; a batch is taken."""
-    hooks.before_update()
-    hooks.version_released(0)
-    hooks.batch_taken()
-
-
-def test_under_rl_it_sleeps_from_the_taken_batch_to_the_next_update(thread):
-    engine = Engine()
-    hooks = hooks_of(thread, engine, "grpo")
+@pytest.mark.parametrize(("kind", "sleeps"), [("grpo", True), ("sft", True), ("grpo", False)])
+def test_it_sleeps_from_the_taken_batch_or_the_end_of_an_evaluation_to_the_next_update(thread, kind, sleeps):
+    engine, calls = Engine(), []
+    hooks = hooks_of(thread, engine, kind, sleeps=sleeps)
     for _ in range(2):
-        step(hooks)
-    assert engine.calls == ["wake", "sleep"] * 2
-
-
-def test_under_sft_it_sleeps_whenever_its_evaluation_is_over(thread):
-    engine = Engine()
-    hooks = hooks_of(thread, engine, "sft")
-    hooks.before_update()
-    hooks.version_released(0)
-    assert engine.calls == ["wake", "sleep"]
-
-
-def test_where_nobody_asked_for_it_it_never_sleeps(thread):
-    engine = Engine()
-    step(hooks_of(thread, engine, "grpo", sleeps=False))
-    assert engine.calls == []
+        hooks.before_update()
+        hooks.version_released(0)
+        calls += ["wake"] + ["sleep"] * (kind == "sft")
+        assert engine.calls == calls * sleeps
+        if kind == "grpo":
+            hooks.batch_taken()
+            calls += ["sleep"]
+            assert engine.calls == calls * sleeps
 
 
 @pytest.mark.parametrize(

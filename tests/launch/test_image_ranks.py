@@ -23,13 +23,14 @@ def compare_weights(several, one):
         assert (tensor - one[name]).abs().max() <= (0.0 if of_tower else 4 * RATE), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "algorithm", "changes"),
     [
         ("qwen3-vl", GRPO, {}),
-        pytest.param("qwen2.5-vl", {"kind": "sft"}, {"lora": {"rank": 4}, "reshard": "layer"}, marks=pytest.mark.full),
-        pytest.param("gemma3", GRPO, {"gradient_checkpointing": True}, marks=pytest.mark.full),
-        pytest.param("qwen3-vl", PPO, {"fp32_head": True}, marks=pytest.mark.full),
+        ("qwen2.5-vl", {"kind": "sft"}, {"lora": {"rank": 4}, "reshard": "layer"}),
+        ("gemma3", GRPO, {"gradient_checkpointing": True}),
+        ("qwen3-vl", PPO, {"fp32_head": True}),
     ],
 )
 def test_images_over_ranks(family, algorithm, changes, tmp_path):

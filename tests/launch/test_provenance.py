@@ -262,6 +262,8 @@ def test_what_decides_a_reward_counts_wherever_it_is_named(prepared, installed, 
     assert "other.py" not in {each.name for each in sources}
     digest = code_digest(before)
     changed.write_text(changed.read_text() + "\n")
+    if named == "a tool":
+        assert code_digest(before) == digest, "what was executed counts"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("letters", "words")]:
         del sys.modules[name]
     assert code_digest(prepared(**environment)) != digest
@@ -306,16 +308,11 @@ def test_a_data_set_of_the_hub_has_a_revision():
     assert readers._hub_revision(SimpleNamespace(cache_files=[], _fingerprint="5e1f")) == "5e1f"
 
 
-def test_tools_and_the_files_of_tool_servers(prepared, tmp_path):
+def test_the_files_of_tool_servers(prepared, tmp_path):
     environment, tool = tmp_path / "mine.py", tmp_path / "tool.py"
     environment.write_text(ENVIRONMENT)
-    tool.write_text('def double(x: int) -> int:\n    """Twice."""\n    return 2 * x\n')
-    made = prepared(name=str(environment), tools=[f"{tool}:double"], max_turns=2)
-    assert [(each.kind, each.name) for each in found(made, "tools")] == [("tools", "tool.py")]
-    before = code_digest(made)
-    tool.write_text(tool.read_text() + "\n")
-    assert code_digest(made) == before, "what was executed counts"
-    assert code_digest(prepared(name=str(environment), tools=[f"{tool}:double"], max_turns=2)) != before
+    tool.touch()
+    made = prepared(name=str(environment))
     run = {"tools": (f"mcp:{sys.executable} {tool} --key s3cret",)}
     server = SimpleNamespace(**vars(made.config.environment) | run)
     config = made.config.model_copy(update={"environment": server})

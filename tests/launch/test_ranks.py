@@ -156,9 +156,9 @@ CASES = {
     "lazy logits of lora": {"fp32_head": True, "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
     "whole lora": {"reshard": "step", "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
 }
-OVER = [("grpo", 2), ("gspo", 4), ("lora", 2), ("alone", 2), ("whole", 2), ("whole lora", 2), ("lazy logits", 2)]
-OVER += [("lazy logits of lora", 2)]
-OVER += [pytest.param(*each, marks=pytest.mark.full) for each in (("grpo", 4), ("lazy logits", 4))]
+OVER = [("grpo", 2), ("lora", 2), ("whole", 2)]
+MORE = [("grpo", 4), ("gspo", 4), ("alone", 2), ("whole lora", 2), ("lazy logits", 2), ("lazy logits", 4)]
+OVER += [pytest.param(*each, marks=pytest.mark.full) for each in (*MORE, ("lazy logits of lora", 2))]
 
 
 @pytest.mark.parametrize(("case", "ranks"), OVER)
@@ -197,7 +197,7 @@ def flat(gradients, names):
     return torch.cat([gradients[name].cpu().double().flatten() for name in names])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))])
 def test_gradients_of_tasks_are_combined_as_whole_ones(ranks, model, tmp_path):
     config, seed = make_config(model, 1, {"kind": "grpo", "kl_coef": 0.0}), "0/3"
     with trained(config, tmp_path) as (parts, _):
@@ -231,6 +231,7 @@ def test_gradients_of_tasks_are_combined_as_whole_ones(ranks, model, tmp_path):
     assert (10 * moment - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("lora", "reshard"), [(None, "step"), ({"rank": 4}, "layer")])
 def test_a_model_with_an_image_tower_over_ranks(lora, reshard, tmp_path):
     model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
@@ -249,6 +250,7 @@ def test_a_model_with_an_image_tower_over_ranks(lora, reshard, tmp_path):
     assert found[2][4] == found[1][4]
 
 
+@pytest.mark.full
 def test_state_is_read_by_any_number_of_ranks(model, tmp_path):
     def finish(parts, config):
         return [one_step(parts, config, batch)["loss"] for batch in BATCHES[2:]]
@@ -273,6 +275,7 @@ def test_state_is_read_by_any_number_of_ranks(model, tmp_path):
     assert all(torch.equal(first[name], last[name]) for name in first if not name.startswith("rng"))
 
 
+@pytest.mark.full
 def test_a_critic_over_ranks(model, tmp_path):
     found = {}
     for ranks in (1, 2):
@@ -300,6 +303,7 @@ def test_a_critic_over_ranks(model, tmp_path):
     torch.testing.assert_close(found[2][1], found[1][1], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.full
 def test_bfloat16_without_masters(model, tmp_path):
     losses = []
     for ranks, reshard in ((1, "layer"), (2, "layer"), (2, "step")):
@@ -312,6 +316,7 @@ def test_bfloat16_without_masters(model, tmp_path):
         assert several == pytest.approx(losses[0], abs=0.03)
 
 
+@pytest.mark.full
 def test_gradients_in_bfloat16_are_added_up_through_a_step(model, tmp_path):
     """By each rank through a step, or over the ranks after each pass: the same sums. FSDP2 adds up in float32 and hands
     its sums over in the parameter's type: once a step, or once a pass."""
@@ -373,14 +378,13 @@ def on_rank_1(inputs):
 """
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 @pytest.mark.parametrize(
     ("action", "says"),
     [
         ("raise KeyError('apple')", "trainer process 1 .of 0 to 1. failed .KeyError: 'apple'.: look at .*rank-1.log"),
-        pytest.param(
-            "time.sleep(60)", "compute gradients within 20 s .training.rank_timeout_s.", marks=pytest.mark.full
-        ),
+        ("time.sleep(60)", "compute gradients within 20 s .training.rank_timeout_s."),
     ],
 )
 def test_a_rank_that_fails_is_named(action, says, model, tmp_path):

@@ -10,6 +10,7 @@ from slipstream.launch.startup.stages import ENGINE, WAIT, Stages
 from slipstream.report.sections import startup
 from slipstream.runlog import RunLog, read_events, read_run
 from slipstream.view import NullView
+from tests.waiting import until
 
 
 class Shown(NullView):
@@ -75,14 +76,6 @@ def test_an_engines_phases_are_stages_as_they_end(tmp_path):
     found = [(event["name"], event["seconds"]) for event in told(tmp_path / "run")]
     assert found == [(f"{ENGINE}: import vLLM", 2.0), (f"{ENGINE}: load weights", 1.5), (ENGINE, 3.5)]
     assert shown.seen[0] == f"{ENGINE}: load weights"
-
-
-def until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError
 
 
 class Executor:

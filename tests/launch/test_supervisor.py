@@ -174,6 +174,7 @@ def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_p
         assert not psutil.pid_exists(int(line.split()[0]))
 
 
+@pytest.mark.full
 def test_killed_before_it_has_opened_the_run(supervised):
     kills = "os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None"
     run = supervised("sys.exit(0)", before=kills, max_restarts=2)
@@ -207,6 +208,7 @@ def test_a_restart_that_the_trainer_has_written_itself(supervised):
     assert len(run.kinds("restart")) == 1
 
 
+@pytest.mark.quick("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     body = f"""
@@ -254,6 +256,7 @@ def test_a_sigterm_to_all_processes_is_one_however_late_the_supervisor_passes_it
     assert run.wait()[0] == 30
 
 
+@pytest.mark.full
 def test_a_second_sigterm_to_the_supervisor_ends_the_trainer_at_once(supervised):
     run = supervised(STOPS.format(ended="False"))
     run.until((run.folder / "ready").exists)
@@ -299,28 +302,7 @@ def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
     assert len(run.attempts) == 2
 
 
-def test_a_trainer_without_a_sign_of_life(supervised):
-    body = """
-        if number == 0:
-            import slipstream.processes.heartbeat as heartbeat
-            while not (folder / "heartbeat.json").exists():
-                time.sleep(0.01)
-            heartbeat.write_whole = lambda *values, **options: None
-            REGISTER
-            (folder / "silent").touch()
-            time.sleep(1000)
-    """.replace("REGISTER", REGISTER)
-    looks = "beat = supervisor.read_heartbeat; stalls.SILENT_POLLS = 20; supervisor.stacks._ANSWER_S = 60; "
-    looks += "supervisor.read_heartbeat = lambda folder: beat(folder) if (folder / 'silent').exists() else None"
-    run = supervised(body, before="(folder / 'silent').unlink(missing_ok=True)", options=looks)
-    err = run.ok()
-    assert "gives no sign of life (state S)" in err
-    name = f"run-{run.attempts[0][0]}"
-    (told,) = run.kinds("restart")
-    assert f"was killed ({name} wrote the stacks of all threads into" in told["reason"]
-    assert "trainer.py" in (run.folder / "logs" / "stacks" / f"{name}.txt").read_text()
-
-
+@pytest.mark.full
 def test_a_trainer_that_does_not_get_on(supervised):
     body = """
         from slipstream.runlog import writer
@@ -347,24 +329,7 @@ def test_a_trainer_that_does_not_get_on(supervised):
     assert "trainer.py" in (run.folder / "logs" / "stacks" / f"run-{run.attempts[0][0]}.txt").read_text()
 
 
-def test_nobody_is_blamed_while_all_stand(supervised):
-    body = """
-        while not (folder / "seen").exists():
-            time.sleep(0.01)
-    """
-    run = supervised(body, options="stalls.STOPPED_POLLS = 5")
-    run.until(run.has_begun())
-    run.process.send_signal(signal.SIGTSTP)
-    for pid in (run.process.pid, run.attempts[0][0]):
-        run.until_stopped(pid)
-    time.sleep(1.0)
-    run.process.send_signal(signal.SIGCONT)
-    time.sleep(0.5)
-    (run.folder / "seen").touch()
-    code, err = run.wait()
-    assert (code, len(run.attempts)) == (0, 1), err
-
-
+@pytest.mark.full
 def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
     body = """
         while not (folder / "ready").exists():
@@ -395,6 +360,7 @@ def test_a_stop_while_it_waits_for_the_next_attempt_ends_the_run_as_any_stop(sup
     assert retry_policy.earlier_attempts(read_events(run.folder), 2) == [], "a resume begins to count anew"
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_trainer_ends_with_its_supervisor_and_terminal(supervised, is_stopped):
     run = supervised("time.sleep(1000)")

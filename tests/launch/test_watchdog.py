@@ -17,6 +17,7 @@ from slipstream.processes import stacks
 from slipstream.processes.heartbeat import Heartbeat
 from slipstream.processes.stalls import SILENT_POLLS, STOPPED_POLLS, Looks
 from slipstream.runlog import RunLog, read_exit
+from tests.waiting import until
 
 TRAINER = """
 import os, re, signal, subprocess, sys, time
@@ -70,12 +71,6 @@ class Watched:
             process_group=0,
         )
         self.watchdog = psutil.Process(int(self.process.stdout.readline()))
-
-    def until(self, condition):
-        until = time.monotonic() + 60.0
-        while not condition():
-            assert time.monotonic() < until
-            time.sleep(0.02)
 
     def wait(self):
         out, err = self.process.communicate(timeout=120)
@@ -138,6 +133,7 @@ def test_nobody_is_blamed_who_gets_on(case):
     assert not [said for each in GETS_ON[case] if (said := looks.add(*each))]
 
 
+@pytest.mark.quick("stopped", "hangs")
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -163,7 +159,7 @@ def test_nobody_is_blamed_while_all_of_a_group_are_stopped(watched):
     run = watched(UNTIL)
     os.killpg(run.process.pid, signal.SIGTSTP)
     both = (psutil.Process(run.process.pid), run.watchdog)
-    run.until(lambda: {each.status() for each in both} == {psutil.STATUS_STOPPED})
+    until(lambda: {each.status() for each in both} == {psutil.STATUS_STOPPED})
     time.sleep(2.0)  # twice as long as a trainer may be stopped alone
     os.killpg(run.process.pid, signal.SIGCONT)
     (run.folder / "go").touch()
@@ -176,7 +172,7 @@ def test_nobody_is_blamed_while_all_of_a_group_are_stopped(watched):
 def test_a_signal_to_all_of_a_group_is_the_trainers(watched, number):
     notes = f"got = []; signal.signal({int(number)}, lambda *_: got.append(1)); (folder / 'set').touch()"
     run = watched(f"{notes}\n{UNTIL}")
-    run.until((run.folder / "set").exists)
+    until((run.folder / "set").exists)
     os.killpg(run.process.pid, number)
     assert run.watchdog.is_running()
     (run.folder / "go").touch()
@@ -195,27 +191,9 @@ def test_a_watchdog_that_dies_is_missed(watched):
     run = watched(UNTIL)
     run.watchdog.kill()
     events = run.folder / "events.jsonl"
-    run.until(lambda: "the watchdog ended" in events.read_text())
+    until(lambda: "the watchdog ended" in events.read_text())
     (run.folder / "go").touch()
     assert run.wait()[0] == 0
-
-
-def test_the_end_is_told_before_the_trainer_is_killed(tmp_path, monkeypatch):
-    log, told = RunLog.create(tmp_path / "run"), []
-    log.metrics(3, {"loss/total": 1.0})
-
-    def end(trainer, error):
-        told.append(read_exit(log.folder))
-        log.close()
-
-    monkeypatch.setattr(watchdog, "_PASSED", ())
-    monkeypatch.setattr(watchdog, "watch", lambda trainer, folder: "hangs")
-    monkeypatch.setattr(watchdog, "_beat_of", lambda trainer, folder: beat())
-    monkeypatch.setattr(watchdog, "end", end)
-    monkeypatch.setattr(sys, "argv", ["watchdog", "7", str(log.folder)])
-    watchdog.main()
-    for report in (*told, read_exit(log.folder)):
-        assert (report.error, report.exit_code, report.step, report.lineage) == ("TrainerLost", 137, 3, 0)
 
 
 def test_a_lock_that_is_held_a_little_longer_keeps_no_end_from_the_run(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,9 +18,7 @@ from slipstream.transport import (
     FileStreams,
     MemoryTransport,
     RecordError,
-    TransportAway,
     TransportLost,
-    Unreachable,
     open_transport,
 )
 
@@ -296,37 +293,6 @@ def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
     until(lambda: sides.reason is not None)
     with pytest.raises(OrchestratorError, match=r"silent for 1 s"):
         caller.call(commands.AskHeld(), commands.Held, 60.0, "it")
-
-
-@pytest.mark.quick("files")
-def test_a_server_that_is_away_is_no_silence_of_the_other_side(sides, monkeypatch):
-    monkeypatch.setattr(remote, "_SILENCE_S", 1.0)
-    queue, taken, polls, now = sides.messages[0], sides.messages[0].take, ["away"] * 7 + ["silent"] * 6, 0.0
-
-    def take(timeout_s):
-        """By the clock of `remote` nothing is heard for 0.7 s and then, as nothing is said, for 0.6 s."""
-        nonlocal now
-        if not polls:
-            return taken(timeout_s)
-        time.sleep(0.01)
-        now += 0.1
-        if polls.pop(0) == "silent":
-            raise DeadlineError("nothing")
-        raise DeadlineError("the server does not answer") from Unreachable("away")
-
-    monkeypatch.setattr(queue, "take", take)
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now))
-    caller = sides.serve(executor_of(Engine(), Versions()))
-    until(lambda: not polls)
-    assert caller.call(commands.AskJoined(), commands.Joined, 60.0, "it").count == 4
-    assert sides.reason is None, "together that was more than a second"
-    polls.extend(["away"] * 10_000)
-    until(lambda: now > 1.35)  # the poll under way still hears
-    with pytest.raises(TransportAway, match="nothing was heard for 1 s: the server does not answer"):
-        caller.call(commands.AskHeld(), commands.Held, 60.0, "it")
-    assert sides.reason is None
-    sides.reason = OrchestratorError("over")
-    polls.clear()
 
 
 def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):

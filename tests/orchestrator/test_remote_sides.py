@@ -26,11 +26,11 @@ def quick(monkeypatch):
 
 
 class Quiet(MemoryTransport):
-    """Nothing comes: `error` is raised at once, so many seconds later by the clock of `remote`."""
+    """Nothing comes: `errors` are raised at once, in turn, so many seconds later by the clock of `remote`."""
 
-    def __init__(self, monkeypatch, error=None, seconds=1.0):
+    def __init__(self, monkeypatch, errors, seconds):
         super().__init__(4)
-        self.error, self.seconds, self.now, self.num_takes = error or DeadlineError("nothing"), seconds, 0.0, 0
+        self.errors, self.seconds, self.now, self.num_takes = errors, seconds, 0.0, 0
         monkeypatch.setattr(remote, "time", self)
 
     def monotonic(self):
@@ -39,7 +39,7 @@ class Quiet(MemoryTransport):
     def take(self, timeout_s):
         self.num_takes += 1
         self.now += self.seconds
-        raise self.error
+        raise self.errors[(self.num_takes - 1) % len(self.errors)]
 
 
 @pytest.fixture
@@ -85,18 +85,20 @@ def test_a_stop_request_does_not_hide_the_state_of_the_engine(caller_of):
     assert caller.activity() == 7, "a sign of life says nothing of it"
 
 
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("which", ["silent", "away", "away, silent"])
 @pytest.mark.parametrize(("seconds", "takes"), [(1.0, 60), (7.0, 9), (40.0, 4)])
-def test_how_long_the_other_side_may_say_nothing(away, seconds, takes, caller_of, monkeypatch):
-    """Of a poll no more counts than a server holds it up: else this process was stopped."""
-    error = DeadlineError("nothing")
-    error.__cause__ = Unreachable("away") if away else None
-    messages = Quiet(monkeypatch, error, seconds)
+def test_how_long_the_other_side_may_say_nothing(which, seconds, takes, caller_of, monkeypatch):
+    """Of a poll no more counts than a server holds it up: else this process was stopped. A server that is away is no
+    silence of the other side: each has its own count."""
+    errors = {"silent": DeadlineError("nothing"), "away": DeadlineError("nothing")}
+    errors["away"].__cause__ = Unreachable("away")
+    messages = Quiet(monkeypatch, in_turn := [errors[name] for name in which.split(", ")], seconds)
     caller = caller_of(messages=messages)
-    says = (TransportAway, "nothing was heard for 60 s: nothing") if away else (OrchestratorError, "silent for 60 s")
+    silent = (OrchestratorError, "silent for 60 s")
+    says = silent if which == "silent" else (TransportAway, "nothing was heard for 60 s: nothing")
     with pytest.raises(says[0], match=says[1]):
         caller.submit(commands.AskHeld()).result(60)
-    assert messages.num_takes == takes
+    assert messages.num_takes == len(in_turn) * (takes - 1) + 1
 
 
 def test_what_was_said_right_before_the_end_is_heard(caller_of):

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
+from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
 from slipstream.records import Rollout, Sequence, VersionSpan
 
 
@@ -31,10 +31,12 @@ def test_versions_from_the_oldest_to_the_newest_are_allowed(step, staleness, all
             refuse_stale(rollouts, step, 2, staleness)
 
 
-def test_a_resumed_run_may_use_its_first_version_by_both_names():
-    refuse_stale([rollout_of(["0.0"], ["1.0", "1.1"])], 1, 1, 1, {0: 0})
-    with pytest.raises(TrainingError, match=r"version 0\.1 in"):
-        refuse_stale([rollout_of(["0.0", "0.1"])], 1, 1, 1, {0: 0})
+def test_a_batch_waits_for_no_newer_version_than_the_staleness_asks_for():
+    assert [oldest_version(step, 1, first=0) for step in range(4)] == [0, 0, 1, 2]
+    assert [oldest_version(step, 0, first=0) for step in range(4)] == [0, 1, 2, 3]
+    assert [oldest_version(step, 1, first=5) for step in (5, 6, 7)] == [5, 5, 6], (
+        "a resumed run has none before its own"
+    )
 
 
 def test_rollouts_that_mix_versions_are_counted_over_their_sequences():

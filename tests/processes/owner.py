@@ -4,6 +4,7 @@ takes long to start, `small_child` stands for it below the real owner."""
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from slipstream.processes import guard, launchers
 from slipstream.processes.channel import Channel
 from slipstream.processes.launchers import LOCAL
 
-DEADLINE_S = 5.0
+DEADLINE_S = 3.0
 """How long each owner waits for its child's next sign; in runs it is a setting, or minutes."""
 
 
@@ -129,6 +130,7 @@ async def python_call(folder):
 
 
 async def main(kind, folder):
+    launchers.popen = subprocess.Popen
     owning = globals()[kind](Path(folder))
     pid = await anext(owning)
     while len(pids := descendants(pid)) < (2 if kind in ("reward_worker", "hosted_environment") else 1):

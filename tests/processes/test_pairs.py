@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from tests import fork_server
 from tests.processes import owner
 from tests.waiting import WAIT_S, ends, is_there
 
@@ -46,9 +47,12 @@ NOTICED = {
 
 
 @pytest.fixture(params=KINDS)
-def pair(request, tmp_path):
+def pair(request, tmp_path, monkeypatch):
+    """The parent is forked, since it only owns: its child begins as ever."""
+    monkeypatch.setitem(fork_server.KINDS, owner.__name__, "trainer")
     command = [sys.executable, "-m", owner.__name__, request.param, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with fork_server.ForkedPopen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how) as parent:
         pids = json.loads(parent.stdout.readline())["pids"]
         yield request.param, parent, pids
         for pid in (parent.pid, *pids):

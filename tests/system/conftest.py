@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.processes import launchers
-from slipstream.processes.heartbeat import read_processes
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
@@ -70,8 +70,12 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run_file(model, tmp_path):
+    return write_run_file(model, tmp_path)
+
+
+def write_run_file(model, folder):
     """A GRPO run of three steps; `sft.toml` beside it is the same as SFT."""
-    path = tmp_path / "run.toml"
+    path = folder / "run.toml"
     text = GRPO.format(model=model, environment=LETTERS)
     path.write_text(text)
     sft = text.replace('kind = "grpo"\ngroup_size = 4', 'kind = "sft"').replace("reward_timeout_s = 60\n", "")
@@ -146,12 +150,14 @@ class Scripted:
             self.engine = EngineReplicas(self.engines, num_places=64, on_event=on_event) if several else self.engines[0]
             return self.engine
 
-        prepared = prepare(load_config(self._run_file, overrides))
+        num_threads, prepared = torch.get_num_threads(), prepare(load_config(self._run_file, overrides))
         self.error = None
         try:
             train(prepared, self.folder, view or make_view("none"), make_engine=make_engine, **how)
         except SlipstreamError as error:
             self.error = error
+        finally:
+            torch.set_num_threads(num_threads)
         report = read_exit(self.folder)
         assert report.error == (type(self.error).__name__ if self.error else "")
         return report
@@ -190,9 +196,20 @@ async def _generate(engine, before, generate, request):
 
 @pytest.fixture
 def scripted(model, run_file, tmp_path):
-    before = torch.get_num_threads()
-    yield Scripted(model, run_file, tmp_path / "run")
-    torch.set_num_threads(before)
+    return Scripted(model, run_file, tmp_path / "run")
+
+
+class Left:
+    """A finished run that several tests look at, and may change: each finds it as it ended."""
+
+    def __init__(self, model, folder, *options):
+        self.folder, self._kept = folder / "run", folder / "kept"
+        assert Scripted(model, write_run_file(model, folder), self.folder).run(*options).status == "finished"
+        shutil.copytree(self.folder, self._kept, symlinks=True)
+
+    def again(self):
+        shutil.rmtree(self.folder)
+        return shutil.copytree(self._kept, self.folder, symlinks=True)
 
 
 def family_of(pid):
@@ -361,14 +378,6 @@ def kill_when(condition, work):
 def has_row(folder, step):
     """Whether a run has written the metrics of this step."""
     return (folder / "metrics.jsonl").is_file() and any(row["step"] == step for row in read_metrics(folder))
-
-
-def engine_number(run, folder, number):
-    """The process of this engine; None where it has not said yet which one it is."""
-    pids = [
-        each.name.rpartition("-")[2] for each in read_processes(folder) if each.name.startswith(f"engine-{number}-")
-    ]
-    return next((each for each in run.engines() if str(each.pid) in pids), None)
 
 
 def kinds(folder):

@@ -68,12 +68,13 @@ def test_a_disk_that_fills_up_ends_the_run_as_ever(scripted, monkeypatch):
 LORA = ("--lora.rank", "4", "--weights.bridge", "disk")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [
         (),
-        pytest.param(LORA, marks=pytest.mark.full, id="lora"),
-        pytest.param(("--algorithm.kind", "ppo"), marks=pytest.mark.full, id="ppo"),
+        pytest.param(LORA, id="lora"),
+        pytest.param(("--algorithm.kind", "ppo"), id="ppo"),
     ],
 )
 def test_beside_training_or_not_it_is_the_same(scripted, model, run_file, tmp_path, more):

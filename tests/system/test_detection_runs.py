@@ -2,12 +2,10 @@
 
 import json
 import runpy
-import time
 from pathlib import Path
 
 import pytest
 
-from slipstream.errors import EngineError
 from slipstream.runlog import read_events, read_exit, read_metrics
 
 from .conftest import Command
@@ -50,6 +48,7 @@ def test_channel_a_alone_starts_no_engine(command, draws, tmp_path):
     assert all(value == value for value in values)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.usefixtures("sees")
 def test_both_channels_and_a_resume(command, draws, tmp_path):
@@ -76,51 +75,6 @@ def test_both_channels_and_a_resume(command, draws, tmp_path):
     command("sft", EXAMPLES / "ab.toml", *longer, "--resume").ok(400)
     more = [row for row in read_metrics(folder) if "stage2/channel_a" in row][6:]
     assert [row["stage2/channel_b"] for row in more] == [0, 0, 1]
-
-
-@pytest.mark.engine
-@pytest.mark.usefixtures("sees")
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("more", "steps", "channels"),
-    [
-        (("--matching.softctx_iterations", "2", "--training.ranks", "2", "--model.train_tower", "false"), 4, "AB"),
-        (("--inference.replicas", "3"), 3, "B"),
-    ],
-    ids=["two ranks", "three engines"],
-)
-def test_both_sides_may_be_several(command, draws, tmp_path, more, steps, channels):
-    """All engines are asked, and on every version."""
-    folder, pattern = tmp_path / "run", ("--matching.pattern", json.dumps([*channels]), "--matching.max_invalid", "1.0")
-    options = options_of(draws, folder, *pattern, *more, "--no-evaluation", steps=steps)
-    command("sft", EXAMPLES / "ab.toml", *options).ok(400)
-    rows = read_metrics(folder)
-    found = [row["stage2/channel_b"] for row in rows if "stage2/channel_b" in row]
-    assert found == [channels[step % len(channels)] == "B" for step in range(steps)]
-    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
-    if channels == "B":
-        assert all(sum(row.get(f"replica_{n}/requests", 0) for row in rows) > 0 for n in range(3)), sorted(rows[-1])
-        assert sum(event["kind"] == "apply" for event in read_events(folder)) >= 3
-
-
-@pytest.mark.engine
-@pytest.mark.usefixtures("sees")
-@pytest.mark.full
-def test_an_engine_that_is_killed_in_channel_b_ends_the_run_and_leaves_nobody(command, draws, tmp_path):
-    folder = tmp_path / "killed"
-    pattern = ("--matching.pattern", '["B"]', "--matching.max_invalid", "1.0", "--no-evaluation")
-    none = ("--run.max_restarts", "0", "--inference.max_restarts", "0")
-    run = command("sft", EXAMPLES / "ab.toml", *options_of(draws, folder, *pattern, *none, steps=10_000))
-    run.until(lambda: (folder / "metrics.jsonl").is_file() and len(read_metrics(folder)) > 2)
-    (engine,) = run.engines()
-    engine.kill()
-    killed = time.monotonic()
-    code, _, err = run.wait(120)
-    assert time.monotonic() - killed < 90
-    assert code == EngineError.exit_code, err
-    assert read_exit(folder).status == "failed"
-    assert "Traceback" not in err
-    assert run.left_behind() == []
 
 
 def test_a_broken_row_ends_the_command_before_anything_starts(command, draws, tmp_path):

@@ -142,6 +142,7 @@ def test_the_model_as_its_own_teacher_is_refused(run_file, model):
         load_config(run_file, (*DISTILL, "--teacher.path", str(model)))
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, model, teacher, tmp_path):
     """Two engines and a trainer, after a teacher that imitated for longer than its student. Rewards are measured and

@@ -40,6 +40,7 @@ def test_every_batch_gets_its_groups(staleness, scripted, every_third):
     assert (found.num("trained"), found.num("dropped"), found.num_open) == (16, drawn - 16, 0)
 
 
+@pytest.mark.full
 def test_a_resumed_run_draws_the_same(scripted, every_third, tmp_path):
     undisturbed = scripted.folder
     scripted.run(*DAPO, script=every_third)

@@ -1,6 +1,5 @@
 """What `slipstream env new` writes can be checked, planned and trained; and so can what is named by digest."""
 
-import json
 import re
 import sys
 
@@ -43,6 +42,7 @@ def trained(model, run_file, folder, *options):
     return scripted
 
 
+@pytest.mark.full
 def test_a_new_folder_is_checked_planned_and_trained(slipstream, model, tmp_path, scripted):
     code, out, err = slipstream("env", "new", "mine")
     assert (code, err) == (0, "")
@@ -101,35 +101,3 @@ def test_a_run_by_digest(slipstream, model, tmp_path, scripted):
     assert slipstream("env", "pull", reference, "registry", "again")[0] == 3
     assert slipstream("env", "push", "mine", "registry", "--json")[0] == 0
     assert slipstream("env", "pull", reference[:20], "registry", "again")[0] == 3
-
-
-@pytest.mark.full
-def test_a_run_by_digest_from_an_address_is_resumed(slipstream, model, tmp_path, scripted, monkeypatch):
-    assert slipstream("env", "new", "mine")[0] == 0
-    address = "memory://environments/rl"
-    code, out, err = slipstream("env", "push", "mine", f"{address}/", "--json")
-    assert (code, err) == (0, "")
-    pushed = json.loads(out)
-    reference = pushed["reference"]
-    assert pushed["registry"] == address
-    code, out, err = slipstream("env", "push", "mine", address)
-    assert (code, err) == (0, "")
-    assert "was there already" in out
-    assert f'name = "{reference}"\nregistry = "{address}"\n' in out
-    options = ("--environment.name", reference, "--environment.registry", address)
-    run = (model, tmp_path / "mine" / "rl.toml", tmp_path / "rl")
-    (tmp_path / "mine" / "environment.py").write_text("raise SystemExit('not this one')")
-    rl = trained(*run, *options, "--run.checkpoint_every", "1")
-    assert read_settings(rl.folder)["environment.registry"] == address
-
-    # On another machine, with no such environment yet.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
-    report = rl.run(
-        "--model.path", str(model), *SMALL[2:], *options, "--training.steps", "3", script=sorting(rl), resume=True
-    )
-    assert (report.status, report.step) == ("finished", 3), report.message
-    attempts = json.loads((rl.folder / "provenance.json").read_text())["attempts"]
-    first, second = [
-        sorted((e["name"], e["digest"]) for e in each["sources"] if e["kind"] == "environment") for each in attempts
-    ]
-    assert first == second != []

@@ -199,9 +199,3 @@ def test_the_best_checkpoint_is_that_of_the_step_that_was_evaluated(scripted):
     assert (folder / "best").resolve() == folder / "step-000002"
     assert {event["step"]: event["accuracy"] for event in scripted.events("best")}[2] == 1.0
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000002", "step-000006"]
-
-
-@pytest.mark.full
-def test_batches_in_the_order_of_the_data_have_no_token_that_is_too_old(scripted):
-    scripted.finish(STEPS, *BESIDE, "--training.order", "data", **patient(scripted))
-    assert max(row.get("staleness/max", 0.0) for row in scripted.metrics) <= 1.0

@@ -107,17 +107,3 @@ def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_w
     assert f"no file holds the weights that it had by {bridge}" in err
     assert "was killed, as it said nothing" in err
     assert run.left_behind() == []
-
-
-def test_an_engine_that_is_frozen_while_it_starts_is_named_and_started_again(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    held = Held(folder, rows=1)
-    options = (*held.settings, "--evaluation", "false", *SHORT_DEADLINES, "--training.steps", "4")
-    run = command("train", run_file, *options, "--run.folder", folder)
-    run.until(lambda: run.engines())
-    freeze(run, held)
-    run.ok()
-    (restart,) = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
-    assert "was killed, as it said nothing" in restart["reason"]
-    assert num_steps(folder) == 4
-    assert run.left_behind() == []

@@ -424,12 +424,13 @@ def test_an_engine_that_dies_too_often(scripted, at):
     scripted.fail(("EngineError", 5), "inference.max_restarts = 0", *never, on_request=dying_at(at))
 
 
+@pytest.mark.quick("probe", "second rollouts")
 @pytest.mark.parametrize(
     ("number", "at", "step"),
     [
         (signal.SIGINT, 1, 0),
         (signal.SIGTERM, 5, 0),
-        pytest.param(signal.SIGINT, 15, 0, marks=pytest.mark.full),
+        (signal.SIGINT, 15, 0),
         (signal.SIGUSR1, 27, 1),
         (signal.SIGTERM, 30, 1),
         (signal.SIGINT, 68, 3),
@@ -522,6 +523,7 @@ def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
     assert len(samples) == 4 + 3 * 2
 
 
+@pytest.mark.quick("3-auto")
 @pytest.mark.parametrize(("staleness", "order"), [("1", "data"), ("1", "ready"), ("3", "auto")])
 def test_staleness(scripted, staleness, order):
     stale = ("--training.staleness", staleness, "--training.order", order)
@@ -540,7 +542,7 @@ def test_staleness(scripted, staleness, order):
     assert sum_of(scripted.metrics, "tokens/generated") == sum_of(scripted.metrics, "tokens/trained") > 0
 
 
-@pytest.mark.parametrize("staleness", ["0", "2"])
+@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.full), "2"])
 def test_over_provision(scripted, staleness):
     """Groups of every fifth task finish only when they are cancelled."""
     ready = ("--training.staleness", staleness, "--training.order", "ready", "--training.overprovision", "0.5")
@@ -618,6 +620,7 @@ def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):
     assert (found.num("trained"), found.num_open) == (6 * 4, 0)
 
 
+@pytest.mark.quick("2-2.3-11")
 @pytest.mark.parametrize(("staleness", "deadly", "others"), [(0, "2.3", 11), (2, "2.3", 11), (2, "0.0", 15)])
 def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scripted, staleness, deadly, others):
     """`others`: groups that finish without the deadly one. With (2, "0.0") later groups are in checkpoints, and the

@@ -54,7 +54,8 @@ MODES = ["", "", "sysexit", "exit3", "chdir", "odd_keys", "forged", "many_keys",
 """
 
 
-@pytest.mark.parametrize("fresh", ["true", pytest.param("false", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("fresh", ["true", "false"])
 def test_a_run_of_hostile_rewards(scripted, tmp_path, fresh):
     path = tmp_path / "hostile.py"
     path.write_text(HOSTILE)

@@ -4,7 +4,6 @@ import re
 import time
 
 import pytest
-import torch
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.detection.coordinates import LITERALS
@@ -83,9 +82,7 @@ class Detector(Scripted):
 
 @pytest.fixture
 def detector(model, run_file, tmp_path):
-    before = torch.get_num_threads()
-    yield Detector(model, run_file, tmp_path / "run")
-    torch.set_num_threads(before)
+    return Detector(model, run_file, tmp_path / "run")
 
 
 def test_a_request_has_the_system_prompt_and_no_answer(detector):

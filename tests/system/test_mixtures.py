@@ -84,8 +84,9 @@ def test_each_part_has_its_tasks_rewards_and_figures(scripted, mixture):
     )
 
 
-@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.full), "2"])
-@pytest.mark.parametrize("curriculum", [pytest.param("none", marks=pytest.mark.full), "adaptive"])
+@pytest.mark.full
+@pytest.mark.parametrize("staleness", ["0", "2"])
+@pytest.mark.parametrize("curriculum", ["none", "adaptive"])
 def test_a_run_that_goes_on_draws_the_tasks_of_one_that_was_not_interrupted(
     scripted, mixture, tmp_path, staleness, curriculum
 ):
@@ -171,6 +172,7 @@ def test_limits_of_a_part(scripted, mixture):
     assert limits["never"] != {1}
 
 
+@pytest.mark.full
 def test_gradients_of_parts_can_be_combined_by_pcgrad(scripted, mixture, tmp_path):
     (tmp_path / "never.py").write_text(PARTS["never"].replace("return 0.0", 'return float(completion == "b")'))
     options = ("--algorithm.task_gradients", "pcgrad", "--training.steps", "6", "--evaluation", "false")

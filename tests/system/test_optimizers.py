@@ -11,13 +11,10 @@ from .conftest import learned
 OPTIONS = ("--evaluation", "false", "--training.steps", "4")
 LAST = "checkpoints/step-000004/weights"
 
-QUICK = ("adamw_bf16", "adamw_8bit")
-"""The others have such a case in trainer/, without a run around it."""
 
-
-@pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in OptimizerName.__args__]
-)
+# The others have such a case in trainer/, without a run around it.
+@pytest.mark.quick("adamw_bf16")
+@pytest.mark.parametrize("name", OptimizerName.__args__)
 def test_a_resumed_run_is_the_same(scripted, tmp_path, name):
     options = (*OPTIONS, "--training.optimizer", name)
     if name in ("adamw_bf16", "adamw_8bit"):

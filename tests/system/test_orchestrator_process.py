@@ -112,6 +112,7 @@ def numbers(rows):
 TWO = ("--run.orchestrators", "2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("--algorithm.max_refills", "2")], ids=["lock-step", "refills"])
 @pytest.mark.parametrize("several", [(), TWO], ids=["one", "two"])
 def test_the_numbers_are_those_of_one_process(scripted, beside, several, options, tmp_path):
@@ -130,7 +131,7 @@ def test_the_numbers_are_those_of_one_process(scripted, beside, several, options
     assert [each["digest"] for each in scripted.events("apply")]
 
 
-@pytest.mark.parametrize("order", ["data", "ready"])
+@pytest.mark.parametrize("order", [pytest.param("data", marks=pytest.mark.full), "ready"])
 def test_with_staleness_none_is_too_old(scripted, beside, order):
     run_apart(scripted, beside, "--training.staleness", "2", "--training.order", order)
     assert max(row.get("staleness/max", 0) for row in scripted.metrics) <= 2
@@ -186,6 +187,7 @@ def test_its_failures_are_the_runs(scripted, beside):
     assert not (scripted.folder / "streams").exists()
 
 
+@pytest.mark.full
 def test_its_death_begins_the_run_again_from_the_last_checkpoint(scripted, beside, monkeypatch):
     monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
 

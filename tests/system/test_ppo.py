@@ -56,6 +56,7 @@ def test_in_its_warm_up_the_policy_stays_as_it_is(scripted, model):
     assert any(not torch.equal(start[name], ends[1][name]) for name in start)
 
 
+@pytest.mark.full
 def test_the_critic_learns_what_the_letters_are_worth(scripted):
     options = ("--training.steps", "30", "--critic.learning_rate", "0.01", "--training.learning_rate", "1e-6")
     assert scripted.run(*PPO, *options, "--critic.gae_lambda", "1.0").status == "finished"

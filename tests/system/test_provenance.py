@@ -95,16 +95,6 @@ def test_it_is_recorded_compared_and_allowed_by_name(scripted, run, environment,
 
 
 @pytest.mark.full
-def test_a_module_that_the_environment_imports_counts(scripted, run, environment):
-    run(environment, steps=1, resume=False)
-    its_tasks = environment.with_name("its_tasks.py")
-    its_tasks.write_text(LETTERS.read_text().replace('{split} {i}{padding}"', '{split} no {i}{padding}"'))
-    assert f"{its_tasks} was " in run.refused(environment, steps=2)
-    # What follows from it, other tasks, is allowed too.
-    assert run(environment, "--run.allow_changes", '["environment"]', steps=2).status == "finished"
-
-
-@pytest.mark.full
 def test_rows_rewards_and_tokenizer(scripted, run, model, tmp_path):
     rows, reward, own = tmp_path / "rows.jsonl", tmp_path / "reward.py", tmp_path / "model"
     lines = [json.dumps({"prompt": f"say {i}", "answer": "a"}) + "\n" for i in range(40)]

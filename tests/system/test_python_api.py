@@ -2,20 +2,16 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from nbclient import NotebookClient
 
 import slipstream
-from slipstream.errors import ConfigError, TrainingError
+from slipstream.errors import ConfigError
 from slipstream.runlog import read_exit
 
 pytestmark = pytest.mark.engine
@@ -38,6 +34,7 @@ def tasks(split, num_tasks, seed):
     return [{"prompt": f"{split} {seed} {i}", "answer": "a"} for i in range(num_tasks)]
 
 
+@pytest.mark.full
 def test_a_run_is_a_call_that_can_be_stopped_and_resumed(command, model, tmp_path):
     seen, weight = [], 0.5
 
@@ -85,68 +82,6 @@ def test_a_model_is_evaluated_without_a_run(model):
     assert found.interval[0] < 1.0 == found.interval[1]
     assert found.metrics["eval/reward"] == 1.0
     assert [(sample["reward"], bool(sample["prompt"])) for sample in found.samples] == [(1.0, True)] * 7
-
-
-@pytest.mark.full
-def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):
-    settings = {"steps": 3, "folder": tmp_path / "r", "progress": False, **SMALL}
-    with pytest.raises(TrainingError, match="no group had any reward variance"):
-        slipstream.train(model, tasks, lambda task, completion: 1.0, **settings)
-    assert capfd.readouterr().out == ""
-    assert read_exit(tmp_path / "r").status == "failed"
-
-
-@pytest.mark.full
-def test_what_a_callback_raises_stops_the_run_and_is_raised(model, tmp_path):
-    def on_step(step, metrics):
-        if step == 1:
-            raise LookupError("no such curve")
-
-    def reward(task, completion):
-        return len(set(completion))
-
-    settings = {"steps": 500, "folder": tmp_path / "r", "progress": False, "evaluation": False, **SMALL}
-    with pytest.raises(LookupError, match="no such curve"):
-        slipstream.train(model, tasks, reward, on_step=on_step, **settings)
-    assert slipstream.load_run(tmp_path / "r").status == "interrupted"
-
-
-PROGRAM = """
-import signal, slipstream, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in what runs in the background
-def tasks(split, num_tasks, seed):
-    return [{"prompt": f"{split} {i}", "answer": "a"} for i in range(num_tasks)]
-def reward(task, completion):
-    return len(completion)
-print("begun", flush=True)
-run = slipstream.train(sys.argv[1], tasks, reward, steps=5000, folder=sys.argv[2], evaluation=False,
-                       training={"prompts_per_batch": 2}, run={"threads": 1})
-print(run.status)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.real_start
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-def test_an_interrupt_is_a_wished_end_and_nothing_outlives_its_program(model, tmp_path, ending):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    folder = tmp_path / "run"
-    command = [sys.executable, str(program), str(model), str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + 180
-    while not (folder / "metrics.jsonl").exists() and time.monotonic() < until:
-        time.sleep(0.2)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
-    process.send_signal(ending)
-    out, _ = process.communicate(timeout=120)
-    if ending == signal.SIGINT:
-        assert out.splitlines()[-1] == "interrupted"
-        assert list(folder.glob("checkpoints/step-*"))
-    gone, alive = psutil.wait_procs(children, timeout=30)
-    assert alive == []
-    assert gone
 
 
 @pytest.mark.full

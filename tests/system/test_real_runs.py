@@ -61,15 +61,6 @@ def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
     assert abs(metrics["eval/accuracy"] - summary["eval/accuracy"]) <= 0.1
 
 
-@pytest.mark.full
-def test_the_restart_bridge(command, run_file, tmp_path):
-    run = command("train", run_file, *COIN, *SHORT, "--weights.bridge", "restart", "--run.folder", tmp_path / "run")
-    run.ok()
-    check_run(tmp_path / "run", steps=2)
-    assert run.left_behind() == []
-
-
-@pytest.mark.real_start
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *ENDLESS, "--run.folder", folder)

@@ -40,6 +40,7 @@ def test_recipes_train(kind, scripted, model):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.quick("sequence*", "gspo*")
 @pytest.mark.parametrize(
     "settings",
     [

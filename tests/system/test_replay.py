@@ -17,7 +17,7 @@ from slipstream.processes.files import cannot_write
 from slipstream.runlog import batches, read_metrics
 from slipstream.runlog.batches import kept_steps, read_batch
 
-from .conftest import Scripted, has_row, kill_when
+from .conftest import Left, Scripted, has_row, kill_when
 
 SIX = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation", "false", "--run.keep_checkpoints", "2")
 PPO = ("--algorithm.kind", "ppo", "--training.updates_per_batch", "2", "--algorithm.kl_coef", "0.01")
@@ -25,11 +25,15 @@ LORA = ("--lora.rank", "4", "--weights.bridge", "disk", "--training.updates_per_
 SCHEDULED = ("--training.schedule", "cosine", "--training.warmup_steps", "1", "--training.epochs_per_batch", "2")
 
 
+@pytest.fixture(scope="module")
+def left(model, tmp_path_factory):
+    return Left(model, tmp_path_factory.mktemp("left"), "--evaluation", "false")
+
+
 @pytest.fixture
-def run(scripted):
+def run(left):
     """A finished run of three steps."""
-    assert scripted.run("--evaluation", "false").status == "finished"
-    return scripted.folder
+    return left.again()
 
 
 @pytest.fixture
@@ -85,6 +89,7 @@ def change_loss(folder, step, change):
     return before
 
 
+@pytest.mark.quick("grpo")
 @pytest.mark.parametrize("more", [(), PPO, LORA, SCHEDULED], ids=["grpo", "ppo", "lora", "schedule"])
 def test_the_loss_is_the_recorded_one(scripted, replayed, more):
     assert scripted.run(*SIX, *more, "--run.keep_batches", "2").status == "finished"
@@ -197,12 +202,12 @@ def test_a_batch_that_teaches_nothing(scripted, replayed, slipstream):
     assert "the batch teaches nothing: no group had any reward variance" in out
 
 
-def test_what_is_printed(run, scripted, slipstream):
+def test_what_is_printed(run, slipstream):
     code, out, err = slipstream("replay", run, 1)
     assert (code, err) == (0, "")
     assert "batch 1, the update from version 1 to 2\n" in out
     assert "trained again on batches 0 to 1, from the start model, by slipstream " in out
-    assert repr(scripted.metrics[2]["train/loss"]) in out
+    assert repr(read_metrics(run)[2]["train/loss"]) in out
     assert out.endswith("the loss is the recorded one, bit for bit\n")
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from slipstream.runlog import read_events, read_metrics, read_samples
 
-from .conftest import Held, engine_number, kinds
-from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps
+from .conftest import kinds
+from .test_real_runs import COIN, ENDLESS, check_interrupted, num_steps
 
 pytestmark = pytest.mark.engine
 
@@ -29,17 +29,6 @@ def check_versions(folder, staleness=0):
             assert steps == sorted(steps)
             assert sample["step"] - staleness <= steps[0]
             assert steps[-1] <= sample["step"]
-
-
-def test_from_files_in_flight(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    train(command, run_file, folder, "--training.steps", 4, "--training.staleness", 1)
-    check_run(folder, steps=4)
-    check_versions(folder, staleness=1)
-    # Four batches of four groups of four, each asked for in its own step or in the one before.
-    asked = [row.get(f"replica_{n}/requests", 0) for row in read_metrics(folder) for n in (0, 1)]
-    assert sum(asked) >= 64
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["engine-0.log", "engine-1.log"]
 
 
 @pytest.mark.full
@@ -76,27 +65,6 @@ def test_one_of_two_evaluates_while_steps_are_made(command, run_file, tmp_path, 
         if sample.get("split") == "eval":
             labels = {name for sequence in sample["sequences"] for _, name in sequence["versions"]}
             assert labels == {f"0.{sample['step']}"}
-
-
-@pytest.mark.real_start
-@pytest.mark.full
-def test_one_that_is_killed_while_it_evaluates_goes_on_with_its_version(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    held = Held(folder, rows=5)  # from step 4 on, whose evaluation is the first
-    options = (*held.settings, "--training.steps", 8, "--training.staleness", 1, *MANY)
-    run = command("train", run_file, *TWO, *options, "--evaluation.at_start", "false", "--run.folder", folder)
-    run.until(lambda: "replica_aside" in kinds(folder))
-    (aside,) = [event["replica"] for event in read_events(folder) if event["kind"] == "replica_aside"]
-    run.until(lambda: engine_number(run, folder, aside))
-    engine_number(run, folder, aside).kill()
-    held.go()
-    run.ok(400)
-    assert [event["replica"] for event in read_events(folder) if event["kind"] == "engine_restart"] == [aside]
-    rows = {row["step"]: row for row in read_metrics(folder)}
-    assert [step for step, row in rows.items() if "eval/accuracy" in row] == [4, 8]
-    assert (rows[4]["eval/num_failed"], rows[4]["eval/num_tasks"]) == (0.0, 64.0)
-    assert rows[4]["eval/steps_later"] >= 1
-    check_versions(folder, staleness=1)
 
 
 @pytest.mark.real_start

@@ -53,18 +53,6 @@ def test_it_goes_on_from_the_last_checkpoint_and_counts(scripted):
     assert [row["step"] for row in scripted.metrics] == list(range(7))
 
 
-@pytest.mark.full
-def test_the_bound(scripted):
-    report, number = attempts(scripted, 1, 3, 5, options=("--run.max_restarts", "2"))
-    assert (report.status, report.error, report.exit_code, number) == ("failed", "EngineError", 5, 3)
-    assert "no file holds the weights" in report.message
-    assert any("run.max_restarts = 2 allows no further" in event["message"] for event in scripted.events("warning"))
-    # Begun again by a person, it may do so anew.
-    with pytest.raises(StartsAgain):
-        scripted.run(*STEPS, "--run.max_restarts", "2", resume=True, on_request=dies_at(5))
-    assert scripted.events("restart")[-1]["number"] == 1
-
-
 def test_none_where_it_is_switched_off(scripted):
     report, number = attempts(scripted, 1, 1, options=("--run.max_restarts", "0"))
     assert (report.status, number, report.restarts) == ("failed", 1, 0)

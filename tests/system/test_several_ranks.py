@@ -9,14 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.weights.adapter_folder import read_adapter_tensors
-from slipstream.weights.fingerprint import describe, digest
 
-from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps, sft_file
+from .test_real_runs import COIN, ENDLESS, check_run, num_steps, sft_file
 
 
 def ranks(number, **settings):
@@ -131,15 +127,6 @@ def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_pa
         time.sleep(0.1)
 
 
-@pytest.mark.real_start
-@pytest.mark.full
-def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    run = begun(command, run_file, folder)
-    run.process.send_signal(signal.SIGINT)
-    check_interrupted(run, folder)
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("bridge", "steps"),
@@ -157,56 +144,3 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
     command("train", run_file, *COIN, *ranks(2, **{"run.threads": 1}), *options).ok(400)
     check_run(folder, steps=steps)
     assert "train/grad_norm" in read_metrics(folder)[-1]
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_file, tmp_path):
-    """On four GPUs each has a card of its own."""
-    folder = tmp_path / "run"
-    options = ("--inference.replicas", "2", "--weights.bridge", "broadcast", "--run.folder", folder)
-    run = command("train", run_file, *COIN, *ranks(2), *options)
-    run.ok(400)
-    assert run.left_behind() == []
-    check_run(folder, steps=3)
-    published, applied = (
-        [event["digest"] for event in read_events(folder) if event["kind"] == kind] for kind in ("publish", "apply")
-    )
-    assert len(set(published)) == 4
-    assert applied == published
-    asked = [sum(row.get(f"replica_{n}/requests", 0) for row in read_metrics(folder)) for n in (0, 1)]
-    assert min(asked) > 0
-    logs = sorted(path.name for path in (folder / "logs").glob("*-*.log"))
-    assert logs == ["engine-0.log", "engine-1.log", "rank-1.log"]
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
-    folder = tmp_path / "run"
-    delta = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--model.dtype", "bfloat16")
-    options = ("--training.learning_rate", "1e-5", "--weights.probe_warn", "1", "--weights.probe_stop", "2")
-    command("train", run_file, *COIN, *ranks(2), *delta, *options, "--run.folder", folder).ok(400)
-    published, applied = (
-        [event for event in read_events(folder) if event["kind"] == kind] for kind in ("publish", "apply")
-    )
-    assert [event["digest"] for event in applied] == [event["digest"] for event in published]
-    assert [event.get("delta_of") for event in published] == [None, "0.0", "0.1", "0.2"]
-    assert len({event["digest"] for event in published}) == 4
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_an_adapter_over_two_ranks(command, run_file, model, tmp_path):
-    folder = tmp_path / "run"
-    lora = ("--lora.rank", "4", "--training.learning_rate", "1e-2", "--run.folder", folder)
-    command("train", run_file, *COIN, *ranks(2), *lora).ok(400)
-    events = read_events(folder)
-    applied = [event["digest"] for event in events if event["kind"] == "apply"]
-    assert len(set(applied)) == 4
-    assert applied == [event["digest"] for event in events if event["kind"] == "publish"]
-    weights = folder / "checkpoints/step-000003/weights"
-    proof = [event["digest"] for event in events if event["kind"] == "checkpoint"]
-    assert digest(describe(read_adapter_tensors(weights).items())) == proof[-1]
-    base = AutoModelForCausalLM.from_pretrained(model)
-    assert PeftModel.from_pretrained(base, weights).peft_config["default"].r == 4

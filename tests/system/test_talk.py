@@ -37,6 +37,7 @@ def adapter_run(model, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_every_line_of_a_pipe_is_answered_by_the_adapter(adapter_run):
     """The answers alone are on standard output; the conversation is remembered, and begun anew where asked for."""

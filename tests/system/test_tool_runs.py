@@ -26,7 +26,7 @@ def imitator(command, tmp_path):
     return json.loads(out)["weights"]
 
 
-@pytest.mark.parametrize("streams", ["memory", pytest.param("files", marks=pytest.mark.full)])
+@pytest.mark.parametrize("streams", ["files", pytest.param("memory", marks=pytest.mark.full)])
 def test_calls_are_made_answered_and_trained_on(command, imitator, tmp_path, streams):
     folder = tmp_path / "run"
     size = ("--training.steps", "2", "--training.warmup_steps", "0", "--training.prompts_per_batch", "4")

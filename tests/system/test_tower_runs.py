@@ -90,22 +90,6 @@ def drawn(images, tmp_path):
 
 
 @pytest.mark.full
-def test_images_over_two_ranks(command, drawn, tmp_path):
-    """Each rank reads the images of its rows with a tower of its own, which stays as it is."""
-    model, folder = drawn[1], drawn[-1]
-    how = ("--training.ranks", "2", "--model.train_tower", "false", "--algorithm.kl_coef", "0.01")
-    command("train", EXAMPLES / "grpo.toml", *drawn, *SMALL, *how).ok(400)
-    rows = read_metrics(folder)
-    assert rows[-1]["step"] == 3
-    assert max(row["probe/abs_logprob_diff"] for row in rows if "probe/abs_logprob_diff" in row) < 1e-3
-    before, after = (
-        load_file(path / "model.safetensors") for path in (model, folder / "checkpoints/step-000003/weights")
-    )
-    assert any(not tensor.equal(after[name]) for name, tensor in before.items())
-    assert all(tensor.equal(after[name]) for name, tensor in before.items() if "visual" in name)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("bridge", ["lora", "disk"])
 def test_an_adapter_of_the_tower_reaches_the_engine(bridge, command, drawn, tmp_path):
     """With a KL term, so that the model without the adapter reads the same images too; then evaluated and merged."""

@@ -10,12 +10,18 @@ from safetensors import safe_open
 
 from slipstream.runlog import read_events, read_samples, read_tickets
 
+from .conftest import Left
+
+
+@pytest.fixture(scope="module")
+def left(model, tmp_path_factory):
+    return Left(model, tmp_path_factory.mktemp("left"), "--run.checkpoint_every", "1", "--run.keep_checkpoints", "2")
+
 
 @pytest.fixture
-def run(scripted):
+def run(left):
     """A finished run of three steps that keeps all of its checkpoints but the first."""
-    assert scripted.run("--run.checkpoint_every", "1", "--run.keep_checkpoints", "2").status == "finished"
-    return scripted.folder
+    return left.again()
 
 
 def flip(file, name, place=-1):

@@ -32,14 +32,15 @@ def signal_all(run, number):
     return len(others)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("streams", "number", "options"),
     [
         ("files", TERM, ()),
-        pytest.param("memory", TERM, ("--weights.bridge", "single_copy"), marks=pytest.mark.full),
-        pytest.param("files", USR1, ("--run.orchestrators", "2"), marks=pytest.mark.full),
-        pytest.param("memory", USR1, ("--weights.bridge", "disk"), marks=pytest.mark.full),
-        pytest.param("memory", TERM, ("--training.ranks", "2"), marks=pytest.mark.full),
+        ("memory", TERM, ("--weights.bridge", "single_copy")),
+        ("files", USR1, ("--run.orchestrators", "2")),
+        ("memory", USR1, ("--weights.bridge", "disk")),
+        ("memory", TERM, ("--training.ranks", "2")),
     ],
 )
 def test_the_last_step_is_saved_and_the_run_resumes(command, run_file, tmp_path, streams, number, options):

@@ -121,6 +121,7 @@ def check_rest(streams, log):
         transport.put(CAPACITY, 0)
 
 
+@pytest.mark.quick("files")
 def test_a_kill_at_any_moment_of_any_operation(make_shared, tmp_path):
     for moment in count():
         streams, path = make_shared.new_streams(), tmp_path / str(moment)
