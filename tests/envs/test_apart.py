@@ -154,22 +154,6 @@ async def lag_of(work):
     return task.result(), 0.02 * worst
 
 
-async def test_an_episode_is_the_same_there(config, tmp_path):
-    async with Played(config, tmp_path, 60.0) as played:
-        rollouts = await asyncio.gather(*(played.rollout("plain") for _ in range(20)))
-        for rollout in rollouts:
-            assert (rollout.outcome, rollout.reward, rollout.num_turns) == ("done", 1.75, 2), rollout.error
-            assert rollout.turn_rewards == [0.5, 0.25]
-            assert rollout.metrics["set_up"] == 1.0
-            assert (rollout.metrics["tool_calls"], rollout.metrics["tool_failures"]) == (2.0, 0.0)
-        pid = int(rollouts[0].metrics["pid"])
-        assert pid not in (0, psutil.Process().pid)
-        full = await played.rollout("long")
-        assert (full.outcome, full.stop) == ("no_tokens", "context_full")
-    assert (tmp_path / "environment.log").read_text().count("closed plain") == 20
-    assert not psutil.pid_exists(pid)
-
-
 @pytest.mark.parametrize(
     ("how", "stop", "text"),
     [
@@ -191,6 +175,7 @@ async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text, mon
         assert "blocks_here" in (with_2_s.environment.log_folder / "environment.log").read_text()
 
 
+@pytest.mark.full
 async def test_an_episode_that_blocks_is_named_and_interrupted_and_costs_no_other(config, tmp_path):
     warnings = []
     async with Played(config, tmp_path, 6.0) as played:

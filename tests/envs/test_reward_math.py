@@ -120,6 +120,7 @@ def test_a_right_answer_that_takes_for_ever_is_named(math, monkeypatch, hangs):
 HANGS = r"$\binom{10^{9}}{500000000}$"
 
 
+@pytest.mark.full
 async def test_an_answer_on_which_sympy_hangs_is_killed(tmp_path):
     rows = [{"question": f"{n} / 7 = ?", "answer": f"\\frac{{{n}}}{{7}}"} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -168,18 +168,3 @@ async def test_tokens_are_coloured_and_rollouts_filtered_by_task(model, run_file
             assert found[7] in "ab"
             assert re.fullmatch(r"log-probability -\d+\.\d+, advantage -?\d\.?\d*, version 0\.\d", found[8])
             assert found[9] is True
-
-
-async def test_the_browser_check_notices_what_is_broken(tmp_path):
-    path = tmp_path / "bad.html"
-    path.write_text(
-        "<body><div style='width:2000px'>wide</div><figure class=plot><h3>empty</h3><div class=area></div>"
-        "<script>console.error('oh'); missing();</script></figure>"
-    )
-    async with browser(find()) as page:
-        await page.open(path, 400)
-        assert (await page.ask(DRAWN)) == [["empty", 0, False]]
-        beyond, sticking_out = await page.ask(OVERFLOWING)
-        assert beyond > 0
-        assert sticking_out
-        assert len(page.errors) == 2

@@ -236,6 +236,7 @@ def wandb_records(folder, pattern):
     return rows, run, exit_code
 
 
+@pytest.mark.full
 def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
     folder = tmp_path / "run"
     run_apart(folder, "wandb", WANDB_API_KEY="", WANDB_MODE="offline")
