@@ -19,14 +19,17 @@ from slipstream.errors import ConfigError, EnvironmentFault
 SHARED = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["inline", "pool"])
-async def scorer(request):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool():
+    """Of one worker, for tests that leave it as it is."""
+    async with ScorerPool(config(), num_workers=1) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["inline", "pool"])
+def scorer(request, pool):
     """Both scorers do the same for rewards that neither hang nor exit."""
-    if request.param == "inline":
-        yield InlineScorer(load_environment(config()))
-    else:
-        async with ScorerPool(config()) as pool:
-            yield pool
+    return pool if request.param == "pool" else InlineScorer(load_environment(config()))
 
 
 async def test_a_planned_section_without_training_tasks_is_graded_by():
@@ -125,24 +128,24 @@ async def test_an_answer_that_the_worker_did_not_give_is_believed_by_nobody():
         assert pool.num_restarts == 1
 
 
-async def test_a_reward_that_ends_its_process_fails_alone(patient):
-    async with ScorerPool(config()) as pool:
-        for completion, said in [("exit 0", "exit code 0"), ("exit 7", "exit code 7"), ("kill x", "SIGSEGV")]:
-            results = await asyncio.gather(
-                *(pool.score(task("4"), text) for text in ["4", completion, "4"]), return_exceptions=True
-            )
-            assert isinstance(results[1], RewardFailed), completion
-            assert said in str(results[1])
-            assert [results[0].reward, results[2].reward] == [1.0, 1.0], completion
+@SHARED
+async def test_a_reward_that_ends_its_process_fails_alone(pool, patient):
+    for completion, said in [("exit 0", "exit code 0"), ("kill x", "SIGSEGV")]:
+        results = await asyncio.gather(
+            *(pool.score(task("4"), text) for text in ["4", completion, "4"]), return_exceptions=True
+        )
+        assert isinstance(results[1], RewardFailed), completion
+        assert said in str(results[1])
+        assert [results[0].reward, results[2].reward] == [1.0, 1.0], completion
 
 
-async def test_a_caller_that_gives_up_leaves_the_others_alone():
-    async with ScorerPool(config()) as pool:
-        calls = [asyncio.create_task(pool.score(task("4"), "sleep 0.2" if i % 2 else "4")) for i in range(6)]
-        await asyncio.sleep(0.05)
-        for call in calls[1::2]:
-            call.cancel()
-        assert [(await call).reward for call in calls[::2]] == [1.0] * 3
+@SHARED
+async def test_a_caller_that_gives_up_leaves_the_others_alone(pool):
+    calls = [asyncio.create_task(pool.score(task("4"), "sleep 0.2" if i % 2 else "4")) for i in range(6)]
+    await asyncio.sleep(0.05)
+    for call in calls[1::2]:
+        call.cancel()
+    assert [(await call).reward for call in calls[::2]] == [1.0] * 3
 
 
 async def noted(file, word, number):
@@ -173,11 +176,11 @@ async def test_what_is_given_up_is_cancelled_and_its_place_is_free(tmp_path):
     assert words.count("cancelled") + 1 == file.read_text().split().count("cancelled"), "at the end of a run, too"
 
 
-async def test_large_completions_pass():
+@SHARED
+async def test_large_completions_pass(pool):
     text = "x" * 3_000_000
-    async with ScorerPool(config()) as pool:
-        results = await asyncio.gather(*(pool.score(task(text), text) for _ in range(4)))
-        assert {result.metrics["length"] for result in results} == {3_000_000.0}
+    results = await asyncio.gather(*(pool.score(task(text), text) for _ in range(4)))
+    assert {result.metrics["length"] for result in results} == {3_000_000.0}
 
 
 async def test_two_workers_share_the_work(tmp_path):
@@ -318,11 +321,11 @@ async def test_a_coroutine_that_hangs_or_takes_its_worker_along_is_alone_to_blam
         assert [score.reward for score in found] == [0.0, 1.0, 2.0, 3.0]
 
 
-async def test_a_plain_reward_among_coroutines_may_have_a_loop_of_its_own():
-    async with ScorerPool(config(), num_workers=1) as pool:
-        asked = [text for number in range(5) for text in (f"wait 0.2 {number}", f"own_loop {number}")]
-        found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
-        assert [score.reward for score in found] == [float(number) for number in range(5) for _ in (0, 1)]
+@SHARED
+async def test_a_plain_reward_among_coroutines_may_have_a_loop_of_its_own(pool):
+    asked = [text for number in range(5) for text in (f"wait 0.2 {number}", f"own_loop {number}")]
+    found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
+    assert [score.reward for score in found] == [float(number) for number in range(5) for _ in (0, 1)]
 
 
 async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call(patient):

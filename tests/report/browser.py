@@ -23,7 +23,6 @@ WAIT_S = 60.0
 def find():
     """The browser's path, or None; CHROMIUM names one that is not on the search path."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 needs_browser = pytest.mark.skipif(
