@@ -93,14 +93,7 @@ def test_folder_and_files_are_private(tmp_path):
     assert stat.S_IMODE(log.folder.stat().st_mode) == 0o700
     names = {path.name: stat.S_IMODE(path.stat().st_mode) for path in log.folder.iterdir()}
     assert set(names.values()) == {0o600}
-    assert names.keys() == {
-        "events.jsonl",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "resolved.toml",
-        "exit.json",
-        "run.lock",
-    }
+    assert names.keys() == {"events.jsonl", "metrics.jsonl", "samples.jsonl", "resolved.toml", "exit.json", "run.lock"}
 
 
 def test_an_existing_folder_is_refused_and_stays_as_it_is(tmp_path):
@@ -264,10 +257,7 @@ def test_superseded_steps_are_left_out(tmp_path):
 
 
 @settings(max_examples=40)
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.booleans()), min_size=1, max_size=5),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.booleans()), min_size=1, max_size=5), st.booleans())
 def test_history_after_any_resumes_has_each_step_once_and_newest(tmp_path_factory, lineages, announced):
     folder = tmp_path_factory.mktemp("runs") / "run"
     model: dict[int, int] = {}
@@ -490,11 +480,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
     )
     assert resource.RLIMIT_FSIZE is not None
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.startswith("1 ")
     assert "make room on its disk" in done.stdout

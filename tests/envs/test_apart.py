@@ -156,11 +156,7 @@ async def lag_of(work):
 
 @pytest.mark.parametrize(
     ("how", "stop", "text"),
-    [
-        ("block", "timeout", "blocks_here"),
-        ("raise", "error", "KeyError: 'odd'"),
-        ("exit", "error", "exit code 3"),
-    ],
+    [("block", "timeout", "blocks_here"), ("raise", "error", "KeyError: 'odd'"), ("exit", "error", "exit code 3")],
 )
 @one_loop
 async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text, monkeypatch):

@@ -210,7 +210,7 @@ async def test_episodes_are_the_same_in_both_ways(tmp_path):
     assert kept["plain"]["reward"] == len("<think>m</think>hm") + 1.75
     assert kept["plain"]["metrics"] == {"x": 0.5, "n": 1.0, "tool_calls": 3.0, "tool_failures": 2.0}
     assert [kept[how]["stop"] for how in ("full", "fuller", "wait", "error")] == [
-        *("context_full", "context_full", "timeout", "error"),
+        *("context_full", "context_full", "timeout", "error")
     ]
     assert kept["nothing"]["error"] == "TypeError: run() returned a NoneType: return an Episode"
     assert kept["no state"]["error"] == "OSError: no state"

@@ -196,9 +196,7 @@ async def test_each_part_of_a_mixture_is_judged_by_itself(tmp_path):
     }
     environment = load_environment(EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture}))
     result = await check_environment(environment, InlineScorer(environment), 8)
-    assert result.failures == [
-        "lenient: the reward is 1 whatever the completion: nothing can be learnt from it",
-    ]
+    assert result.failures == ["lenient: the reward is 1 whatever the completion: nothing can be learnt from it"]
     assert result.without_gold.startswith("8 of 24 tasks have no gold answer (of silent: 8): ")
     assert {(r.part, r.num_scored) for r in result.results if r.kind == "gold"} == {("good", 8), ("lenient", 8)}
 

@@ -67,11 +67,7 @@ async def scorer(request):
         (ToolCall("whose", {"question": 5}), "", '{"task": "t", "question": "5"}'),
         (ToolCall("wait", {"seconds": 0, "text": "x"}), "", "x"),
         (ToolCall("ad", {"a": 1}), "unknown", "There is no tool 'ad': did you mean 'add'?"),
-        (
-            ToolCall("add", {"a": "x"}),
-            "arguments",
-            "The arguments of add do not fit: a: Input should be a valid in",
-        ),
+        (ToolCall("add", {"a": "x"}), "arguments", "The arguments of add do not fit: a: Input should be a valid in"),
         (ToolCall("add", {}), "arguments", "a: Field required"),
         (ToolCall("add", {"a": 1, "c": 2}), "arguments", "c: Extra inputs are not permitted"),
         (ToolCall("whose", {"question": "x", "task": "mine"}), "arguments", "task: Extra inputs"),

@@ -117,10 +117,7 @@ async def browser(program):
         )
         try:
             address = await asyncio.wait_for(_address(process), WAIT_S)
-            async with (
-                aiohttp.ClientSession() as client,
-                client.ws_connect(address, max_msg_size=0) as socket,
-            ):
+            async with aiohttp.ClientSession() as client, client.ws_connect(address, max_msg_size=0) as socket:
                 page = Page(socket, "")
                 listening = asyncio.create_task(page.listen())
                 try:

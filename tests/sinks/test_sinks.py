@@ -84,10 +84,7 @@ def test_tensorboard_reads_what_was_written(run):
         put_all(sinks)
     assert log.warnings == []
     assert log.events == [{"kind": "sink", "name": "tensorboard", "num_written": 3, "num_lost": 0}]
-    assert tensorboard_rows(run.folder) == {
-        "reward/mean": [(0, 0.25), (1, 0.5), (2, 0.75)],
-        "train/loss": [(0, -1.5)],
-    }
+    assert tensorboard_rows(run.folder) == {"reward/mean": [(0, 0.25), (1, 0.5), (2, 0.75)], "train/loss": [(0, -1.5)]}
 
 
 SAMPLE = {
