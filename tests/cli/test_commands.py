@@ -57,6 +57,13 @@ def tasks(split, num_tasks, seed):
 def reward(task, completion):
     return 1.0
 """
+WORDS = """
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {i}", "answer": f"word {7919 * i % 997}"} for i in range(min(num_tasks, 64))]
+
+def reward(task, completion):
+    return float(completion == task.answer)
+"""
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +74,8 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run_file(model, tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(RUN_FILE.format(model=model, environment="reasoning_gym/spell_backward"))
+    (tmp_path / "words.py").write_text(WORDS)
+    path.write_text(RUN_FILE.format(model=model, environment="words.py"))
     return path
 
 
@@ -118,7 +126,16 @@ def test_plan(slipstream, run_file):
 
 
 def test_plan_says_what_was_left_out(slipstream, run_file):
-    tight = ("--inference.max_model_len", "80", "--sampling.max_tokens", "8", "--evaluation", "false")
+    tight = (
+        "--environment.name",
+        "reasoning_gym/spell_backward",
+        "--inference.max_model_len",
+        "80",
+        "--sampling.max_tokens",
+        "8",
+        "--evaluation",
+        "false",
+    )
     code, out, _ = slipstream("plan", run_file, *tight)
     assert code == 0
     assert "(train_prompt_too_long)" in out
@@ -181,7 +198,9 @@ def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, t
 
 
 def test_env_test_passes_on_a_reasoning_gym_task(slipstream, run_file):
-    code, out, _ = slipstream("env", "test", run_file, "--json", "--num-tasks", "16")
+    code, out, _ = slipstream(
+        "env", "test", run_file, "--environment.name", "reasoning_gym/spell_backward", "--json", "--num-tasks", "16"
+    )
     result = json.loads(out)
     assert code == 0
     assert {"gold"} <= {row["kind"] for row in result["results"]}

@@ -87,15 +87,15 @@ async def test_a_hanging_reward_is_killed_and_the_others_are_graded(patient):
         first = (await pool.score(task(), "pid x")).reward
         started = time.monotonic()
         results = await asyncio.gather(
-            *(pool.score(task("4"), text) for text in ["4", "4", "hang x", "4", "5", "hang x", "4"]),
+            *(pool.score(task("4"), text) for text in ["4", "4", "hang x", "4", "5", "4"]),
             return_exceptions=True,
         )
-        assert time.monotonic() - started < 110, "they would hang for 120 s"
+        assert time.monotonic() - started < 50, "it would hang for 60 s"
         kinds = [type(result) if isinstance(result, Exception) else result.reward for result in results]
-        assert kinds == [1.0, 1.0, RewardTimeout, 1.0, 0.0, RewardTimeout, 1.0]
+        assert kinds == [1.0, 1.0, RewardTimeout, 1.0, 0.0, 1.0]
         assert "killed after 1 s" in str(results[2])
         assert "in _hang" in results[2].details, "where it hung, though it held the interpreter's lock"
-        assert pool.num_restarts == 2
+        assert pool.num_restarts == 1
         assert (await pool.score(task(), "pid x")).reward != first
         assert not is_there(int(first))
 
