@@ -201,6 +201,7 @@ async def test_a_hung_tool_delays_no_reward_and_is_no_failure_of_one():
         assert pool._rewards.num_restarts == 0
 
 
+@pytest.mark.full
 async def test_many_coroutine_tools_run_at_once():
     """One after the other they would take 100 s."""
     async with ScorerPool(config(variables=())) as pool:
@@ -212,6 +213,7 @@ async def test_many_coroutine_tools_run_at_once():
         assert {each.content for each in found} == {"x"}
 
 
+@pytest.mark.full
 async def test_a_coroutine_tool_that_hangs_takes_nobody_along():
     async with ScorerPool(config(tool_timeout_s=1.0, variables=())) as pool:
         calls = [ToolCall("wait", {"seconds": seconds, "text": str(seconds)}) for seconds in (0.2, 60, 0.3)]

@@ -143,16 +143,6 @@ def wait_until(reached):
         time.sleep(0.01)
 
 
-def test_tensorboard_forgets_what_was_made_again(run):
-    for first in (0, 2):
-        if first:
-            time.sleep(1.1)  # the file's name is the second in which it was opened
-        with MetricSinks(["tensorboard"], run, Log()) as sinks:
-            put_all(sinks, [{"reward/mean": first + step / 4} for step in range(3)], first)
-    rows = tensorboard_rows(run.folder)["reward/mean"]
-    assert rows == [(0, 0.0), (1, 0.25), (2, 2.0), (3, 2.25), (4, 2.5)]
-
-
 def test_tensorboard_keeps_the_step_that_a_resume_goes_on_from(run):
     with MetricSinks(["tensorboard"], run, Log()) as sinks:
         put_all(sinks, [{"reward/mean": 0.0}, {"reward/mean": 0.25}, {"reward/mean": 0.5}])
