@@ -344,6 +344,7 @@ def test_warnings_and_samples_are_told_to_who_listens(tmp_path):
         log.metrics(1, {"train/loss": math.nan})
         log.sample({"step": 1, "completion": "hunter2-secret"})
     assert told == ["look", "not finite in step 1: train/loss"]
+    assert runlog.read_events(log.folder)[-2]["metrics"] == {"train/loss": "nan"}
     assert samples == [{"step": 1, "completion": "<redacted>"}]
 
 
