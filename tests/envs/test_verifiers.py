@@ -221,6 +221,7 @@ async def test_tokens_trained_are_the_tokens_sampled(guess):
     assert trained == engine.sampled
 
 
+@pytest.mark.quick("0.3")
 @one_loop
 async def test_many_episodes_at_once(guess):
     right, wrong = right_and_wrong(guess)
