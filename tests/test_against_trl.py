@@ -27,10 +27,6 @@ def run(bench, system, seconds, lengths=(10, 20), warm_up_seconds=100.0):
     return bench.Run(system, 30.0, [step(warm_up_seconds), *(step(seconds) for _ in range(3))])
 
 
-def test_speeds_leave_the_warm_up_out(bench):
-    assert bench.speeds(run(bench, "trl", 2.0), 1) == (0.5, 15.0)
-
-
 def test_the_ratio_is_against_the_fastest_peer(bench):
     runs = [run(bench, "slipstream", 1.0), run(bench, "trl", 2.0), run(bench, "trl-continuous", 8.0)]
     assert bench.ratios(runs, 1) == {"slipstream": (2.0, 2.0, "trl")}

@@ -1,11 +1,12 @@
 """Holds what the documents promise of the code's shape: who may import whom, and how long things are."""
 
 import ast
+import functools
 import re
 import statistics
 import subprocess
 import sys
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "slipstream"
 FILES = sorted(SOURCE.rglob("*.py"))
-MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 500, 200, 80
-"""Longer files and functions are reported as advice: a number is no target."""
+MAX_MEDIAN_LINES = 200
 
 LAYERS = {
     package: layer
@@ -49,6 +49,11 @@ LIGHT_MODULES = (
 HEAVY_MODULES = ("torch", "transformers", "vllm")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def package_of(path: Path) -> str:
     """The first name below `slipstream`; empty for the root package."""
     name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
@@ -60,13 +65,22 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node, at whatever depth; expressions hold none."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, name, ()):
+            yield child
+            yield from statements(child)
+
+
+@functools.cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, module) of every import in the file, those inside functions included, relative ones resolved."""
     found = []
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(parsed(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -127,40 +141,6 @@ def test_no_modules_import_one_another():
     assert import_cycles(FILES) == []
 
 
-def test_the_cycle_finder_sees_every_form(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    sources = {
-        "a.py": "from slipstream.b import f",
-        "b.py": "def f():\n    from . import c",
-        "c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import slipstream.a",
-        "d.py": "import slipstream.a\nimport slipstream.e",
-        "e.py": "import os",
-    }
-    for name, text in sources.items():
-        (tmp_path / name).write_text(text)
-    paths = [tmp_path / name for name in sources]
-    assert import_cycles(paths) == [{"slipstream.a", "slipstream.b", "slipstream.c"}]
-    assert import_cycles(paths[1:]) == []
-
-
-def test_the_import_reader_sees_every_form(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    path = tmp_path / "envs" / "x.py"
-    path.parent.mkdir()
-    path.write_text(
-        "import slipstream.trainer.loop\nfrom slipstream import weights\nfrom ..inference import client\n"
-        "from . import base\ndef f():\n    from slipstream.algo.surrogate_losses import g\n"
-    )
-    assert [name for _, name in sorted(imported_packages(path))] == [
-        "trainer", "weights", "inference", "envs", "algo",
-    ]  # fmt: skip
-    assert [error.split(": ")[-1] for error in upward_imports(path)] == [
-        "envs (layer 3) imports trainer (3)", "envs (layer 3) imports inference (3)",
-    ]  # fmt: skip
-    path.write_text("def f():\n" + "    pass\n" * MAX_FILE_LINES)
-    assert [error.split(": ")[-1] for error in too_long(path)] == ["a noun is missing, split it", "f has 501 lines"]
-
-
 def test_the_package_imports_no_benchmark():
     benchmarks = {path.stem for path in (ROOT / "benchmarks").iterdir()} | {"benchmarks"}
     assert "weight_sync" in benchmarks
@@ -176,14 +156,13 @@ def test_trainer_inference_and_environments_do_not_know_each_other():
             assert not {other for _, other in imported_packages(path)} & (apart - {own}), label(path)
 
 
-@pytest.mark.parametrize("module", [f"slipstream.{name}" for name in LIGHT_MODULES])
-def test_heavy_libraries_are_not_imported_early(module):
+def test_heavy_libraries_are_not_imported_early():
     program = (
-        f"import sys, {module}\nprint(*sorted(set({HEAVY_MODULES!r}) & {{name.split('.')[0] for name in sys.modules}}))"
+        f"import importlib, sys\nfor name in {LIGHT_MODULES!r}:\n    importlib.import_module(f'slipstream.{{name}}')\n"
+        f"    assert not set({HEAVY_MODULES!r}) & sys.modules.keys(), name"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == []
 
 
 STARTS = re.compile(
@@ -216,32 +195,13 @@ def test_one_package_starts_processes_and_one_module_frames_messages(what, home,
     assert {name for name in found if not name.startswith(home)} == listed.keys()
 
 
-def too_long(path: Path) -> list[str]:
-    """What of a file is longer than agreed."""
-    text = path.read_text(encoding="utf-8")
-    found = []
-    if (length := len(text.splitlines())) > MAX_FILE_LINES:
-        found.append(f"{label(path)} has {length} lines: a noun is missing, split it")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                found.append(f"{label(path)}:{node.lineno}: {node.name} has {length} lines")
-    return found
-
-
-def test_sizes():
-    for text in (advice for path in FILES for advice in too_long(path)):
-        warnings.warn(text, stacklevel=1)
-
-
 def test_files_are_mostly_small():
     lengths = [len(path.read_text(encoding="utf-8").splitlines()) for path in FILES]
     assert statistics.median(lengths) < MAX_MEDIAN_LINES
 
 
 def test_every_module_says_what_it_is():
-    assert [label(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+    assert [label(path) for path in FILES if not ast.get_docstring(parsed(path))] == []
 
 
 def test_every_folder_with_code_is_a_package():

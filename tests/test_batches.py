@@ -36,7 +36,7 @@ class Kept:
             self.keeper.keep(batch_of(step))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     number=st.integers(1, 4),
     attempts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 8), st.sets(st.integers(0, 12))), max_size=4),

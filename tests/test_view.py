@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from slipstream.runlog import RunSummary
-from slipstream.view import (
-    NullView,
-    PlainView,
-    RichView,
-    make_view,
-    render_runs,
-    sparkline,
-)
+from slipstream.view import NullView, PlainView, RichView, make_view, render_runs, sparkline
 from slipstream.view.text import BLOCK_LEVELS
 
 from .waiting import Clock

@@ -21,21 +21,12 @@ FILES = {
     "good.py": "def tasks(split, num_tasks, seed):\n"
     "    return [{'prompt': f'{split} {n}', 'answer': str(n)} for n in range(min(num_tasks, 9))]\n"
     "def reward(task, completion):\n    return 1.0\n",
-    "syntax.py": "def tasks(:\n",
-    "raises_on_import.py": "import no_such_module\n",
-    "no_tasks.py": "def reward(task, completion):\n    return 1.0\n",
-    "no_reward.py": "def tasks(split, num_tasks, seed):\n    return []\n",
-    "wrong_arguments.py": "def tasks():\n    return []\ndef reward(task, completion):\n    return 1.0\n",
     "score.py": "def compute_score(solution):\n    return 1.0\n",
 }
 TASKS = {
     "nothing": "return []",
     "none": "return None",
     "raises": "raise KeyError('lost')",
-    "wrong_type": "return [5]",
-    "no_prompt": "return [{'question': 'x'}]",
-    "same_ids": "return [{'id': 'a', 'prompt': 'x'}, {'id': 'a', 'prompt': 'y'}]",
-    "number": "return [{'prompt': 'x', 'answer': 5}]",
     "long": "return [{'prompt': split + 'x' * 999, 'answer': '5'}]",
     "same_splits": "return [{'prompt': 'x', 'answer': '5'}]",
 }
@@ -46,18 +37,8 @@ FILES |= {
 DATA = {
     "empty.jsonl": b"",
     "question_only.jsonl": b'{"messages": [{"role": "user", "content": "x"}]}\n',
-    "not_utf8.jsonl": b'{"prompt": "\xff\xfe", "completion": "x"}\n',
-    "not_json.jsonl": b'{"prompt": "x", "completion": "x"}\n{"prompt": \n',
-    "list.jsonl": b'[\n{"prompt": "x", "completion": "x"}\n]\n',
-    "other_keys.jsonl": b'{"text": "x"}\n',
-    "wrong_role.jsonl": b'{"messages": [{"role": "robot", "content": "x"}]}\n',
-    "null.jsonl": b'{"prompt": "x", "completion": null}\n',
     "long.jsonl": b'{"prompt": "%s", "completion": "x"}\n' % (b"x" * 9999),
-    "table.csv": b"prompt,completion\n",
-    "no_parquet.parquet": b"PAR1 but not really",
     "no_truth.jsonl": b'{"data_source": "a", "prompt": "x", "reward_model": {"style": "rule", "ground_truth": ""}}\n',
-    "bad_text.jsonl": b'{"data_source": "a", "prompt": "x", "reward_model": "ground_truth: 4"}\n',
-    "words.jsonl": b'{"prompt": "x", "answer": "four"}\n',
 }
 MODEL, ONE_SFT = '[model]\npath = "model"\n', '[algorithm]\nkind = "sft"\n[training]\nsteps = 2\n'
 FROM_FILE = f'{MODEL}[data]\npath = "rows.jsonl"\n'
@@ -67,29 +48,19 @@ RUN_FILES = {
     "rows.toml": f'{MODEL}[environment]\nname = "rows"\nsettings = {{ path = "rows.jsonl" }}\n'
     + ONE_SFT.replace("sft", "grpo"),
     "syntax.toml": "[model\n",
-    "text.toml": "[model]\npath = model\n",
-    "missing.toml": f'{FROM_FILE}[algorithm]\nkind = "sft"\n',
     "no_source.toml": MODEL + ONE_SFT,
 }
 
 CONFIG = [
-    ("plan none.toml", 2, "run file none.toml does not exist"),
-    ("plan .", 2, "is a folder: give the path of a .toml file"),
     ("plan syntax.toml", 2, "syntax.toml is not valid TOML: .*line 1"),
-    ("plan text.toml", 2, "write texts in quotes"),
-    ("plan missing.toml", 2, "training.steps is missing: set it to a positive whole number"),
     ("plan no_source.toml", 2, "nothing to train on: set environment.name or data.path"),
     ("plan grpo.toml --algorithm.loss clipp", 2, r"algorithm.loss = 'clipp' is neither built in nor .*: did you mean"),
     ("plan grpo.toml --algorithm.loss none.py:f", 2, r"algorithm.loss: there is no file .*none.py"),
-    ("plan grpo.toml --sampling.max_tokens 99999", 2, "max_tokens = 99999 leaves no room .*: use less than 512"),
     ("plan grpo.toml --inference.max_model_len 99999", 2, "above the model's context of 512 tokens: use at most 512"),
     ("plan grpo.toml --inference.options.block_sise 16", 2, r"did you mean block_size\?"),
     ("plan grpo.toml --inference.options.logprobs_mode x", 2, "is set by Slipstream .*: remove it"),
     ("plan grpo.toml --evaluation.patience 3", 2, "patience = 3 has no effect .*: set evaluation.every"),
     ("plan grpo.toml --evaluation.stop_at 50 --evaluation.every 1", 2, "stop_at = 50 must be at most 1"),
-    ("plan grpo.toml --weights.probe_stop 0.01", 2, "is not above weights.probe_warn = 0.01"),
-    ("plan grpo.toml --model.chat_template_kwargs.enable_thinking false", 2, "does not use this variable: it uses"),
-    ("plan grpo.toml --model.chat_template_kwargs.messages 1", 2, "is set by Slipstream or the tokenizer.*: remove it"),
     ("sft grpo.toml", 2, "algorithm.kind = .*run `slipstream train` with this run file"),
 ]
 COMMAND_LINE = [
@@ -134,57 +105,24 @@ DATA_CASES = [
     ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),
     ("sft sft.toml --data empty.jsonl", 3, "empty.jsonl holds no row: give"),
     ("sft sft.toml --data question_only.jsonl", 3, "row 1 of .* has no assistant message.*: add"),
-    ("sft sft.toml --data not_utf8.jsonl", 3, "row 1 of .* is not UTF-8 text .byte 12 .*: save the file as UTF-8"),
-    ("sft sft.toml --data not_json.jsonl", 3, "row 2 of .* is not JSON .*: correct or remove it"),
-    ("sft sft.toml --data list.jsonl", 3, "is one JSON list: write one JSON object a line, .* or call the file .json"),
-    ("sft sft.toml --data other_keys.jsonl", 3, "row 1 of .* has the keys text: give"),
-    ("sft sft.toml --data wrong_role.jsonl", 3, r"messages\[0\].role = 'robot' is unknown: use system, user"),
-    ("sft sft.toml --data null.jsonl", 3, "row 1 of .* has the keys completion, prompt"),
     ("sft sft.toml --data long.jsonl", 3, "longer than the model's context of 512 tokens: use shorter ones"),
-    ("sft sft.toml --data table.csv", 3, "table.csv is not .*: give a .jsonl or .parquet file"),
-    ("sft sft.toml --data no_parquet.parquet", 3, "is not a whole parquet file .*: save or download it again"),
-    ("sft sft.toml --data truncated.parquet", 3, "is not a whole parquet file .*: save or download it again"),
-    ("sft sft.toml --data other.parquet", 3, "row 1 of .*other.parquet has the keys text: give"),
     ("sft sft.toml --data not_utf8.parquet", 3, "row 2 of .*, column completion cannot be read .*: correct it"),
     ("sft sft.toml --data empty", 3, "empty holds no data file: give"),
-    ("sft sft.toml --data.prompt_column ask", 3, "no row has the column 'ask': there are completion, prompt"),
     ("sft sft.toml --data.split test", 3, "rows.jsonl is a file and has no split 'test': leave it out"),
 ]
 ROWS_CASES = [
     ("path none", 3, "none cannot be read .*: correct environment.settings.path"),
-    ("pth x", 2, r"rows has no such setting: did you mean 'path'\?"),
-    ("answer_column x", 3, "no row has the column 'x': there are"),
-    ("reward fuzzy", 2, "reward = 'fuzzy' is not a reward: use \"exact\""),
     ("reward none.py", 2, "there is no file .*none.py .*: correct the path"),
-    ("reward score.py", 2, "cannot be called with task, completion, nor as verl's"),
     ("reward score.py:grade", 2, r"no function 'grade': use one of compute_score"),
     ("path no_truth.jsonl", 3, "row 1 .*ground_truth is empty.*: give it"),
-    ("path bad_text.jsonl", 3, "row 1 .*: reward_model = .* is not a dictionary"),
-    (
-        "path words.jsonl --environment.settings.reward number",
-        3,
-        "row 1 .*: the answer 'four' holds no number, .*: corr",
-    ),
 ]
 ENVIRONMENTS = [
     ("none.py", 2, "there is no file .*none.py .*: correct the path"),
-    ("syntax.py", 2, "importing .*syntax.py.* failed: SyntaxError"),
-    ("raises_on_import.py", 2, "line 1 failed: ModuleNotFoundError: No module named 'no_such_module'"),
-    ("no_tasks.py", 2, "nor the function tasks: define"),
-    ("no_reward.py", 2, "nor the function reward: define"),
-    ("wrong_arguments.py", 2, r"tasks\(\) in .* cannot be called with split, num_tasks, seed"),
     ("tasks_nothing.py", 3, "gave no held-out tasks: have tasks"),
     ("tasks_none.py", 3, r"tasks\(\) of tasks_none returned nothing: return a list of tasks"),
     ("tasks_raises.py", 4, r"of tasks_raises raised KeyError: 'lost' \(line 2 of .*\): correct it"),
-    ("tasks_wrong_type.py", 3, "task 0 of tasks_wrong_type is a int: give a Task or a dictionary with 'prompt'"),
-    ("tasks_no_prompt.py", 3, "has no 'prompt', only question: add it"),
-    ("tasks_same_ids.py", 3, "have the same id 'a': use unique ids"),
-    ("tasks_number.py", 3, "has the answer 5, a int: give it as text"),
     ("tasks_long.py", 3, "leaves no room for a completion .*: use shorter prompts"),
     ("tasks_same_splits.py", 3, "is also a held-out one: give other training data"),
-    ("reasoning_gym/spell_backwards", 2, r"no task 'spell_backwards': did you mean 'spell_backward'\?"),
-    ("reasoning_gym/spell_backward --environment.settings.min_len 3", 2, "spell_backward has no such setting: did you"),
-    ("somewhere_else", 2, "'somewhere_else' is not installed: use reasoning_gym/<task>, verifiers/<name>, rows"),
 ]
 MODELS = [
     ("./none", 'none" does not exist: give the folder of a model'),
@@ -261,9 +199,6 @@ def broken(tmp_path_factory):
     (root / "empty").mkdir()
     with RunLog.create(root / "finished"):
         pass
-    pq.write_table(pa.Table.from_pylist(ROWS), root / "whole.parquet")
-    (root / "truncated.parquet").write_bytes((root / "whole.parquet").read_bytes()[:-50])
-    pq.write_table(pa.Table.from_pylist([{"text": "x"}]), root / "other.parquet")
     raw = pa.array([b"fine", b"\xff\xfe"], pa.binary())
     text = pa.StringArray.from_buffers(len(raw), raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"prompt": ["a", "b"], "completion": text}), root / "not_utf8.parquet")

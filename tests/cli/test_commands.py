@@ -57,6 +57,13 @@ def tasks(split, num_tasks, seed):
 def reward(task, completion):
     return 1.0
 """
+WORDS = """
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {i}", "answer": f"word {7919 * i % 997}"} for i in range(min(num_tasks, 64))]
+
+def reward(task, completion):
+    return float(completion == task.answer)
+"""
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +74,8 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run_file(model, tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(RUN_FILE.format(model=model, environment="reasoning_gym/spell_backward"))
+    (tmp_path / "words.py").write_text(WORDS)
+    path.write_text(RUN_FILE.format(model=model, environment="words.py"))
     return path
 
 
@@ -119,7 +127,7 @@ def test_plan(slipstream, run_file):
 
 def test_plan_says_what_was_left_out(slipstream, run_file):
     tight = ("--inference.max_model_len", "80", "--sampling.max_tokens", "8", "--evaluation", "false")
-    code, out, _ = slipstream("plan", run_file, *tight)
+    code, out, _ = slipstream("plan", run_file, "--environment.name", "reasoning_gym/spell_backward", *tight)
     assert code == 0
     assert "(train_prompt_too_long)" in out
 
@@ -181,7 +189,9 @@ def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, t
 
 
 def test_env_test_passes_on_a_reasoning_gym_task(slipstream, run_file):
-    code, out, _ = slipstream("env", "test", run_file, "--json", "--num-tasks", "16")
+    code, out, _ = slipstream(
+        "env", "test", run_file, "--environment.name", "reasoning_gym/spell_backward", "--json", "--num-tasks", "16"
+    )
     result = json.loads(out)
     assert code == 0
     assert {"gold"} <= {row["kind"] for row in result["results"]}
@@ -205,9 +215,8 @@ def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slip
     assert err.startswith("error: environment constant cannot be trained on: ")
 
 
-@pytest.mark.parametrize("example", ["calculator.py", "higher_lower.py"])
-def test_env_test_plays_gold_answers_of_several_turns(slipstream, run_file, example):
-    name = ROOT / "examples/environments" / example
+def test_env_test_plays_gold_answers_of_several_turns(slipstream, run_file):
+    name = ROOT / "examples/environments/calculator.py"
     command = ("env", "test", run_file, "--environment.name", name, "--num-tasks", "8", "--evaluation.threshold", "0.1")
     code, out, err = slipstream(*command, "--json")
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""Of run files that are wrong, or odd: each is planned or refused in one sentence, and of many what is planned starts.
+"""Of run files that are wrong, or odd: each is planned or refused in one sentence, and what is planned starts.
 
 SLIPSTREAM_MUTATION_SEED gives others; `tests/config/mutate.py` is a command, too.
 """
@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
+from slipstream.config import load_config
+from slipstream.errors import ConfigError
 from slipstream.processes import launchers
+from tests.config.mutate import LONGEST_LINE, make_case
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("SLIPSTREAM_MUTATION_SEED", "0")
@@ -32,14 +35,25 @@ def judge(results, cases, starts):
     assert [each for each in results if each["verdict"] not in ("accepted", "refused", "starts")] == []
     count = Counter(each["verdict"] for each in results)
     assert count["accepted"] + count["refused"] == cases
-    # Both occur; of ten files a new setting can leave a single one of a kind.
     assert min(count["accepted"], count["refused"]) >= cases // 10
     assert count["starts"] == min(starts, count["accepted"])
 
 
-@pytest.mark.timeout(900)
-def test_ten_are_planned_or_refused_in_one_sentence(tmp_path):
-    judge(mutated(tmp_path / "files", 10, 0), 10, 0)
+def test_a_hundred_are_loaded_or_refused_in_short_lines(tmp_path):
+    """In this process, which plans none of them."""
+    path, verdicts, longest = tmp_path / "run.toml", Counter(), 0
+    for number in range(100):
+        _, text = make_case(SEED, number)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
+        try:
+            load_config(path)
+        except ConfigError as error:
+            verdicts["refused"] += 1
+            longest = max(longest, *map(len, str(error).split("\n")), 0)
+        else:
+            verdicts["loaded"] += 1
+    assert longest <= LONGEST_LINE
+    assert min(verdicts["loaded"], verdicts["refused"]) > 10
 
 
 @pytest.mark.full

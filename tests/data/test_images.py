@@ -24,7 +24,7 @@ from slipstream.data.images import reading
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.reading import FORMATS, bytes_of, decoded, is_plain, read_image
 from slipstream.errors import ConfigError, DataError
-from slipstream.records import Media, Message
+from slipstream.records import Message
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
@@ -376,10 +376,6 @@ def test_scaled_images_are_kept_within_bounds(chat, monkeypatch):
         chat.images.scaled(read_image(png(64, 64, (number, 0, 0)), "it"))
     assert chat.images._num_bytes <= 2000
     assert chat.images._num_bytes == sum(map(len, chat.images._scaled.values()))
-
-
-def test_media_of_other_kinds_have_no_grid():
-    assert Media("image", "", "").grid == (0, 0, 0)
 
 
 def grey(mode, name):

@@ -103,10 +103,7 @@ def test_each_way_of_looking_at_a_field_is_seen(make_folder, read_as):
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (
-            Message("assistant", "4", extra={"reasoning_content": "2"}),
-            "1 assistant messages have the field reasoning",
-        ),
+        (Message("assistant", "4", extra={"reasoning_content": "2"}), "1 assistant messages have the field reasoning"),
         (Message("assistant", "", tool_calls=(CALL,)), "have the field tool_calls"),
         (Message("user", "2+2?", tools=(TOOL,)), "1 rows have tools"),
     ],

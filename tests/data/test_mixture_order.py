@@ -122,11 +122,7 @@ def test_a_part_of_which_nothing_was_drawn_keeps_its_weight():
     assert high / low == pytest.approx(1 / FLOOR, rel=1e-3)
 
 
-@given(
-    staleness=st.integers(0, 3),
-    refills=st.integers(0, 2),
-    choose=st.randoms(use_true_random=False),
-)
+@given(staleness=st.integers(0, 3), refills=st.integers(0, 2), choose=st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_no_weight_changes_for_a_step_of_which_a_group_may_have_begun(staleness, refills, choose):
     """A generating side with real slots that is as far ahead as they let it be, and a trainer behind it."""

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.data.conftest import CHATML
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
@@ -163,13 +162,6 @@ def test_rows_of_a_table_in_python_have_no_nulls_of_it():
     assert sorted(calls, key=len) == [{"city": "Bern"}, {"a": 1, "b": 2}]
 
 
-def test_tools_one_by_one_as_text(tmp_path):
-    given = [{**each, "tools": list(map(json.dumps, each["tools"]))} for each in ROWS]
-    assert read_conversations(jsonl(tmp_path / "a.jsonl", given)) == read_conversations(
-        jsonl(tmp_path / "b.jsonl", ROWS)
-    )
-
-
 def test_a_reward_reads_what_arrow_gives(tmp_path):
     """As under verl: a column has all of its fields in each row."""
     asked = [{"role": "user", "content": "q"}]
@@ -227,10 +219,6 @@ def test_null_fields_go_and_nulls_of_lists_stay(value):
             assert after == before
 
     check(value, without_nulls(value))
-
-
-def test_a_template_without_calls_takes_objects(make_folder):
-    assert not ChatTokenizer(make_folder(CHATML))._wants_text
 
 
 def test_a_table_of_pandas_has_lists(tmp_path):

@@ -254,12 +254,3 @@ def test_byte_pairs_hold_answers_and_targets(byte_pairs, desc, num_cut):
     slots = [slot for each in target.boxes for slot in each.slots]
     assert len(set(slots)) == 4 * len(truths)
     assert all(target.token_ids[slot] in tokens.bins for slot in slots)
-
-
-def test_descriptions_weigh_what_they_are_to():
-    pieces = Pieces()
-    target = teacher_forced(PROMPT, [CAT], pieces.tokens())
-    for weight in (0.0, 0.25, 1.0):
-        assert {w for w, region in zip(target.ce_weights(weight), target.regions, strict=True) if region == "desc"} == {
-            weight
-        }

@@ -20,30 +20,19 @@ from slipstream.records import Message, SamplingParams, Task
 
 SOURCE = """
 import asyncio, os, time
-from slipstream.envs import Environment, Episode, Message, Score, Task, ToolCall
-
-def twice(x: int) -> int:
-    "Doubles."
-    return 2 * x
+from slipstream.envs import Environment, Episode, Message, Score, Task
 
 def blocks_here():
     time.sleep(600)
 
 class Talk(Environment):
     max_turns = 2
-    tools = (twice,)
 
     def tasks(self, split, num_tasks):
         return [Task("t", (Message("user", "plain"),), "ok")]
 
-    async def setup(self):
-        self.is_set_up = True
-
     async def setup_episode(self, task):
         return {"pid": os.getpid()}
-
-    async def close_episode(self, task, state):
-        print("closed", task.id, flush=True)
 
     async def run(self, task, policy):
         how = task.prompt[0].content
@@ -66,24 +55,18 @@ class Talk(Environment):
             await asyncio.sleep(0.5)
         if how == "nothing":
             await asyncio.sleep(600)
-        if how == "long":
-            await policy.chat([Message("user", "x" * 500)])
         reply = await policy.chat(task.prompt)
-        results = await asyncio.gather(*(policy.call_tool(ToolCall("twice", {"x": x})) for x in (1, 2)))
-        said = ",".join(result.content for result in results)
-        reply = await policy.chat([*task.prompt, reply.message, Message("user", said)])
-        metrics = {"pid": float(policy.state["pid"]), "set_up": float(self.is_set_up)}
-        return Episode(said, num_turns=2, metrics=metrics, turn_rewards=(0.5, 0.25))
+        await policy.chat([*task.prompt, reply.message, Message("user", "on")])
+        return Episode("", num_turns=2, metrics={"pid": float(policy.state["pid"])})
 
     def score(self, task, completion):
-        return Score(float(completion == "2,4"))
+        return Score(1.0)
 """
 
 
 def config_in(folder):
     (folder / "talk.py").write_text(SOURCE)
-    patient = {"reward_timeout_s": 60.0, "tool_timeout_s": 60.0}
-    return EnvironmentConfig(name=str(folder / "talk.py"), apart=True, reward_workers=1, **patient)
+    return EnvironmentConfig(name=str(folder / "talk.py"), apart=True, reward_workers=1, reward_timeout_s=60.0)
 
 
 @pytest.fixture
@@ -154,29 +137,9 @@ async def lag_of(work):
     return task.result(), 0.02 * worst
 
 
-async def test_an_episode_is_the_same_there(config, tmp_path):
-    async with Played(config, tmp_path, 60.0) as played:
-        rollouts = await asyncio.gather(*(played.rollout("plain") for _ in range(20)))
-        for rollout in rollouts:
-            assert (rollout.outcome, rollout.reward, rollout.num_turns) == ("done", 1.75, 2), rollout.error
-            assert rollout.turn_rewards == [0.5, 0.25]
-            assert rollout.metrics["set_up"] == 1.0
-            assert (rollout.metrics["tool_calls"], rollout.metrics["tool_failures"]) == (2.0, 0.0)
-        pid = int(rollouts[0].metrics["pid"])
-        assert pid not in (0, psutil.Process().pid)
-        full = await played.rollout("long")
-        assert (full.outcome, full.stop) == ("no_tokens", "context_full")
-    assert (tmp_path / "environment.log").read_text().count("closed plain") == 20
-    assert not psutil.pid_exists(pid)
-
-
 @pytest.mark.parametrize(
     ("how", "stop", "text"),
-    [
-        ("block", "timeout", "blocks_here"),
-        ("raise", "error", "KeyError: 'odd'"),
-        ("exit", "error", "exit code 3"),
-    ],
+    [("block", "timeout", "blocks_here"), ("raise", "error", "KeyError: 'odd'"), ("exit", "error", "exit code 3")],
 )
 @one_loop
 async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text, monkeypatch):
@@ -191,6 +154,7 @@ async def test_what_it_does_costs_its_own_episode(with_2_s, how, stop, text, mon
         assert "blocks_here" in (with_2_s.environment.log_folder / "environment.log").read_text()
 
 
+@pytest.mark.full
 async def test_an_episode_that_blocks_is_named_and_interrupted_and_costs_no_other(config, tmp_path):
     warnings = []
     async with Played(config, tmp_path, 6.0) as played:
@@ -257,6 +221,7 @@ async def test_an_episode_that_is_given_up_before_it_has_begun_costs_no_other(co
             await given_up
         after = await played.rollout("plain")
         assert (after.outcome, after.metrics["pid"]) == ("done", process.pid), "it was not killed"
+    assert not psutil.pid_exists(process.pid)
 
 
 async def test_what_cannot_be_apart_is_said(config, tmp_path):

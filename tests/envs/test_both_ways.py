@@ -210,7 +210,7 @@ async def test_episodes_are_the_same_in_both_ways(tmp_path):
     assert kept["plain"]["reward"] == len("<think>m</think>hm") + 1.75
     assert kept["plain"]["metrics"] == {"x": 0.5, "n": 1.0, "tool_calls": 3.0, "tool_failures": 2.0}
     assert [kept[how]["stop"] for how in ("full", "fuller", "wait", "error")] == [
-        *("context_full", "context_full", "timeout", "error"),
+        *("context_full", "context_full", "timeout", "error")
     ]
     assert kept["nothing"]["error"] == "TypeError: run() returned a NoneType: return an Episode"
     assert kept["no state"]["error"] == "OSError: no state"
@@ -225,6 +225,7 @@ async def test_episodes_are_the_same_in_both_ways(tmp_path):
     assert diary.count("run lost turn") == 1
 
 
+@pytest.mark.quick("apart")
 @both_ways
 async def test_messages_that_run_writes_itself_have_the_tools_and_each_episode_its_own_task(tmp_path, apart):
     task = Task("t", (Message("system", "s"), Message("user", "q")), "ok", {"how": "own messages"})
@@ -240,6 +241,7 @@ async def test_messages_that_run_writes_itself_have_the_tools_and_each_episode_i
     assert [message.content for message in both[0].turns] == ["q", answer, "on", answer]
 
 
+@pytest.mark.quick("apart")
 @both_ways
 async def test_setup_and_close_are_called_and_bounded_and_what_they_raise_is_said(tmp_path, apart):
     warnings = []
@@ -257,6 +259,7 @@ async def test_setup_and_close_are_called_and_bounded_and_what_they_raise_is_sai
     assert "close() of Talk raised OSError: gone (line 38 of" in warnings[0]
 
 
+@pytest.mark.quick("here")
 @both_ways
 async def test_an_episode_that_is_cancelled_is_closed_and_closing_is_bounded(tmp_path, monkeypatch, apart):
     monkeypatch.setattr(rollouts_module, "_CLOSE_S", 60.0)

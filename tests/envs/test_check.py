@@ -1,10 +1,11 @@
 import pytest
-from tests.envs.environments import Behaving, config
+from tests.envs.environments import Behaving
 
 from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs.base import RewardTimeout
 from slipstream.envs.check import KindResult, check_environment, completions, judge_results
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.envs.single_turn import FunctionEnvironment
 from slipstream.records import Message, Task
 
@@ -117,15 +118,16 @@ async def test_no_gold_cannot_be_checked():
 
 
 async def test_a_hanging_reward_costs_three_deadlines():
-    hanging = config(timeout_s=0.3, size=30)
+    class Late:
+        num_asked = 0
 
-    class Hangs(Behaving):
-        def gold(self, task):
-            return "hang x"
+        async def score(self, task, episode):
+            self.num_asked += 1
+            raise RewardTimeout("killed after 0.3 s")
 
-    async with ScorerPool(hanging) as pool:
-        result = await check_environment(Hangs(size=30), pool)
-    assert pool.num_restarts == 3
+    late = Late()
+    result = await check_environment(Behaving(size=30), late)
+    assert late.num_asked == 3
     assert [r.kind for r in result.results] == ["gold"]
     assert any("killed after 0.3 s" in failure for failure in result.failures)
 
@@ -172,7 +174,7 @@ async def test_without_gold_answers_what_can_be_checked_is(gives, num_failures):
     assert {each.kind for each in result.results} == {"empty", "prompt"}
 
 
-@pytest.mark.parametrize("task", ["spell_backward", "gcd", "coin_flip", "countdown", "word_sorting", "maze"])
+@pytest.mark.parametrize("task", ["gcd", "coin_flip", "word_sorting"])
 async def test_real_tasks_pass(task):
     env = load_environment(EnvironmentConfig(name=f"reasoning_gym/{task}"))
     result = await check_environment(env, InlineScorer(env), 60)
@@ -194,9 +196,7 @@ async def test_each_part_of_a_mixture_is_judged_by_itself(tmp_path):
     }
     environment = load_environment(EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture}))
     result = await check_environment(environment, InlineScorer(environment), 8)
-    assert result.failures == [
-        "lenient: the reward is 1 whatever the completion: nothing can be learnt from it",
-    ]
+    assert result.failures == ["lenient: the reward is 1 whatever the completion: nothing can be learnt from it"]
     assert result.without_gold.startswith("8 of 24 tasks have no gold answer (of silent: 8): ")
     assert {(r.part, r.num_scored) for r in result.results if r.kind == "gold"} == {("good", 8), ("lenient", 8)}
 

@@ -85,16 +85,6 @@ def test_the_reward_is_f1_without_repair(environment, said, reward):
     assert made.score(task, said).reward == reward
 
 
-DESCRIPTIONS = {
-    " cat": "strip it",
-    "a\nb": "reword it",
-    "cat, dog": "reword it",
-    "": "give a text that is not empty",
-    7: "desc is 7",
-    "<|im_end|>": "contains '<|'",
-}
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -103,18 +93,6 @@ DESCRIPTIONS = {
         ({"images": ["a.png", "b.png"]}, "b.png"),
         ({"objects": None}, "give a list of objects"),
         ({"objects": []}, "has no objects: leave it out"),
-        ({"objects": "cat"}, "give a list of objects"),
-        ({"objects": ["cat"]}, "object 1 is 'cat'"),
-        ({"objects": [{"desc": "cat"}]}, "no geometry"),
-        ({"objects": [{"bbox_2d": [1, 2, 3, 4]}]}, "desc is None"),
-        *(({"objects": [{"desc": desc, "bbox_2d": [1, 2, 3, 4]}]}, said) for desc, said in DESCRIPTIONS.items()),
-        *(({"objects": [{"desc": "cat", "bbox_2d": box}]}, "give 4 values") for box in ([1, 2, 3], "1234")),
-        *(({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, end]}]}, "no bin") for end in (1000, -1, 4.5, True, None)),
-        ({"objects": [{"desc": "cat", "bbox_2d": ["<|coord_1|>", 2, 3, "<|coord_1000|>"]}]}, "no bin"),
-        *(({"objects": [{"desc": "cat", "bbox_2d": b}]}, "wrong order") for b in ([9, 2, 3, 4], [1, 9, 3, 4])),
-        ({"objects": [{"desc": "cat", "poly": [1, 2, 3, 4, 5, 6]}]}, "polygon"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4], "score": 1}]}, "key 'score'"),
-        ({"objects": [{"desc": "cat", "bbox_2d": [1, 2, 3, 4], "poly": [1, 2, 3, 4, 5, 6]}]}, "exactly one of"),
         ({"width": 63}, "says 63 x 48 pixels, and its image has 64 x 48"),
         ({"width": 0}, "width is 0: give a number of pixels"),
         ({"height": "48"}, "height is '48'"),
@@ -124,7 +102,6 @@ DESCRIPTIONS = {
         ({"images": ["words.png"]}, "in no known format of images"),
         ({"images": ["https://a.org/b.png"]}, "lies on a network"),
         ({"prompt": "<image> or <image>?"}, "images holds 1 images, and the messages have 2 places"),
-        ({"objects": [None]}, "object 1 is None"),
     ],
 )
 def test_a_broken_row_is_one_sentence_with_its_file_and_number(environment, change, sentence):
@@ -140,11 +117,7 @@ def test_a_broken_row_is_one_sentence_with_its_file_and_number(environment, chan
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
-    [
-        ({"order": "random"}, "has no such setting"),
-        ({"prompt": ""}, "is not a text"),
-        ({"path": 3}, "is not a text"),
-    ],
+    [({"order": "random"}, "has no such setting"), ({"prompt": ""}, "is not a text"), ({"path": 3}, "is not a text")],
 )
 def test_settings_are_checked(environment, settings, sentence):
     with pytest.raises(ConfigError, match=sentence):

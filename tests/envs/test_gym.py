@@ -127,6 +127,7 @@ def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_counted():
     assert environment.score(task, "2 x x 3") == Score(0.0, {"unreadable": 1.0})
 
 
+@pytest.mark.full
 async def test_real_rewards_in_a_worker():
     config = EnvironmentConfig(name="reasoning_gym/spell_backward")
     env = load_environment(config)
@@ -136,6 +137,7 @@ async def test_real_rewards_in_a_worker():
             assert (await pool.score(task, task.answer[::-1] + "x")).reward < 1.0
 
 
+@pytest.mark.full
 def test_tasks_are_the_same_in_every_process():
     code = (
         "from slipstream.envs.registry import load_environment as l\n"

@@ -27,15 +27,20 @@ def config(tmp_path, *tools, **changes):
     return EnvironmentConfig(name="rows", settings=settings, tools=tools, **changes)
 
 
-async def test_any_environment_can_be_given_a_servers_tools(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
-    given = config(tmp_path, SERVER)
-    environment = load_environment(given)
+def test_any_environment_can_be_given_a_servers_tools(tmp_path):
+    environment = load_environment(config(tmp_path, SERVER))
     (task, *_) = make_tasks(environment, "train", 10)
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in task.prompt[0].tools}
     assert list(schemas) == ["price", "variable"]
     assert schemas["price"]["properties"]["count"]["type"] == "integer"
     assert environment.max_turns == 4
+
+
+@pytest.mark.full
+async def test_a_server_is_called_in_workers_and_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    given = config(tmp_path, SERVER)
+    (task, *_) = make_tasks(load_environment(given), "train", 10)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     async with ScorerPool(given) as pool:
 

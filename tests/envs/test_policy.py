@@ -176,24 +176,6 @@ async def test_a_single_turn_asks_once_and_says_how_it_ended():
         assert found == Episode("b", outcome, stop=stop, messages=(assistant("b"),))
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ("ab", 0),
-        ("<think>ab</think>cd", len("<think>ab</think>")),
-        ("ab</think>cd", len("ab</think>")),
-        ("</think>cd", len("</think>")),
-        ("<think>a</think>b<think>c</think>d", len("<think>a</think>b<think>c</think>")),
-        ("<think>ab", len("<think>ab") + 1),
-        ("<think>a</think>b<think>c", len("<think>a</think>b<think>c") + 1),
-    ],
-)
-async def test_thinking_is_counted_in_sampled_tokens(said, expected):
-    policy = policy_of(said)
-    await policy.chat([user("q")])
-    assert policy.num_thinking == expected
-
-
 async def test_thinking_that_the_template_opened_and_the_longest_of_several_turns():
     class Opening(Letters):
         def render(self, messages):

@@ -19,14 +19,17 @@ from slipstream.errors import ConfigError, EnvironmentFault
 SHARED = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["inline", "pool"])
-async def scorer(request):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool():
+    """Of one worker, for tests that leave it as it is."""
+    async with ScorerPool(config(), num_workers=1) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["inline", "pool"])
+def scorer(request, pool):
     """Both scorers do the same for rewards that neither hang nor exit."""
-    if request.param == "inline":
-        yield InlineScorer(load_environment(config()))
-    else:
-        async with ScorerPool(config()) as pool:
-            yield pool
+    return pool if request.param == "pool" else InlineScorer(load_environment(config()))
 
 
 async def test_a_planned_section_without_training_tasks_is_graded_by():
@@ -84,15 +87,15 @@ async def test_a_hanging_reward_is_killed_and_the_others_are_graded(patient):
         first = (await pool.score(task(), "pid x")).reward
         started = time.monotonic()
         results = await asyncio.gather(
-            *(pool.score(task("4"), text) for text in ["4", "4", "hang x", "4", "5", "hang x", "4"]),
+            *(pool.score(task("4"), text) for text in ["4", "4", "hang x", "4", "5", "4"]),
             return_exceptions=True,
         )
-        assert time.monotonic() - started < 110, "they would hang for 120 s"
+        assert time.monotonic() - started < 50, "it would hang for 60 s"
         kinds = [type(result) if isinstance(result, Exception) else result.reward for result in results]
-        assert kinds == [1.0, 1.0, RewardTimeout, 1.0, 0.0, RewardTimeout, 1.0]
+        assert kinds == [1.0, 1.0, RewardTimeout, 1.0, 0.0, 1.0]
         assert "killed after 1 s" in str(results[2])
         assert "in _hang" in results[2].details, "where it hung, though it held the interpreter's lock"
-        assert pool.num_restarts == 2
+        assert pool.num_restarts == 1
         assert (await pool.score(task(), "pid x")).reward != first
         assert not is_there(int(first))
 
@@ -125,30 +128,24 @@ async def test_an_answer_that_the_worker_did_not_give_is_believed_by_nobody():
         assert pool.num_restarts == 1
 
 
-async def test_a_reward_that_ends_its_process_fails_alone(patient):
-    async with ScorerPool(config()) as pool:
-        for completion, said in [("exit 0", "exit code 0"), ("exit 7", "exit code 7"), ("kill x", "SIGSEGV")]:
-            results = await asyncio.gather(
-                *(pool.score(task("4"), text) for text in ["4", completion, "4"]), return_exceptions=True
-            )
-            assert isinstance(results[1], RewardFailed), completion
-            assert said in str(results[1])
-            assert [results[0].reward, results[2].reward] == [1.0, 1.0], completion
+@SHARED
+async def test_a_reward_that_ends_its_process_fails_alone(pool, patient):
+    for completion, said in [("exit 0", "exit code 0"), ("kill x", "SIGSEGV")]:
+        results = await asyncio.gather(
+            *(pool.score(task("4"), text) for text in ["4", completion, "4"]), return_exceptions=True
+        )
+        assert isinstance(results[1], RewardFailed), completion
+        assert said in str(results[1])
+        assert [results[0].reward, results[2].reward] == [1.0, 1.0], completion
 
 
-async def test_printing_and_reading_do_not_disturb_the_protocol():
-    async with ScorerPool(config()) as pool:
-        results = await asyncio.gather(*(pool.score(task("4"), text) for text in ["print ab", "4", "print c", "5"]))
-        assert [result.reward for result in results] == [1.0, 1.0, 1.0, 0.0]
-
-
-async def test_a_caller_that_gives_up_leaves_the_others_alone():
-    async with ScorerPool(config()) as pool:
-        calls = [asyncio.create_task(pool.score(task("4"), "sleep 0.2" if i % 2 else "4")) for i in range(6)]
-        await asyncio.sleep(0.05)
-        for call in calls[1::2]:
-            call.cancel()
-        assert [(await call).reward for call in calls[::2]] == [1.0] * 3
+@SHARED
+async def test_a_caller_that_gives_up_leaves_the_others_alone(pool):
+    calls = [asyncio.create_task(pool.score(task("4"), "sleep 0.2" if i % 2 else "4")) for i in range(6)]
+    await asyncio.sleep(0.05)
+    for call in calls[1::2]:
+        call.cancel()
+    assert [(await call).reward for call in calls[::2]] == [1.0] * 3
 
 
 async def noted(file, word, number):
@@ -179,11 +176,11 @@ async def test_what_is_given_up_is_cancelled_and_its_place_is_free(tmp_path):
     assert words.count("cancelled") + 1 == file.read_text().split().count("cancelled"), "at the end of a run, too"
 
 
-async def test_large_completions_pass():
+@SHARED
+async def test_large_completions_pass(pool):
     text = "x" * 3_000_000
-    async with ScorerPool(config()) as pool:
-        results = await asyncio.gather(*(pool.score(task(text), text) for _ in range(4)))
-        assert {result.metrics["length"] for result in results} == {3_000_000.0}
+    results = await asyncio.gather(*(pool.score(task(text), text) for _ in range(4)))
+    assert {result.metrics["length"] for result in results} == {3_000_000.0}
 
 
 async def test_two_workers_share_the_work(tmp_path):
@@ -254,20 +251,6 @@ async def test_many_quick_rewards_travel_together(monkeypatch):
     assert len(sizes) < 4000 / 4
 
 
-def test_it_works_on_the_orchestrators_event_loop():
-    async def main():
-        async with ScorerPool(config(timeout_s=1.0), num_workers=2) as pool:
-            return await asyncio.gather(
-                *(pool.score(task("4"), text) for text in ["4", "hang x", "5", "exit 3", "print a"]),
-                return_exceptions=True,
-            )
-
-    right, hung, wrong, ended, printed = uvloop.run(main())
-    assert (right.reward, wrong.reward, printed.reward) == (1.0, 0.0, 1.0)
-    assert isinstance(hung, RewardTimeout)
-    assert isinstance(ended, RewardFailed)
-
-
 def test_a_reward_has_no_second_way_to_the_answers():
     """uvloop leaves its children further descriptors of their own pipes."""
 
@@ -311,16 +294,6 @@ async def test_a_worker_has_no_keys_but_those_that_are_named(monkeypatch):
         load_environment(named)
 
 
-async def test_coroutines_are_graded_side_by_side():
-    async with ScorerPool(config(), num_workers=1) as pool:
-        await pool.score(task(), "wait 0 1")
-        started = time.monotonic()
-        asked = [(0.5 + 0.01 * (number % 7), number) for number in range(60)]
-        found = await asyncio.gather(*(pool.score(task(), f"wait {seconds} {number}") for seconds, number in asked))
-        assert time.monotonic() - started < 30, "31 s one after the other"
-        assert [score.reward for score in found] == [float(number) for number in range(60)]
-
-
 async def test_more_coroutines_than_may_run_at_once_wait_their_turn():
     few = config().model_copy(update={"reward_concurrency": 3})
     async with ScorerPool(few, num_workers=1) as pool:
@@ -348,11 +321,11 @@ async def test_a_coroutine_that_hangs_or_takes_its_worker_along_is_alone_to_blam
         assert [score.reward for score in found] == [0.0, 1.0, 2.0, 3.0]
 
 
-async def test_a_plain_reward_among_coroutines_may_have_a_loop_of_its_own():
-    async with ScorerPool(config(), num_workers=1) as pool:
-        asked = [text for number in range(5) for text in (f"wait 0.2 {number}", f"own_loop {number}")]
-        found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
-        assert [score.reward for score in found] == [float(number) for number in range(5) for _ in (0, 1)]
+@SHARED
+async def test_a_plain_reward_among_coroutines_may_have_a_loop_of_its_own(pool):
+    asked = [text for number in range(5) for text in (f"wait 0.2 {number}", f"own_loop {number}")]
+    found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
+    assert [score.reward for score in found] == [float(number) for number in range(5) for _ in (0, 1)]
 
 
 async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call(patient):
@@ -375,13 +348,6 @@ async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call(patient):
         assert "exit code 3" in str(found[2])
         assert "in _hang" in found[6].details
         assert pool.num_restarts == 1
-
-
-async def test_text_with_half_a_surrogate_pair_is_graded():
-    async with ScorerPool(config()) as pool:
-        assert (await pool.score(task("\ud83d"), "\ud83d")).reward == 1.0
-        with pytest.raises(RewardFailed, match="KeyError"):
-            await pool.score(task(), "raise \ud83d")
 
 
 async def test_metrics_beyond_what_a_run_can_keep_are_counted():

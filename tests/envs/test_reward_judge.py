@@ -249,6 +249,7 @@ def test_a_judge_that_nobody_describes():
         named("judge:qualty", Options(judges={"quality": {}}))
 
 
+@pytest.mark.quick("shared")
 @pytest.mark.parametrize("fresh", [False, True], ids=["shared", "fresh_worker"])
 async def test_in_workers_at_once_with_a_key_that_is_named(server, tmp_path, fresh):
     rows = [{"question": f"{n}?"} for n in range(30)]

@@ -60,23 +60,22 @@ def test_it_grades_as_math_verify_does(math, gold):
     assert sum(ours) >= 1
 
 
-@pytest.mark.parametrize(
-    ("gold", "text", "reward"),
-    [
-        ("So 70 + 2.\n#### 72", r"\boxed{72}", 1.0),
-        (r"It follows that \boxed{\frac{1}{2}}.", "0.5", 1.0),
-        ("$x$ is $\\frac{3}{4}$", r"$\frac{6}{8}$", 1.0),
-        (["7", r"\frac{1}{2}"], "1/2", 1.0),
-        (["7", "8"], "9", 0.0),
-        (72, "72.0", 1.0),
-        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1.0),
-        ("72", r"<think>\boxed{72}</think>It is 5.", 0.0),
-        ("72", r"<think>5</think>\boxed{72}", 1.0),
-    ],
-)
-def test_forms_of_right_answers(math, gold, text, reward):
-    math.check([Checked("row 1", task(gold))])
-    assert math(task(gold), text).reward == reward
+FORMS = [
+    ("So 70 + 2.\n#### 72", r"\boxed{72}", 1.0),
+    (r"It follows that \boxed{\frac{1}{2}}.", "0.5", 1.0),
+    ("$x$ is $\\frac{3}{4}$", r"$\frac{6}{8}$", 1.0),
+    (["7", r"\frac{1}{2}"], "1/2", 1.0),
+    (["7", "8"], "9", 0.0),
+    (72, "72.0", 1.0),
+    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1.0),
+    ("72", r"<think>\boxed{72}</think>It is 5.", 0.0),
+    ("72", r"<think>5</think>\boxed{72}", 1.0),
+]
+
+
+def test_forms_of_right_answers(math):
+    math.check([Checked(f"row {number}", task(gold)) for number, (gold, _, _) in enumerate(FORMS)])
+    assert [math(task(gold), text).reward for gold, text, _ in FORMS] == [reward for _, _, reward in FORMS]
 
 
 def test_metrics_say_whether_there_was_an_answer(math):
@@ -105,7 +104,7 @@ def test_right_answers_that_can_be_parsed(math):
 )
 def test_a_right_answer_that_cannot_be_parsed_is_named(math, gold, said):
     with pytest.raises(DataError, match=rf"row 120 of math.jsonl.*{said}"):
-        math.check([*ROWS, Checked("row 120 of math.jsonl", task(gold))])
+        math.check([ROWS[0], ROWS[-1], Checked("row 120 of math.jsonl", task(gold))])
 
 
 @pytest.mark.parametrize("hangs", [r"$\binom{10^{9}}{500000000}$", r"(10^9)!"], ids=["parse", "compare"])
@@ -120,6 +119,7 @@ def test_a_right_answer_that_takes_for_ever_is_named(math, monkeypatch, hangs):
 HANGS = r"$\binom{10^{9}}{500000000}$"
 
 
+@pytest.mark.full
 async def test_an_answer_on_which_sympy_hangs_is_killed(tmp_path):
     rows = [{"question": f"{n} / 7 = ?", "answer": f"\\frac{{{n}}}{{7}}"} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs import Score, SingleTurn
+from slipstream.envs import Score
 from slipstream.envs.base import RewardFailed
 from slipstream.envs.from_python import load_python_environment, pack_environment
 from slipstream.envs.registry import load_environment
@@ -136,6 +136,7 @@ async def test_in_a_run_file(tmp_path, file):
     assert rewards == {"a": 0.0, "b": 1.2}
 
 
+@pytest.mark.quick("object")
 @pytest.mark.parametrize("form", ["object", "parts", "in the file"])
 async def test_from_python_in_workers(file, form):
     rows = [{"question": f"{n}?", "answer": n} for n in range(40)]
@@ -151,21 +152,6 @@ async def test_from_python_in_workers(file, form):
         score = await scorer.score(found, f"<think>7</think>{found.answer}.")
     assert score.reward == 1.2
     assert set(score.metrics) == {"number", "style", "style/length"}
-
-
-def test_in_an_environment_of_ones_own():
-    class Own(SingleTurn):
-        def __init__(self, seed=0):
-            super().__init__(seed)
-            self._number = named("number")
-
-        def tasks(self, split, num_tasks):
-            return [TASK]
-
-        def reward(self, task, completion):
-            return self._number(task, completion)
-
-    assert Own().score(TASK, "<think>x</think>12") == Score(1.0)
 
 
 SIGNATURES = """

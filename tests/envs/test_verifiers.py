@@ -221,6 +221,7 @@ async def test_tokens_trained_are_the_tokens_sampled(guess):
     assert trained == engine.sampled
 
 
+@pytest.mark.quick("0.3")
 @one_loop
 async def test_many_episodes_at_once(guess):
     right, wrong = right_and_wrong(guess)
@@ -266,6 +267,7 @@ async def test_what_the_policy_raises_is_raised(guess):
         await guess.run(guess.tasks("train", 1)[0], Scripted(LookupError("the engine")))
 
 
+@pytest.mark.full
 @of_legacy
 @one_loop
 async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(guess, monkeypatch):
@@ -337,7 +339,7 @@ async def test_a_tools_argument_that_nobody_supplies_ends_the_episode():
     await shop.close()
 
 
-@pytest.mark.quick("guess_legacy-0.3-settings0*", "guess_v1-0.4-settings4*")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "version", "settings", "config", "message"),
     [

@@ -59,8 +59,7 @@ def gradients(network, num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("adamw", "bfloat16"), ("adamw", "float32"), ("adamw_bf16", "bfloat16"), ("muon", "bfloat16")],
+    ("name", "dtype"), [("adamw", "bfloat16"), ("adamw", "float32"), ("adamw_bf16", "bfloat16"), ("muon", "bfloat16")]
 )
 def test_the_plan_counts_what_is_there_for_a_moment(name, dtype):
     network, optimizer = make(dtype, name)

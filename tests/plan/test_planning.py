@@ -26,7 +26,7 @@ from slipstream.records import Message, Task
 
 
 def tasks(split, num_tasks, seed):
-    return [{"prompt": f"{split} {number}", "answer": "a"} for number in range(num_tasks)]
+    return [{"prompt": f"{split} {number}", "answer": "a"} for number in range(min(num_tasks, 40))]
 
 
 def reward(task, completion):

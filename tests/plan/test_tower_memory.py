@@ -26,6 +26,7 @@ from tests.trainer.test_vision_towers import MODELS
 
 TOWERS = re.compile("visual|vision_tower|multi_modal_projector")
 DTYPES = ("float32", "bfloat16")
+QUICK = pytest.mark.quick("*-float32", "gemma3-bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def kept(work):
     return sum(event.self_cpu_memory_usage for event in profiler.events())
 
 
+@QUICK
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_keeps_what_is_planned(family, dtype, folders):
@@ -90,6 +92,7 @@ def test_a_block_keeps_what_is_planned(family, dtype, folders):
     assert 0.97 * (planned[4] - planned[2]) <= sizes[4] - sizes[2] <= 1.03 * (planned[4] - planned[2])
 
 
+@pytest.mark.quick("*-float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_tower_takes_at_most_what_is_planned(family, dtype, folders):
@@ -112,6 +115,7 @@ def tower_parameters(model):
     return (parameter for name, parameter in model.network.named_parameters() if TOWERS.search(name))
 
 
+@QUICK
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_tower_takes_a_block_at_a_time(family, dtype, folders):

@@ -255,14 +255,6 @@ def test_errors_keep_their_class():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(Outcome(again=True)), type=Outcome).again
 
 
-def test_the_package_itself_imports_nothing_heavy():
-    program = "import sys, slipstream; slipstream.train; print({'torch', 'vllm'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "set()"
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        _ = slipstream.trian
-
-
 @pytest.mark.parametrize("data", [tasks, Own, Own()])
 def test_what_makes_tasks_is_no_data_and_the_argument_is_named(data):
     with pytest.raises(ConfigError, match="pass it as tasks="):

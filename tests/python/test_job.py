@@ -126,6 +126,7 @@ def test_a_callback_is_called_once_for_each_step_in_order(job, tmp_path):
     assert [(row["step"], row.get("x/eval")) for row in run.rows] == [(0, 0), (1, None), (2, 2), (3, None)]
 
 
+@pytest.mark.quick("error0")
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), LookupError("x")])
 def test_whatever_a_callback_raises_ends_the_run_first(job, tmp_path, error):
     seen = []

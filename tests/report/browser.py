@@ -23,7 +23,6 @@ WAIT_S = 60.0
 def find():
     """The browser's path, or None; CHROMIUM names one that is not on the search path."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 needs_browser = pytest.mark.skipif(
@@ -118,10 +117,7 @@ async def browser(program):
         )
         try:
             address = await asyncio.wait_for(_address(process), WAIT_S)
-            async with (
-                aiohttp.ClientSession() as client,
-                client.ws_connect(address, max_msg_size=0) as socket,
-            ):
+            async with aiohttp.ClientSession() as client, client.ws_connect(address, max_msg_size=0) as socket:
                 page = Page(socket, "")
                 listening = asyncio.create_task(page.listen())
                 try:

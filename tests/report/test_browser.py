@@ -116,9 +116,22 @@ async def check(page, path, width, *, dark=False):
     return [title for title, _, _ in drawn]
 
 
+TWO_SOURCES = """
+def tasks(split, num_tasks, seed):
+    return [
+        {"prompt": f"{split} {i}", "answer": "a", "data_source": f"set/{i % 2}"} for i in range(min(num_tasks, 40))
+    ]
+
+def reward(task, completion):
+    return float(completion == "a")
+"""
+
+
 async def test_a_real_run_in_a_real_browser(model, run_file, tmp_path, write):  # noqa: F811
+    (tmp_path / "two.py").write_text(TWO_SOURCES)
     run = Scripted(model, run_file, tmp_path / "run")
-    assert run.run("--training.steps", "4", "--evaluation.every", "2").status == "finished"
+    options = ("--environment.name", str(tmp_path / "two.py"), "--training.steps", "4", "--run.save_samples", "16")
+    assert run.run(*options, "--evaluation.every", "2").status == "finished", run.error
     reports = {
         "one": [run.folder],
         "crafted": [write("crafted")],
@@ -130,6 +143,9 @@ async def test_a_real_run_in_a_real_browser(model, run_file, tmp_path, write):  
             for width in (1280, 400):
                 titles = await check(page, path, width)
                 assert {"Reward", "Held-out accuracy", "Every step"} <= set(titles)
+            if name == "one":
+                assert "Reward by task" in titles
+                tokens_are_coloured_and_rollouts_filtered_by_task(await page.ask(TOKENS))
             if name == "crafted":
                 first, second, last = await page.ask(KEYS)
                 assert first.startswith("step 1")
@@ -146,40 +162,11 @@ async def test_a_real_run_in_a_real_browser(model, run_file, tmp_path, write):  
         assert len(colors) == 2
 
 
-async def test_tokens_are_coloured_and_rollouts_filtered_by_task(model, run_file, tmp_path):  # noqa: F811
-    (tmp_path / "two.py").write_text(
-        "def tasks(split, num_tasks, seed):\n"
-        "    return [dict(prompt=f'{split} {i}', answer='a', data_source=f'set/{i % 2}') for i in range(num_tasks)]\n"
-        "def reward(task, completion):\n    return float(completion == 'a')\n"
-    )
-    run = Scripted(model, run_file, tmp_path / "run")
-    options = ("--environment.name", str(tmp_path / "two.py"), "--training.steps", "3", "--run.save_samples", "16")
-    assert run.run(*options).status == "finished", run.error
-    path = write_report([run.folder], tmp_path / "tokens.html")
-    async with browser(find()) as page:
-        for width in (1280, 400):
-            titles = await check(page, path, width)
-            assert "Reward by task" in titles
-            found = await page.ask(TOKENS)
-            assert found[:3] == ["set/1", "answer", True], "hidden until a colour is chosen"
-            assert [tuple(row) for row in found[3:7]] == [
-                (by, True, True, True, True) for by in ("log-probability", "advantage", "loss mask", "version")
-            ]
-            assert found[7] in "ab"
-            assert re.fullmatch(r"log-probability -\d+\.\d+, advantage -?\d\.?\d*, version 0\.\d", found[8])
-            assert found[9] is True
-
-
-async def test_the_browser_check_notices_what_is_broken(tmp_path):
-    path = tmp_path / "bad.html"
-    path.write_text(
-        "<body><div style='width:2000px'>wide</div><figure class=plot><h3>empty</h3><div class=area></div>"
-        "<script>console.error('oh'); missing();</script></figure>"
-    )
-    async with browser(find()) as page:
-        await page.open(path, 400)
-        assert (await page.ask(DRAWN)) == [["empty", 0, False]]
-        beyond, sticking_out = await page.ask(OVERFLOWING)
-        assert beyond > 0
-        assert sticking_out
-        assert len(page.errors) == 2
+def tokens_are_coloured_and_rollouts_filtered_by_task(found):
+    assert found[:3] == ["set/1", "answer", True], "hidden until a colour is chosen"
+    assert [tuple(row) for row in found[3:7]] == [
+        (by, True, True, True, True) for by in ("log-probability", "advantage", "loss mask", "version")
+    ]
+    assert found[7] in "ab"
+    assert re.fullmatch(r"log-probability -\d+\.\d+, advantage -?\d\.?\d*, version 0\.\d", found[8])
+    assert found[9] is True
