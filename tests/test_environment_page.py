@@ -12,7 +12,8 @@ from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from tests.inline_scorer import InlineScorer
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
 
@@ -84,10 +85,10 @@ async def test_a_program_that_does_not_end_is_judged_within_the_rewards_deadline
     environment = load_environment(section)
     (task,) = make_tasks(environment, "train", 1)
     (folder / "quick.py").write_text(FILES["programs.py"].replace("timeout=5", "timeout=0.5"))
-    quick = EnvironmentConfig(name=str(folder / "quick.py"))
+    quick = EnvironmentConfig(name=str(folder / "quick.py"), reward_timeout_s=60.0)
     assert "timeout=5," in FILES["programs.py"]
     assert section.reward_timeout_s > 5
-    async with ScorerPool(quick, timeout_s=60.0) as scorer:
+    async with ScorerPool(quick) as scorer:
         score = await scorer.score(task, "while True: pass")
     assert (score.reward, score.metrics) == (0.0, {"too_slow": 1.0})
 

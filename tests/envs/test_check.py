@@ -4,7 +4,8 @@ from tests.envs.environments import Behaving, config
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.check import KindResult, check_environment, completions, judge_results
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from tests.inline_scorer import InlineScorer
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import FunctionEnvironment
 from slipstream.records import Message, Task
 

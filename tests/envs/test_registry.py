@@ -5,7 +5,7 @@ import pytest
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Episode, RewardFailed
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer
+from tests.inline_scorer import InlineScorer
 from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError, EnvironmentFault

@@ -5,7 +5,7 @@ import pytest
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.answers import graded_part
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer
+from tests.inline_scorer import InlineScorer
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message

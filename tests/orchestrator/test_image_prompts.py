@@ -6,7 +6,7 @@ from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
 from slipstream.envs.policy import record_turn
-from slipstream.envs.scoring.pool import InlineScorer
+from tests.inline_scorer import InlineScorer
 from slipstream.errors import IntegrityError
 from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.orchestrator.rollouts import RolloutRunner

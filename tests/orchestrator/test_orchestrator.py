@@ -13,7 +13,7 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
-from slipstream.envs.scoring.pool import InlineScorer
+from tests.inline_scorer import InlineScorer
 from slipstream.errors import (
     DeadlineError,
     EngineError,

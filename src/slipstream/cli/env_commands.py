@@ -196,36 +196,29 @@ def env_test(
 
 def _check(config: RunConfig, num_tasks: int) -> _Checked:
     """Grade gold answers and junk of `num_tasks` training tasks."""
+    from slipstream.commands.evaluate_address import settled
     from slipstream.config.schema import EvaluationConfig
-    from slipstream.config.traits import usual_reward_workers
     from slipstream.envs.check import check_environment
     from slipstream.envs.hosted.apart import placement
     from slipstream.envs.hosted.verifiers_package import Verifiers
     from slipstream.envs.lifetime import in_use
-    from slipstream.envs.registry import is_apart, load_environment, played
+    from slipstream.envs.registry import played
     from slipstream.envs.scoring.pool import ScorerPool
     from slipstream.envs.scoring.rehearsal import Rehearsal
     from slipstream.envs.single_turn import make_tasks
-    from slipstream.envs.store.registry import located
-    from slipstream.plan.machine import usable_cpus
 
     assert config.environment is not None
-    section = located(config.environment)
-    environment = load_environment(section)
+    section, environment = settled(config.environment)
     threshold = (config.evaluation or EvaluationConfig()).threshold
-    asked = section.reward_workers
-    num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
-
-    apart = is_apart(environment, section)
-    has_turns = placement(environment)[0] or bool(environment.tools) or apart
+    has_turns = placement(environment)[0] or bool(environment.tools) or section.apart is True
     warnings: list[str] = []
 
     async def check() -> tuple[EnvironmentCheck, float]:
         async with contextlib.AsyncExitStack() as stack:
-            scorer = await stack.enter_async_context(ScorerPool(section, num_workers=num_workers))
+            scorer = await stack.enter_async_context(ScorerPool(section))
             rehearsal = None
             if has_turns and not isinstance(environment, Verifiers):
-                stage = played(environment, section.model_copy(update={"apart": apart})) or environment
+                stage = played(environment, section) or environment
                 await stack.enter_async_context(in_use(stage, section.run_timeout_s, warnings.append))
                 rehearsal = Rehearsal(stage, scorer, section.run_timeout_s)
             began = monotonic()
@@ -244,7 +237,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
     notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
     notes += [*result.notes, *(f"warning: {text}" for text in warnings)]
-    notes += _slow_reward_warnings(config, rate, num_workers)
+    notes += _slow_reward_warnings(config, rate, section.reward_workers)
     return _Checked(result, [*result.failures, *([unknown] if unknown else [])], notes, rate)
 
 
@@ -367,7 +360,7 @@ def _print_json(
     print_json(summary)
 
 
-def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: int) -> list[str]:
+def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: object) -> list[str]:
     """Warn if the rewards of one batch, at `rate` per second, take longer than `_SLOW_REWARDS_S`."""
     from slipstream.config.schema import RLConfig
 

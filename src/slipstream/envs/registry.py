@@ -23,7 +23,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
-from slipstream.envs.hosted.apart import Apart, placement
+from slipstream.envs.hosted.apart import Apart
 from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
 from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.mixed import Mixture
@@ -76,11 +76,6 @@ def played(environment: Environment | None, config: EnvironmentConfig | None) ->
     if environment is None or config is None or config.apart is not True:
         return environment
     return Apart(environment, config)
-
-
-def is_apart(environment: Environment, config: EnvironmentConfig) -> bool:
-    """`environment.apart` of a run file, `auto` decided as the plan does: for commands that plan no run."""
-    return placement(environment)[0] if config.apart == "auto" else config.apart
 
 
 def _check_grades(environment: Environment) -> None:
