@@ -12,10 +12,10 @@ from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from tests.inline_scorer import InlineScorer
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
+from tests.inline_scorer import InlineScorer
 
 PAGE = Path(__file__).parents[1] / "docs/environments.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

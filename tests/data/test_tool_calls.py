@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.data.conftest import CHATML
+from tests.data.problems import read_problems
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.conversations import Columns, read_conversations, read_problems
+from slipstream.data.conversations import Columns, read_conversations
 from slipstream.data.files.arrow import without_nulls
 from slipstream.envs.from_python import pack_environment, pack_rows
 from slipstream.envs.registry import load_environment

@@ -6,13 +6,13 @@ import pytest
 import pytest_asyncio
 import uvloop
 from tests.envs.environments import config, task
+from tests.inline_scorer import InlineScorer
 from tests.waiting import is_there
 
 from slipstream.config.planned import PlannedEnvironment
 from slipstream.envs.base import MAX_METRICS, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring import workers
-from tests.inline_scorer import InlineScorer
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.scoring.process import Worker
 from slipstream.errors import ConfigError, EnvironmentFault

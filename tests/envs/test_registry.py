@@ -1,11 +1,11 @@
 import sys
 
 import pytest
+from tests.inline_scorer import InlineScorer
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Episode, RewardFailed
 from slipstream.envs.registry import load_environment
-from tests.inline_scorer import InlineScorer
 from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError, EnvironmentFault

@@ -13,7 +13,6 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
-from tests.inline_scorer import InlineScorer
 from slipstream.errors import (
     DeadlineError,
     EngineError,
@@ -46,6 +45,7 @@ from slipstream.records import (
     VersionSpan,
 )
 from slipstream.runlog import sample_of
+from tests.inline_scorer import InlineScorer
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .executors import executor_of

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from slipstream.cli.commands import Overrides, Plain, RunFile
-from slipstream.cli.output import Json, print_json, tell
+from slipstream.cli.output import Json, made_view, print_json, tell
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.config import Loaded, RunConfig
     from slipstream.envs import Environment, Task
     from slipstream.envs.check import EnvironmentCheck
+    from slipstream.progress import Progress
 
 env_app = App(name="env", help="Write, check and keep an environment before training on it.")
 _UNGRADED = {"mean_reward": None, "accuracy": None}
@@ -181,7 +182,7 @@ def env_test(
         _print_check(checked, notes, passed=not failures)
     tried = None
     if model and not failures:
-        tried = _try_model(loaded, num_tasks, samples, checked, "none" if json else "plain" if plain else "auto")
+        tried = _try_model(loaded, num_tasks, samples, checked, made_view(plain=plain, as_json=json))
     verdict = "reward broken" if failures else tried.judgement.verdict if tried else ""
     if json:
         _print_json(checked, failures, notes, tried, verdict if model else "")
@@ -241,21 +242,18 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     return _Checked(result, [*result.failures, *([unknown] if unknown else [])], notes, rate)
 
 
-def _try_model(
-    loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Literal["auto", "plain", "none"]
-) -> _Trial:
+def _try_model(loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Progress) -> _Trial:
     """Sample the model on training tasks and judge what came."""
     from slipstream.algo.readiness import group_has_signal, group_statistics, judge, signal_rule
     from slipstream.commands.evaluate import sample_groups
     from slipstream.config.schema import RLConfig
     from slipstream.launch.prepare import prepare
-    from slipstream.view import make_view
 
     algorithm = loaded.config.algorithm
     group_size = algorithm.group_size if isinstance(algorithm, RLConfig) and algorithm.group_size > 1 else _SAMPLES
     assert loaded.config.environment is not None
     num_tasks *= max(1, len(loaded.config.environment.mixture))
-    rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
+    rollouts = sample_groups(prepare(loaded), view, num_tasks, samples or group_size)
     has_signal = signal_rule(algorithm) if isinstance(algorithm, RLConfig) else group_has_signal
     found = group_statistics(rollouts, checked.result.threshold, has_signal)
     if found is None:

@@ -14,8 +14,8 @@ from slipstream.config.addresses import key_variable_problem
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import usual_reward_workers
 from slipstream.envs.base import Environment
-from slipstream.envs.lifetime import in_use
 from slipstream.envs.hosted.apart import placement
+from slipstream.envs.lifetime import in_use
 from slipstream.envs.registry import load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import make_tasks

@@ -39,9 +39,9 @@ class ScorerPool:
     """Killable workers for one environment. Use as `async with ScorerPool(...) as scorer`.
 
     Entering starts a worker that grades, and one that runs tools if the environment has any, and waits for them:
-    `EnvironmentFault` if the environment cannot be constructed there. Further workers, up to `reward_workers` of each (`auto`: one),
-    start when calls wait. `warn` receives a sentence. `stacks`: where workers answer for their stacks, see
-    `processes.stacks.register`.
+    `EnvironmentFault` if the environment cannot be constructed there. Further workers, up to `reward_workers` of each
+    (`auto`: one), start when calls wait. `warn` receives a sentence. `stacks`: where workers answer for their stacks,
+    see `processes.stacks.register`.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class ScorerPool:
         stacks: Path | None = None,
     ) -> None:
         self._config = config
-        self._name = config.name
         passed = given(config.name) if is_python_object(config.name) else None
 
         def workers(role: str, timeout_s: float, concurrency: int) -> Workers:
@@ -140,7 +139,7 @@ class ScorerPool:
         if answer.kind == "failed":
             raise RewardFailed(answer.message, answer.details)
         kind: type[RewardError] = RewardTimeout if answer.kind == "timeout" else RewardFailed
-        raise kind(f"the reward of {self._name} {answer.message}", answer.details)
+        raise kind(f"the reward of {self._config.name} {answer.message}", answer.details)
 
     def _limit_metrics(self, score: Score) -> Score:
         """The score without metrics beyond `MAX_NAMES`, which are counted."""
@@ -153,7 +152,7 @@ class ScorerPool:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"the rewards of {self._name} have more than {MAX_NAMES} metrics by name (the first that is left out: "
+                f"the rewards of {self._config.name} have more than {MAX_NAMES} metrics by name (the first that is left out: "
                 f"{next(name for name in score.metrics if name not in self._names):.60}): use fewer names"
             )
         kept = {name: score.metrics[name] for name in (*known, *new)}
