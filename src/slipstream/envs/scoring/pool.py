@@ -152,8 +152,8 @@ class ScorerPool:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"the rewards of {self._config.name} have more than {MAX_NAMES} metrics by name (the first that is left out: "
-                f"{next(name for name in score.metrics if name not in self._names):.60}): use fewer names"
+                f"the rewards of {self._config.name} have more than {MAX_NAMES} metrics by name (the first that is "
+                f"left out: {next(name for name in score.metrics if name not in self._names):.60}): use fewer names"
             )
         kept = {name: score.metrics[name] for name in (*known, *new)}
         return msgspec.structs.replace(score, metrics=kept | {"metrics_left_out": float(left_out)})
