@@ -65,7 +65,7 @@ async def test_an_environment_keeps_the_contract(load, name):
     gold = gold_of(environment, train[0])
     policy = Speaker(gold)
     episode = await environment.run(train[0], policy)
-    assert judge(environment, train[0], episode.completion).reward == 1.0
+    assert judge(environment, train[0], episode).reward == 1.0
     assert (episode.outcome, episode.num_turns, len(policy.heard)) == ("done", 1, 1)
     assert (await environment.run(train[0], Speaker("zz", finish_reason="length"))).outcome == "truncated"
 
