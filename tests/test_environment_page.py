@@ -12,9 +12,10 @@ from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
+from tests.inline_scorer import InlineScorer
 
 PAGE = Path(__file__).parents[1] / "docs/environments.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -64,7 +65,7 @@ async def test_an_environment_keeps_the_contract(load, name):
     gold = gold_of(environment, train[0])
     policy = Speaker(gold)
     episode = await environment.run(train[0], policy)
-    assert judge(environment, train[0], episode.completion).reward == 1.0
+    assert judge(environment, train[0], episode).reward == 1.0
     assert (episode.outcome, episode.num_turns, len(policy.heard)) == ("done", 1, 1)
     assert (await environment.run(train[0], Speaker("zz", finish_reason="length"))).outcome == "truncated"
 
@@ -84,10 +85,10 @@ async def test_a_program_that_does_not_end_is_judged_within_the_rewards_deadline
     environment = load_environment(section)
     (task,) = make_tasks(environment, "train", 1)
     (folder / "quick.py").write_text(FILES["programs.py"].replace("timeout=5", "timeout=0.5"))
-    quick = EnvironmentConfig(name=str(folder / "quick.py"))
+    quick = EnvironmentConfig(name=str(folder / "quick.py"), reward_timeout_s=60.0)
     assert "timeout=5," in FILES["programs.py"]
     assert section.reward_timeout_s > 5
-    async with ScorerPool(quick, timeout_s=60.0) as scorer:
+    async with ScorerPool(quick) as scorer:
         score = await scorer.score(task, "while True: pass")
     assert (score.reward, score.metrics) == (0.0, {"too_slow": 1.0})
 

@@ -1,8 +1,9 @@
 import json
 
 import pytest
+from tests.data.problems import read_problems
 
-from slipstream.data.conversations import Columns, read_conversations, read_problems
+from slipstream.data.conversations import Columns, read_conversations
 from slipstream.errors import DataError
 from slipstream.records import Message
 

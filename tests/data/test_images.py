@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tests.data.problems import read_problems
 
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.conversations import Columns, read_conversations, read_problems
+from slipstream.data.conversations import Columns, read_conversations
 from slipstream.data.examples import split_off, tokenized
 from slipstream.data.images import reading
 from slipstream.data.images.families import image_processor

@@ -100,7 +100,7 @@ def test_other_weights_change_no_step_before_them():
 def test_a_curriculum_draws_less_of_what_has_no_signal():
     curriculum = Curriculum((2.0, 1.0, 1.0))
     for step in range(60):
-        curriculum.observe({0: 1.0, 1: 0.5, 2: 0.0}, step + 1)
+        curriculum.follow({0: 1.0, 1: 0.5, 2: 0.0}, step + 1)
     weights = curriculum.weights.at(1000)
     shares = [2.0, 0.5, FLOOR]
     assert weights == pytest.approx([share / sum(shares) for share in shares], abs=0.01)
@@ -109,7 +109,7 @@ def test_a_curriculum_draws_less_of_what_has_no_signal():
     loaded = Curriculum((2.0, 1.0, 1.0))
     loaded.load(curriculum.state())
     for step in range(100, 110):
-        assert loaded.observe({2: 1.0}, step) == curriculum.observe({2: 1.0}, step)
+        assert loaded.follow({2: 1.0}, step) == curriculum.follow({2: 1.0}, step)
     assert loaded.state() == curriculum.state()
     with pytest.raises(ValueError, match="3 parts, and there are 2"):
         Curriculum((1.0, 1.0)).load(curriculum.state())
@@ -117,7 +117,7 @@ def test_a_curriculum_draws_less_of_what_has_no_signal():
 
 def test_a_part_of_which_nothing_was_drawn_keeps_its_weight():
     curriculum = Curriculum((1.0, 1.0))
-    assert curriculum.observe({0: 0.0}, 1)
+    assert curriculum.follow({0: 0.0}, 1)
     low, high = curriculum.weights.at(1)
     assert high / low == pytest.approx(1 / FLOOR, rel=1e-3)
 

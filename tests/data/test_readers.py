@@ -10,8 +10,9 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.data.problems import read_problems
 
-from slipstream.data.conversations import Columns, read_conversations, read_problems, value_at
+from slipstream.data.conversations import Columns, read_conversations, value_at
 from slipstream.data.files.folders import held_out_split
 from slipstream.data.readers import Row, read_rows
 from slipstream.errors import DataError

@@ -9,11 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.data.problems import read_problems
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.conversations import Columns, read_conversations, read_problems
+from slipstream.data.conversations import Columns, read_conversations
 from slipstream.data.files.arrow import without_nulls
 from slipstream.envs.from_python import pack_environment, pack_rows
 from slipstream.envs.registry import load_environment

@@ -13,7 +13,6 @@ from slipstream.detection.matching import MatchSettings, match
 from slipstream.detection.objects import SceneObject
 from slipstream.detection.parser import parse
 from slipstream.detection.schedule import channel_by_pattern, channel_by_share, rollout_seed
-from slipstream.errors import ConfigError
 
 LEFT = SceneObject("cat", "bbox_2d", (0, 0, 400, 999))
 RIGHT = SceneObject("dog", "bbox_2d", (500, 0, 999, 999))
@@ -85,11 +84,6 @@ def test_checklist_19_schedules_are_exact_functions_of_the_step():
     assert [channel_by_share(step, 0.4) for step in range(10)] == list("AABABAABAB")
     assert {channel_by_share(step, 0.0) for step in range(50)} == {"A"}
     assert {channel_by_share(step, 1.0) for step in range(50)} == {"B"}
-    with pytest.raises(ConfigError, match=r"b_ratio 1.5 is no share of the steps"):
-        channel_by_share(0, 1.5)
-    for pattern in ([], ["A", "C"]):
-        with pytest.raises(ConfigError, match="gives steps no channel: list A and B"):
-            channel_by_pattern(0, pattern)
 
 
 @given(st.integers(0, 100), st.integers(0, 300))

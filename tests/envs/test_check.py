@@ -1,12 +1,13 @@
 import pytest
 from tests.envs.environments import Behaving
+from tests.inline_scorer import InlineScorer
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import RewardTimeout
 from slipstream.envs.check import KindResult, check_environment, completions, judge_results
+from slipstream.envs.from_python import FunctionEnvironment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer
-from slipstream.envs.single_turn import FunctionEnvironment
+from slipstream.envs.rewards.contract import Plain
 from slipstream.records import Message, Task
 
 
@@ -16,7 +17,7 @@ def environment(reward, answers=None, num=40):
         split: [{"prompt": f"{asked} {i}", "answer": answer} for i, answer in enumerate(answers)]
         for split, asked in (("train", "question"), ("eval", "held-out question"))
     }
-    return FunctionEnvironment("demo", lambda split, num_tasks, seed: rows[split][:num_tasks], reward)
+    return FunctionEnvironment("demo", lambda split, num_tasks, seed: rows[split][:num_tasks], Plain(reward), 0, {})
 
 
 async def check(reward, answers=None, **options):
@@ -102,9 +103,8 @@ async def test_the_threshold_counts():
 
 async def test_an_environment_that_ignores_the_split_fails():
     rows = [{"prompt": f"question {i}", "answer": f"number {i * 7919 % 997}"} for i in range(40)]
-    env = FunctionEnvironment(
-        "demo", lambda split, num_tasks, seed: rows[:num_tasks], lambda task, completion: completion == task.answer
-    )
+    reward = Plain(lambda task, completion: completion == task.answer)
+    env = FunctionEnvironment("demo", lambda split, num_tasks, seed: rows[:num_tasks], reward, 0, {})
     result = await check_environment(env, InlineScorer(env))
     assert "8 of 8 held-out prompts are training prompts too, first 'question 0'" in " ".join(result.failures)
     assert (await check_environment(env, InlineScorer(env), held_out=False)).passed
@@ -165,9 +165,10 @@ async def test_without_gold_answers_what_can_be_checked_is(gives, num_failures):
             raise gives
         return gives
 
-    env = FunctionEnvironment(
-        "demo", lambda split, n, seed: [{"prompt": f"{split} {i}"} for i in range(40)][:n], reward
-    )
+    def tasks(split, n, seed):
+        return [{"prompt": f"{split} {i}"} for i in range(40)][:n]
+
+    env = FunctionEnvironment("demo", tasks, Plain(reward), 0, {})
     result = await check_environment(env, InlineScorer(env), 20)
     assert len(result.failures) == num_failures
     assert "20 of 20 tasks have no gold answer" in result.without_gold

@@ -2,11 +2,12 @@ import subprocess
 import sys
 
 import pytest
+from tests.inline_scorer import InlineScorer
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Score
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 from slipstream.records import Task, decode, encode

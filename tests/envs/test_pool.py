@@ -6,13 +6,14 @@ import pytest
 import pytest_asyncio
 import uvloop
 from tests.envs.environments import config, task
+from tests.inline_scorer import InlineScorer
 from tests.waiting import is_there
 
 from slipstream.config.planned import PlannedEnvironment
 from slipstream.envs.base import MAX_METRICS, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring import workers
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.scoring.process import Worker
 from slipstream.errors import ConfigError, EnvironmentFault
 
@@ -22,7 +23,7 @@ SHARED = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool():
     """Of one worker, for tests that leave it as it is."""
-    async with ScorerPool(config(), num_workers=1) as pool:
+    async with ScorerPool(of_workers(1)) as pool:
         yield pool
 
 
@@ -38,6 +39,10 @@ async def test_a_planned_section_without_training_tasks_is_graded_by():
     planned = PlannedEnvironment(**{**config().model_dump(), **derived})
     async with ScorerPool(planned) as pool:
         assert (await pool.score(task("4"), "4")).reward == 1.0
+
+
+def of_workers(number, **options):
+    return config(**options).model_copy(update={"reward_workers": number})
 
 
 @SHARED
@@ -157,7 +162,7 @@ async def test_what_is_given_up_is_cancelled_and_its_place_is_free(tmp_path):
     """As the groups that `training.overprovision` gives up: coroutines beyond those that may run at once, too."""
     few = config(timeout_s=600.0).model_copy(update={"reward_concurrency": 3})
     file = tmp_path / "notes"
-    async with asyncio.timeout(120), ScorerPool(few, num_workers=1) as pool:
+    async with asyncio.timeout(120), ScorerPool(few) as pool:
         await pool.score(task(), "wait 0 1")
         slow = [asyncio.create_task(pool.score(task(), f"until {file}")) for _ in range(8)]
         await noted(file, "begun", 3)
@@ -185,7 +190,7 @@ async def test_large_completions_pass(pool):
 
 async def test_two_workers_share_the_work(tmp_path):
     """Two rewards that wait for each other are at work at once."""
-    async with ScorerPool(config(timeout_s=60.0), num_workers=2) as pool:
+    async with ScorerPool(of_workers(2)) as pool:
         calls = [pool.score(task(), text) for text in [f"meet {tmp_path}", f"meet {tmp_path}", "pid x", "pid x"]]
         results = await asyncio.gather(*calls)
         assert [result.reward for result in results[:2]] == [1.0, 1.0]
@@ -211,7 +216,7 @@ async def test_a_pool_that_is_left_at_once_leaves_no_worker():
     assert not is_there(worker._process.pid)
 
 
-async def test_an_environment_that_cannot_be_made_is_a_fault_at_the_start(tmp_path, patient):
+async def test_an_environment_that_cannot_be_made_is_a_fault_at_the_start(tmp_path, patient, monkeypatch):
     with pytest.raises(EnvironmentFault, match="has no class 'Missing'"):
         await ScorerPool(config("Missing")).__aenter__()
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
@@ -220,8 +225,9 @@ async def test_an_environment_that_cannot_be_made_is_a_fault_at_the_start(tmp_pa
         await ScorerPool(dies).__aenter__()
     (tmp_path / "hangs.py").write_text("import time; print('loading'); time.sleep(60)")
     hangs = config().model_copy(update={"name": str(tmp_path / "hangs.py")})
+    monkeypatch.setattr(workers, "START_TIMEOUT_S", 1.0)
     with pytest.raises(EnvironmentFault, match="was not ready after 1 s"):
-        await ScorerPool(hangs, start_timeout_s=1.0).__aenter__()
+        await ScorerPool(hangs).__aenter__()
 
 
 async def test_a_worker_that_cannot_be_replaced_ends_every_call(tmp_path):
@@ -296,7 +302,7 @@ async def test_a_worker_has_no_keys_but_those_that_are_named(monkeypatch):
 
 async def test_more_coroutines_than_may_run_at_once_wait_their_turn():
     few = config().model_copy(update={"reward_concurrency": 3})
-    async with ScorerPool(few, num_workers=1) as pool:
+    async with ScorerPool(few) as pool:
         found = await asyncio.gather(*(pool.score(task(), "wait_beside 3") for _ in range(12)))
         assert max(score.reward for score in found) == 3.0
 
@@ -311,7 +317,7 @@ async def test_more_coroutines_than_may_run_at_once_wait_their_turn():
 )
 @pytest.mark.quick("wait*", "*exit*")
 async def test_a_coroutine_that_hangs_or_takes_its_worker_along_is_alone_to_blame(text, kind, details):
-    async with ScorerPool(config(timeout_s=1.5 if kind is RewardTimeout else 60.0), num_workers=1) as pool:
+    async with ScorerPool(config(timeout_s=1.5 if kind is RewardTimeout else 60.0)) as pool:
         asked = [f"wait 0.25 {number}" for number in range(4)]
         asked[2:2] = [text]
         found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
@@ -363,6 +369,6 @@ async def test_metrics_beyond_what_a_run_can_keep_are_counted():
 
 async def test_further_workers_start_only_where_rewards_wait(monkeypatch):
     monkeypatch.setattr(workers, "_PATIENCE_S", 20.0)  # for none of them, however busy the machine is
-    async with ScorerPool(config(timeout_s=60.0), num_workers=3) as pool:
+    async with ScorerPool(of_workers(3)) as pool:
         found = await asyncio.gather(*(pool.score(task(), "pid x") for _ in range(200)))
         assert len({score.reward for score in found}) == 1

@@ -1,11 +1,11 @@
 import sys
 
 import pytest
+from tests.inline_scorer import InlineScorer
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Episode, RewardFailed
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.envs.scoring.worker_calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
@@ -181,7 +181,7 @@ def test_what_the_librarys_code_raises_is_named_by_the_users_line_and_settings(l
     with pytest.raises(EnvironmentFault, match=rf"task train/0 \(line {line_of('random.choice')} of .*mine.py; "):
         gold_of(environment, task)
     with pytest.raises(RewardFailed, match=rf"JSONDecodeError.*\(line {line_of('json.loads')} of .*mine.py\)"):
-        judge(environment, task, "{")
+        judge(environment, task, Episode("{"))
     with pytest.raises(DataError, match="returned a int for task train/0"):
         gold_of(load(STRICT), task)
 

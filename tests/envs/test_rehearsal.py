@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
+from tests.inline_scorer import InlineScorer
 
 from slipstream.envs import Environment, Episode, Message, Score, SingleTurn, Task, ToolCall
 from slipstream.envs.check import check_environment
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.envs.scoring.rehearsal import Rehearsal
 
 

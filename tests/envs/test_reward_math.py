@@ -124,9 +124,9 @@ async def test_an_answer_on_which_sympy_hangs_is_killed(tmp_path):
     rows = [{"question": f"{n} / 7 = ?", "answer": f"\\frac{{{n}}}{{7}}"} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"path": str(tmp_path / "rows.jsonl"), "reward": "math"}
-    config = EnvironmentConfig(name="rows", settings=settings)
+    config = EnvironmentConfig(name="rows", settings=settings, reward_timeout_s=60.0)
     found = load_environment(config).tasks("train", 1)[0]
-    async with ScorerPool(config, timeout_s=60.0) as scorer:
+    async with ScorerPool(config) as scorer:
         assert (await scorer.score(found, f"\\boxed{{{found.answer}}}")).reward == 1.0
         shorten(scorer, 4.0)
         start = time.monotonic()

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from tests.inline_scorer import InlineScorer
 
 from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
@@ -14,7 +15,7 @@ from slipstream.envs.from_python import load_python_environment, pack_environmen
 from slipstream.envs.registry import load_environment
 from slipstream.envs.rewards import NotApplicable, Rubric, named
 from slipstream.envs.rewards.contract import settled
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
 

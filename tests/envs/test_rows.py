@@ -95,10 +95,11 @@ async def test_a_reward_function_of_verl_runs_unchanged_and_is_killed_when_it_ha
     (tmp_path / "score.py").write_text(COMPUTE_SCORE)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(verl(n)) + "\n" for n in range(50)))
     settings = {"path": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'score.py'}:compute_score"}
-    config = EnvironmentConfig(name="rows", settings={**settings, "gold_column": "extra_info.answer"})
+    settings |= {"gold_column": "extra_info.answer"}
+    config = EnvironmentConfig(name="rows", settings=settings, reward_timeout_s=60.0)
     environment = load_environment(config)
     task = environment.tasks("train", 1)[0]
-    async with ScorerPool(config, timeout_s=60.0) as scorer:
+    async with ScorerPool(config) as scorer:
         score = await scorer.score(task, environment.gold(task))
         assert score.reward == 1.0
         assert score.metrics == {"acc": 1.0, "index": float(task.info["extra_info"]["index"])}

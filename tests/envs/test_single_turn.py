@@ -6,7 +6,9 @@ import pytest
 
 from slipstream.envs import single_turn
 from slipstream.envs.base import RewardFailed, Score, as_score
-from slipstream.envs.single_turn import FunctionEnvironment, as_task, as_tasks
+from slipstream.envs.from_python import FunctionEnvironment
+from slipstream.envs.rewards.contract import Plain
+from slipstream.envs.single_turn import as_task, as_tasks
 from slipstream.errors import DataError, EnvironmentFault
 from slipstream.records import Message, Task
 
@@ -78,7 +80,7 @@ def test_two_functions_are_an_environment():
     def tasks(split, num_tasks, seed, base=10):
         return ({"prompt": f"{split} {seed} {base + i}", "answer": str(i)} for i in range(num_tasks))
 
-    env = FunctionEnvironment("demo", tasks, lambda task, completion: completion == task.answer, 5, {"base": 20})
+    env = FunctionEnvironment("demo", tasks, Plain(lambda task, completion: completion == task.answer), 5, {"base": 20})
     first, second = env.tasks("eval", 2)
     assert first.prompt[0].content == "eval 5 20"
     assert (first.id, second.id) == ("eval/0", "eval/1")
@@ -95,6 +97,6 @@ def test_tasks_that_loop_for_ever_are_ended(monkeypatch):
                 time.sleep(0.001)
 
     monkeypatch.setattr(single_turn, "TASKS_TIMEOUT_S", 0.2)
-    environment = FunctionEnvironment("mine", endless, lambda task, completion: 0.0)
+    environment = FunctionEnvironment("mine", endless, Plain(lambda task, completion: 0.0), 0, {})
     with pytest.raises(EnvironmentFault, match=r"did not return within 0\.2 s: does it loop for ever"):
         single_turn.make_tasks(environment, "train", 10)

@@ -61,7 +61,7 @@ def test_a_schema_is_that_of_transformers(tool):
 def test_a_parameter_for_the_task_is_not_the_policys():
     def look_up(key: str, task: Task) -> str: ...
 
-    assert list(parameters_of(look_up)) == ["key"]
+    assert parameters_of(look_up) == {"key": (str, ...)}
     assert task_parameter_of(look_up) == "task"
     assert schema_of(look_up)["function"]["parameters"]["required"] == ["key"]
 

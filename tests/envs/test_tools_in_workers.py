@@ -15,11 +15,12 @@ import uvloop
 from tests.envs.environments import task
 from tests.envs.test_guard import has_namespaces
 from tests.envs.test_hostile_rewards import LEAVING, mark, marked, none_left  # noqa: F401 (`mark` is a fixture)
+from tests.inline_scorer import InlineScorer
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Episode, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.tools.tool_calls import MAX_CONTENT
 from slipstream.processes import guard
 from slipstream.records import Message, ToolCall

@@ -7,10 +7,10 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Episode, Message
 from slipstream.envs.base import RewardFailed, RewardTimeout, ToolResult
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.orchestrator.failures import Failures, failure_of
 from slipstream.records import Rollout, Task, ToolCall
 from slipstream.runlog import sample_of
+from tests.inline_scorer import InlineScorer
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .test_episodes import Talks

@@ -5,9 +5,9 @@ from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
 from slipstream.envs.policy import record_turn
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, Media, Message, SamplingParams
+from tests.inline_scorer import InlineScorer
 
 END, PAD = 0, 1
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))

@@ -12,7 +12,6 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
-from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import (
     DeadlineError,
     EngineError,
@@ -45,6 +44,7 @@ from slipstream.records import (
     VersionSpan,
 )
 from slipstream.runlog import sample_of
+from tests.inline_scorer import InlineScorer
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
 from .executors import executor_of

@@ -237,9 +237,9 @@ async def test_closures_are_graded_in_workers_that_can_be_killed():
     give(packed)
     assert is_python_object(packed.name)
     tree = {"model": {"path": "m"}, "algorithm": {"kind": "grpo"}, "training": {"steps": 1}}
-    config = load_settings({**tree, "environment": {"name": packed.name}}).config.environment
+    config = load_settings({**tree, "environment": {"name": packed.name, "reward_timeout_s": 60.0}}).config.environment
     (task,) = load_python_environment(packed.name, 0, {}).tasks("train", 1)
-    async with ScorerPool(config, num_workers=1, timeout_s=60.0) as scorer:
+    async with ScorerPool(config) as scorer:
         assert (await scorer.score(task, "x")).reward == 0.5
         shorten(scorer, 0.5)
         with pytest.raises(EnvironmentFault, match=r"0\.5 s"):

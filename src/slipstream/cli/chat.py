@@ -136,7 +136,8 @@ def _lines() -> Iterator[str]:
 
 def _print_answer(text: str, answer: Answer, screen: Console, *, as_json: bool) -> None:
     if as_json:
-        print_json({"message": text} | _as_dict(answer), is_result=False)
+        found = dataclasses.asdict(answer)
+        print_json({"message": text, "answer": found.pop("text")} | found, is_result=False)
         return
     tell(answer.text, flush=True)
     if answer.finish_reason == "length":
@@ -147,11 +148,6 @@ def _warn_of_unknown(unknown: Sequence[str], screen: Console) -> None:
     if unknown:
         named = ", ".join(map(repr, unknown))
         screen.print(f"warning: the model does not see {named}: its tokenizer has no token for it", markup=False)
-
-
-def _as_dict(answer: Answer) -> dict[str, Any]:
-    found = dataclasses.asdict(answer)
-    return {"answer": found.pop("text")} | found
 
 
 def _chat_in_terminal(talk: Conversation, screen: Console) -> int:

@@ -19,6 +19,7 @@ from slipstream.cli.output import (
     Process,
     ignore_closed_pipe,
     json_error,
+    made_view,
     print_error,
     print_json,
     print_json_text,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from slipstream.config.schema import RunSection
     from slipstream.launch.start import ResumeMode
     from slipstream.plan.derive import Plan
-    from slipstream.progress import Progress
 
 Overrides = Annotated[
     str,
@@ -134,17 +134,12 @@ def _train(
         watch = SupervisorWatch()
     from slipstream.launch.start import run_training
 
-    def make_progress() -> Progress:
-        from slipstream.view import make_view
-
-        return make_view("none" if as_json else "plain" if plain else "auto")
-
     try:
         result, summary = run_training(
             loaded,
             run_file.stem,
             resume=resume,
-            make_progress=make_progress,
+            make_progress=lambda: made_view(plain=plain, as_json=as_json),
             last_words=lambda error: print_error(error, str(error), error.exit_code, as_json=as_json),
             supervisor=watch,
             owns_process=Process.is_own,

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from slipstream.cli.commands import Overrides, Plain, RunFile
-from slipstream.cli.output import Json, print_json, tell
+from slipstream.cli.output import Json, made_view, print_json, tell
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.config import Loaded, RunConfig
     from slipstream.envs import Environment, Task
     from slipstream.envs.check import EnvironmentCheck
+    from slipstream.progress import Progress
 
 env_app = App(name="env", help="Write, check and keep an environment before training on it.")
 _UNGRADED = {"mean_reward": None, "accuracy": None}
@@ -181,7 +182,7 @@ def env_test(
         _print_check(checked, notes, passed=not failures)
     tried = None
     if model and not failures:
-        tried = _try_model(loaded, num_tasks, samples, checked, "none" if json else "plain" if plain else "auto")
+        tried = _try_model(loaded, num_tasks, samples, checked, made_view(plain=plain, as_json=json))
     verdict = "reward broken" if failures else tried.judgement.verdict if tried else ""
     if json:
         _print_json(checked, failures, notes, tried, verdict if model else "")
@@ -196,36 +197,29 @@ def env_test(
 
 def _check(config: RunConfig, num_tasks: int) -> _Checked:
     """Grade gold answers and junk of `num_tasks` training tasks."""
+    from slipstream.commands.evaluate_address import settled
     from slipstream.config.schema import EvaluationConfig
-    from slipstream.config.traits import usual_reward_workers
     from slipstream.envs.check import check_environment
     from slipstream.envs.hosted.apart import placement
     from slipstream.envs.hosted.verifiers_package import Verifiers
     from slipstream.envs.lifetime import in_use
-    from slipstream.envs.registry import is_apart, load_environment, played
+    from slipstream.envs.registry import played
     from slipstream.envs.scoring.pool import ScorerPool
     from slipstream.envs.scoring.rehearsal import Rehearsal
     from slipstream.envs.single_turn import make_tasks
-    from slipstream.envs.store.registry import located
-    from slipstream.plan.machine import usable_cpus
 
     assert config.environment is not None
-    section = located(config.environment)
-    environment = load_environment(section)
+    section, environment = settled(config.environment)
     threshold = (config.evaluation or EvaluationConfig()).threshold
-    asked = section.reward_workers
-    num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
-
-    apart = is_apart(environment, section)
-    has_turns = placement(environment)[0] or bool(environment.tools) or apart
+    has_turns = placement(environment)[0] or bool(environment.tools) or section.apart is True
     warnings: list[str] = []
 
     async def check() -> tuple[EnvironmentCheck, float]:
         async with contextlib.AsyncExitStack() as stack:
-            scorer = await stack.enter_async_context(ScorerPool(section, num_workers=num_workers))
+            scorer = await stack.enter_async_context(ScorerPool(section))
             rehearsal = None
             if has_turns and not isinstance(environment, Verifiers):
-                stage = played(environment, section.model_copy(update={"apart": apart})) or environment
+                stage = played(environment, section) or environment
                 await stack.enter_async_context(in_use(stage, section.run_timeout_s, warnings.append))
                 rehearsal = Rehearsal(stage, scorer, section.run_timeout_s)
             began = monotonic()
@@ -244,25 +238,22 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
     notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
     notes += [*result.notes, *(f"warning: {text}" for text in warnings)]
-    notes += _slow_reward_warnings(config, rate, num_workers)
+    notes += _slow_reward_warnings(config, rate, section.reward_workers)
     return _Checked(result, [*result.failures, *([unknown] if unknown else [])], notes, rate)
 
 
-def _try_model(
-    loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Literal["auto", "plain", "none"]
-) -> _Trial:
+def _try_model(loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Progress) -> _Trial:
     """Sample the model on training tasks and judge what came."""
     from slipstream.algo.readiness import group_has_signal, group_statistics, judge, signal_rule
     from slipstream.commands.evaluate import sample_groups
     from slipstream.config.schema import RLConfig
     from slipstream.launch.prepare import prepare
-    from slipstream.view import make_view
 
     algorithm = loaded.config.algorithm
     group_size = algorithm.group_size if isinstance(algorithm, RLConfig) and algorithm.group_size > 1 else _SAMPLES
     assert loaded.config.environment is not None
     num_tasks *= max(1, len(loaded.config.environment.mixture))
-    rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
+    rollouts = sample_groups(prepare(loaded), view, num_tasks, samples or group_size)
     has_signal = signal_rule(algorithm) if isinstance(algorithm, RLConfig) else group_has_signal
     found = group_statistics(rollouts, checked.result.threshold, has_signal)
     if found is None:
@@ -367,7 +358,7 @@ def _print_json(
     print_json(summary)
 
 
-def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: int) -> list[str]:
+def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: object) -> list[str]:
     """Warn if the rewards of one batch, at `rate` per second, take longer than `_SLOW_REWARDS_S`."""
     from slipstream.config.schema import RLConfig
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from slipstream.cli.commands import Overrides, Plain
-from slipstream.cli.output import Json, print_json, tell
+from slipstream.cli.output import Json, made_view, print_json, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.commands.evaluation_target import Target
+    from slipstream.progress import Progress
     from slipstream.runlog.evaluations import KeptEvaluation
 
 Results = Annotated[
@@ -54,7 +55,7 @@ def evaluate(
         flag = "--served-name" if served_name else "--key-variable"
         raise ConfigError(f"{flag} is for the model at an address: give --model http://..., or leave it out")
     place = place_of(target, None if out is None else Path(out))
-    view: Literal["none", "plain", "auto"] = "none" if json else "plain" if plain else "auto"
+    view = made_view(plain=plain, as_json=json)
     found = _at_address(target, served_name, key_variable, view) if target.address else _by_engine(target, view)
     if place is not None:
         from slipstream.runlog.evaluations import keep_evaluation
@@ -64,30 +65,24 @@ def evaluate(
     return 0
 
 
-def _by_engine(target: Target, view: Literal["none", "plain", "auto"]) -> KeptEvaluation:
+def _by_engine(target: Target, view: Progress) -> KeptEvaluation:
     from slipstream.commands.evaluate import evaluate_model
     from slipstream.commands.results import kept
     from slipstream.launch.prepare import prepare
-    from slipstream.view import make_view
 
     prepared = prepare(target.loaded)
-    evaluation = evaluate_model(prepared, make_view(view))
+    evaluation = evaluate_model(prepared, view)
     given = prepared.config.evaluation
     assert given is not None
     return kept(evaluation, prepared.eval_tasks, prepared.config, prepared.sampling(given.temperature), target.name)
 
 
-def _at_address(
-    target: Target, served_name: str, key_variable: str, view: Literal["none", "plain", "auto"]
-) -> KeptEvaluation:
+def _at_address(target: Target, served_name: str, key_variable: str, view: Progress) -> KeptEvaluation:
     from slipstream.commands.evaluate_address import evaluate_address, key_of
     from slipstream.commands.results import kept
-    from slipstream.view import make_view
 
     key, config = key_of(key_variable), target.loaded.config
-    evaluation, tasks, sampling, name = evaluate_address(
-        config, target.address, make_view(view), model=served_name, key=key
-    )
+    evaluation, tasks, sampling, name = evaluate_address(config, target.address, view, model=served_name, key=key)
     return kept(evaluation, tasks, config, sampling, f"{name} at {target.address}", has_tokens=False)
 
 

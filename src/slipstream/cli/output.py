@@ -14,7 +14,7 @@ from typing import Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from slipstream.errors import Interrupted
-from slipstream.progress import printable
+from slipstream.progress import Progress, printable
 from slipstream.runlog.redaction import hide_userinfo
 
 CLOSED_PIPE_EXIT_CODE = 141
@@ -54,6 +54,13 @@ def print_json_text(text: str) -> None:
     """Print a result that is JSON already."""
     print(text, flush=True)
     Printed.json = True
+
+
+def made_view(*, plain: bool, as_json: bool) -> Progress:
+    """The view of a command's progress; none beside JSON."""
+    from slipstream.view import make_view
+
+    return make_view("none" if as_json else "plain" if plain else "auto")
 
 
 def json_error(error: BaseException, message: str, exit_code: int) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from slipstream.config.addresses import key_variable_problem
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import usual_reward_workers
 from slipstream.envs.base import Environment
+from slipstream.envs.hosted.apart import placement
 from slipstream.envs.lifetime import in_use
-from slipstream.envs.registry import is_apart, load_environment, played
+from slipstream.envs.registry import load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import make_tasks
 from slipstream.envs.store.registry import located
@@ -46,6 +47,18 @@ def key_of(variable: str) -> str:
     return key
 
 
+def settled(section: EnvironmentConfig) -> tuple[EnvironmentConfig, Environment]:
+    """The section with every `auto` decided as the plan does, and its environment: for commands that plan no run."""
+    section = located(section)
+    environment = load_environment(section)
+    apart, workers = section.apart, section.reward_workers
+    decided = {
+        "apart": placement(environment)[0] if apart == "auto" else apart,
+        "reward_workers": usual_reward_workers(usable_cpus()) if workers == "auto" else workers,
+    }
+    return section.model_copy(update=decided), environment
+
+
 def evaluate_address(
     config: RunConfig, url: str, progress: Progress, *, model: str = "", key: str = ""
 ) -> tuple[Evaluation, list[Task], SamplingParams, str]:
@@ -55,9 +68,7 @@ def evaluate_address(
     Raises `ConfigError` for what cannot be evaluated there, and what `evaluate` raises.
     """
     section, evaluation = evaluated_by(config.environment, config.evaluation)
-    section = located(section)
-    environment = load_environment(section)
-    section = section.model_copy(update={"apart": is_apart(environment, section)})
+    section, environment = settled(section)
     environment = played(environment, section) or environment
     tasks = graded(_tasks(environment, evaluation), config)
     sampling = _sampling(config, evaluation)
@@ -97,12 +108,8 @@ async def _evaluate(
     def warn(text: str) -> None:
         progress.message(text, "warning")
 
-    asked, timeout_s = section.reward_workers, config.inference.request_timeout_s
-    num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
-    async with (
-        ScorerPool(section, num_workers=num_workers, warn=warn) as scorer,
-        in_use(environment, section.run_timeout_s, warn),
-    ):
+    timeout_s = config.inference.request_timeout_s
+    async with ScorerPool(section, warn=warn) as scorer, in_use(environment, section.run_timeout_s, warn):
         runner = RolloutRunner(
             environment,
             scorer,

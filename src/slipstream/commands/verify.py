@@ -110,8 +110,7 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
 
 def _digests(run: Path) -> dict[str, str]:
     """Digests of the published versions, by version name."""
-    events = read_events(run)
-    return {str(event["version"]): str(event["digest"]) for event in events if event["kind"] == "publish"}
+    return {str(event["version"]): str(event["digest"]) for event in read_events(run, kinds=("publish",))}
 
 
 def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
@@ -128,8 +127,7 @@ def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
     # An adapter is published scaled or merged, not as it is stored in the checkpoint.
     if published is not None and published != proof.digest and not is_adapter_folder(path / "weights"):
         problems.append(f"its digest is {proof.digest}, and version {version} was published with {published}")
-    seconds = time.perf_counter() - began
-    return _verdict(f"checkpoint {path.name}", version, proof.digest, proof.parameters, seconds, problems)
+    return _verdict(f"checkpoint {path.name}", version, proof.digest, proof.parameters, began, problems)
 
 
 def _published(folder: Path, ticket: Ticket) -> Verdict:
@@ -138,8 +136,7 @@ def _published(folder: Path, ticket: Ticket) -> Verdict:
         note = f"holds only what changed since {ticket.delta.base.name}: the engine that took it compared the whole"
         return Verdict("published files", version.name, version.digest, 0, 0, 0.0, (), note)
     problems = _differences(folder, ticket.parameters)
-    seconds = time.perf_counter() - began
-    return _verdict("published files", version.name, version.digest, ticket.parameters, seconds, problems)
+    return _verdict("published files", version.name, version.digest, ticket.parameters, began, problems)
 
 
 def _base(folder: Path, base: tuple[ParameterSpec, ...]) -> Verdict:
@@ -157,7 +154,7 @@ def _base(folder: Path, base: tuple[ParameterSpec, ...]) -> Verdict:
                 yield name, tensor.to(getattr(torch, dtypes[name]))
 
     problems = _differences(folder, base, loaded)
-    return _verdict(what, "", "", base, time.perf_counter() - began, problems)
+    return _verdict(what, "", "", base, began, problems)
 
 
 def _downloaded(path: str, revision: str | None) -> Path:
@@ -177,10 +174,11 @@ def _verdict(
     version: str,
     digest: str,
     parameters: Sequence[ParameterSpec],
-    seconds: float,
+    began: float,
     problems: Iterable[str],
 ) -> Verdict:
-    size = sum(map(num_bytes, parameters))
+    """That of a comparison that began at this time of `perf_counter` and is done."""
+    size, seconds = sum(map(num_bytes, parameters)), time.perf_counter() - began
     return Verdict(what, version, digest, len(parameters), size, seconds, tuple(problems))
 
 
@@ -209,7 +207,7 @@ def _differences(
 
 def _sockets(run: Path) -> list[Path]:
     """The sockets of a run's engines, from its last start."""
-    found = [event for event in read_events(run) if event["kind"] == "engine_socket" and event.get("path")]
+    found = [event for event in read_events(run, kinds=("engine_socket",)) if event.get("path")]
     last = max((int(event["lineage"]) for event in found), default=0)
     by_number = {int(event.get("replica") or 0): event["path"] for event in found if event["lineage"] == last}
     paths = [Path(str(by_number[number])) for number in sorted(by_number)]
@@ -259,14 +257,14 @@ async def _ask(run: Path, client: EngineClient, timeout_s: float) -> Verdict:
                 why = str(error)
                 await asyncio.sleep(_POLL_S)
                 continue
-            seconds = time.perf_counter() - began
             problems = [f"{name} differs" for name in report.mismatched]
             problems += [f"{name} cannot be verified" for name in report.unverified]
+            held = ticket.version
+            verdict = _verdict(LIVE, held.name, held.digest, (*ticket.parameters, *ticket.base), began, problems)
             after = await client.health() if problems else health
             # A difference after an update in between is no fault.
             if not problems or (after is not None and (after.status, after.version) == ("ready", health.version)):
-                parameters, held = (*ticket.parameters, *ticket.base), ticket.version
-                return _verdict(LIVE, held.name, held.digest, parameters, seconds, problems)
+                return verdict
             why = "it took new versions all the time"
         if time.monotonic() > deadline:
             raise DeadlineError(f"the engine at {client.socket} could not be verified within {timeout_s:g} s: {why}")

@@ -8,7 +8,7 @@ column (`reward_model.ground_truth`).
 from __future__ import annotations
 
 import ast
-import json
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -153,20 +153,6 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
     return tuple(_completed(turns, row)), read | {"tools", *SYSTEMS, *COLUMNS}
 
 
-def read_problems(
-    path: str | Path,
-    columns: Columns,
-    form: Form = "auto",
-    split: str = "",
-    setting: str = "environment.settings.path",
-    *,
-    answers: bool = True,
-    subset: str = "",
-) -> list[Problem]:
-    """Reads the problems of a file or folder, in order; see `read_rows` and `problems_of`."""
-    return problems_of(read_rows(path, split, setting, subset), columns, form, answers=answers)
-
-
 def problems_of(rows: Sequence[Row], columns: Columns, form: Form = "auto", *, answers: bool = True) -> list[Problem]:
     """The problems of these rows. If the format is `auto`, the first row determines it. Without `answers` a row may
     have none. Raises `DataError`."""
@@ -202,14 +188,9 @@ def value_at(row: Row, column: str) -> Any:
 def as_mapping(value: Any, column: str, where: str) -> dict[str, Any]:
     """A nested column as a mapping. Some data sets store it as text, in JSON or as a Python literal."""
     found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except ValueError:
-            try:
-                found = ast.literal_eval(value)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                found = None
+    if isinstance(value, str) and (found := json_or_none(value)) is None:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = ast.literal_eval(value)
     if not isinstance(found, dict):
         raise DataError(f"{where}: {column} = {value!r:.60} is not a dictionary, nor JSON text of one: correct it")
     return cast("dict[str, Any]", found)

@@ -34,7 +34,7 @@ class Curriculum:
         self.weights = Weights(tuple(base))
         self._signal: list[float | None] = [None] * len(base)
 
-    def observe(self, fractions: Mapping[int, float], step: int) -> bool:
+    def follow(self, fractions: Mapping[int, float], step: int) -> bool:
         """A batch had these fractions of groups with signal, by part; `step` is the first of the order of the tasks of
         which nothing was drawn yet. Returns whether other weights hold from there on."""
         for part, fraction in fractions.items():
@@ -65,15 +65,15 @@ class Curriculum:
         self.weights.changes = changes_of(state["changes"])
 
 
-class MixtureCurriculum:
-    """See the module."""
+class MixtureCurriculum(Curriculum):
+    """That of a run's mixture, whose batches it observes."""
 
     def __init__(self, config: PlannedConfig) -> None:
         section, algorithm = config.environment, config.algorithm
         assert section is not None
         assert isinstance(algorithm, PlannedRL)
         self._parts = list(section.mixture)
-        self._curriculum = Curriculum([part.weight for part in section.mixture.values()])
+        super().__init__([part.weight for part in section.mixture.values()])
         self._size, self._staleness = config.training.prompts_per_batch, config.training.staleness
         self._order, self._max_refills = config.training.order, algorithm.max_refills
         self._overprovision = config.training.overprovision
@@ -81,7 +81,7 @@ class MixtureCurriculum:
     @property
     def changes(self) -> list[Change]:
         """All changes so far."""
-        return [(step, list(weights)) for step, weights in self._curriculum.weights.changes]
+        return [(step, list(weights)) for step, weights in self.weights.changes]
 
     def observe(self, batch: Batch, step: int, draws: Draws) -> Change | None:
         """A batch was trained on, which made version `step`; `draws` are those used up by now. Returns the change that
@@ -92,7 +92,7 @@ class MixtureCurriculum:
             if drawn:
                 fractions[number] = signal / drawn
         first = self._first_unseen(step, draws)
-        return self.changes[-1] if self._curriculum.observe(fractions, first) else None
+        return self.changes[-1] if self.follow(fractions, first) else None
 
     def _first_unseen(self, step: int, draws: Draws) -> int:
         """The first step of the order of which no group has begun while the engine generates for `step`."""
@@ -105,18 +105,10 @@ class MixtureCurriculum:
 
     def metrics(self, step: int) -> dict[str, float]:
         """The probability of each part in a step of the order of the tasks."""
-        weights = self._curriculum.weights.at(step)
+        weights = self.weights.at(step)
         return {
             f"task/{name}/probability": weight / sum(weights) for name, weight in zip(self._parts, weights, strict=True)
         }
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return self._curriculum.state()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
-        self._curriculum.load(state)
 
 
 def _total(metrics: Mapping[str, float], part: str, key: str) -> float:

@@ -70,7 +70,7 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def json_or_none(text: str) -> Any:
+def json_or_none(text: str | bytes) -> Any:
     """The value of a JSON text; None for other text."""
     try:
         return json.loads(text)

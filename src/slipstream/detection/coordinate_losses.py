@@ -8,6 +8,7 @@ by bin, V vocabulary, T tokens of a row, D embedding. The logits of the coordina
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,15 +39,8 @@ def box_giou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
     0, without a gradient, for two boxes without an area, of which the IoU is 0 / 0. NaN stays NaN: it is the model's
     fault, and the trainer has to see it.
     """
-    predicted_B4, true_B4 = _sorted_corners(predicted_B4), _sorted_corners(true_B4)
-    common_B = _area(
-        torch.maximum(predicted_B4[:, :2], true_B4[:, :2]), torch.minimum(predicted_B4[:, 2:], true_B4[:, 2:])
-    )
-    areas_B = _area(predicted_B4[:, :2], predicted_B4[:, 2:]) + _area(true_B4[:, :2], true_B4[:, 2:])
-    either_B = areas_B - common_B
-    hull_B = _area(
-        torch.minimum(predicted_B4[:, :2], true_B4[:, :2]), torch.maximum(predicted_B4[:, 2:], true_B4[:, 2:])
-    )
+    box, true, common_B, either_B = _overlap(predicted_B4, true_B4)
+    hull_B = _area((torch.minimum(box.low_B2, true.low_B2), torch.maximum(box.high_B2, true.high_B2)))
     has_area_B = either_B != 0  # so has the hull
     one = torch.ones_like(either_B)
     # Replaced before they divide: a gradient of 0 times infinity would be NaN.
@@ -59,17 +53,13 @@ def box_ciou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
     """`1 - CIoU` (arXiv 1911.08287, equations 8 to 11), `[B]`, of corners as `box_giou_loss` takes them: also the
     distance of the centres over the hull's diagonal, and how far the aspect ratios are apart, whose weight has no
     gradient. Two boxes without an area have no gradient but that of their distance."""
-    predicted_B4, true_B4 = _sorted_corners(predicted_B4), _sorted_corners(true_B4)
-    low_B2, high_B2 = predicted_B4[:, :2], predicted_B4[:, 2:]
-    true_low_B2, true_high_B2 = true_B4[:, :2], true_B4[:, 2:]
-    common_B = _area(torch.maximum(low_B2, true_low_B2), torch.minimum(high_B2, true_high_B2))
-    either_B = _area(low_B2, high_B2) + _area(true_low_B2, true_high_B2) - common_B
+    (low_B2, high_B2), (true_low_B2, true_high_B2), common_B, either_B = _overlap(predicted_B4, true_B4)
     iou_B = torch.where(either_B != 0, common_B / torch.where(either_B != 0, either_B, 1.0), 1.0)
     hull_B2 = torch.maximum(high_B2, true_high_B2) - torch.minimum(low_B2, true_low_B2)
     diagonal_B = hull_B2.square().sum(-1)
     centres_B2 = (low_B2 + high_B2 - true_low_B2 - true_high_B2) / 2
     distance_B = centres_B2.square().sum(-1) / torch.where(diagonal_B != 0, diagonal_B, 1.0)
-    least = torch.finfo(predicted_B4.dtype).eps
+    least = torch.finfo(low_B2.dtype).eps
     size_B2, true_size_B2 = high_B2 - low_B2, true_high_B2 - true_low_B2
     angle_B = torch.atan(size_B2[:, 0] / (size_B2[:, 1] + least))
     true_angle_B = torch.atan(true_size_B2[:, 0] / (true_size_B2[:, 1] + least))
@@ -79,13 +69,25 @@ def box_ciou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
     return 1 - iou_B + distance_B + weight_B * aspect_B
 
 
-def _sorted_corners(boxes_B4: Tensor) -> Tensor:
-    boxes_B4 = boxes_B4.clamp(0.0, 1.0)
-    one_B2, other_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
-    return torch.cat([torch.minimum(one_B2, other_B2), torch.maximum(one_B2, other_B2)], -1)
+class _Corners(NamedTuple):
+    low_B2: Tensor
+    high_B2: Tensor
 
 
-def _area(low_B2: Tensor, high_B2: Tensor) -> Tensor:
+def _overlap(predicted_B4: Tensor, true_B4: Tensor) -> tuple[_Corners, _Corners, Tensor, Tensor]:
+    """The sorted corners of both, and the areas of what they have in common and of what either has."""
+    box, true = _sorted_corners(predicted_B4), _sorted_corners(true_B4)
+    common_B = _area((torch.maximum(box.low_B2, true.low_B2), torch.minimum(box.high_B2, true.high_B2)))
+    return box, true, common_B, _area(box) + _area(true) - common_B
+
+
+def _sorted_corners(boxes_B4: Tensor) -> _Corners:
+    one_B2, other_B2 = boxes_B4.clamp(0.0, 1.0).split(2, -1)
+    return _Corners(torch.minimum(one_B2, other_B2), torch.maximum(one_B2, other_B2))
+
+
+def _area(corners: tuple[Tensor, Tensor]) -> Tensor:
+    low_B2, high_B2 = corners
     return (high_B2 - low_B2).clamp(min=0.0).prod(-1)
 
 

@@ -1,4 +1,4 @@
-"""Environments made of what a Python caller passes: a function or rows that give tasks, and a reward."""
+"""Environments made of a function or rows that give tasks, and a reward, of a user's file or a Python caller."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slipstream.data.readers import Row
 from slipstream.envs.base import Environment, Episode, Score, Split
 from slipstream.envs.rewards import Options, named
 from slipstream.envs.rewards import Reward as NamedReward
-from slipstream.envs.rewards.contract import COLUMNS, Checked, Plain
+from slipstream.envs.rewards.contract import COLUMNS, Checked
 from slipstream.envs.rewards.functions import by_signature
 from slipstream.envs.rewards.named import BUILT_IN
-from slipstream.envs.single_turn import FunctionEnvironment, Reward, SingleTurn, as_tasks
+from slipstream.envs.single_turn import Reward, SingleTurn, as_tasks
 from slipstream.envs.split import split_of, text_of
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Task
@@ -38,7 +38,28 @@ _TESTS = ("test", "validation", "eval")
 Maker = Callable[[int, Mapping[str, Any]], Environment]
 
 
-class RowEnvironment(SingleTurn):
+class _Graded(SingleTurn):
+    """An environment with a reward of the library, which takes what it grades from the whole text."""
+
+    def __init__(self, name: str, reward: NamedReward, seed: int) -> None:
+        super().__init__(seed)
+        self.name = name
+        self._reward = reward
+        self.scores_groups = reward.grades_groups
+
+    def _check(self, tasks: list[Task]) -> None:
+        self._reward.check([Checked(f"task {task.id} of {self.name}", task) for task in tasks])
+
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
+        """See `Environment`."""
+        return self._reward(task, completion)
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """See `Environment`."""
+        return await self._reward.score_group(task, [episode.completion for episode in episodes])
+
+
+class RowEnvironment(_Graded):
     """Rows in memory. Without `eval_rows` one prompt in ten is held out, by its text."""
 
     def __init__(
@@ -49,10 +70,7 @@ class RowEnvironment(SingleTurn):
         reward: AnyReward,
         seed: int = 0,
     ) -> None:
-        super().__init__(seed)
-        self.name = name
-        self._reward = named(reward)
-        self.scores_groups = self._reward.grades_groups
+        super().__init__(name, named(reward), seed)
         self._checked: set[Split] = set()
         train = self._tasks_of(rows, "train")
         if eval_rows is None:
@@ -78,25 +96,13 @@ class RowEnvironment(SingleTurn):
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """See `Environment`; all of the split are checked."""
         if split not in self._checked:
-            self._reward.check([Checked(f"task {task.id} of {self.name}", task) for task in self._splits[split]])
+            self._check(self._splits[split])
             self._checked.add(split)
         return self._splits[split][:num_tasks]
 
-    def reward(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """What the caller's reward gives."""
-        return self._reward(task, completion)
 
-    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """See `Environment`: the reward takes what it grades from the whole text."""
-        return self._reward(task, completion)
-
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
-        """See `Environment`."""
-        return await self._reward.score_group(task, [episode.completion for episode in episodes])
-
-
-class NamedRewardEnvironment(FunctionEnvironment):
-    """A function that makes tasks, with a reward of the library."""
+class FunctionEnvironment(_Graded):
+    """A function that makes tasks, and their reward."""
 
     def __init__(
         self,
@@ -106,23 +112,14 @@ class NamedRewardEnvironment(FunctionEnvironment):
         seed: int,
         settings: Mapping[str, Any],
     ) -> None:
-        super().__init__(name, make_tasks, reward, seed, settings)
-        self._named = reward
-        self.scores_groups = reward.grades_groups
+        super().__init__(name, reward, seed)
+        self._make_tasks, self._settings = make_tasks, settings
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """The tasks, which the reward has checked."""
-        found = super().tasks(split, num_tasks)
-        self._named.check([Checked(f"task {task.id} of {self.name}", task) for task in found])
+        found = as_tasks(self._make_tasks(split, num_tasks, self.seed, **self._settings), split, self.name)
+        self._check(found)
         return found
-
-    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """See `Environment`: the reward takes what it grades from the whole text."""
-        return self._named(task, completion)
-
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
-        """See `Environment`."""
-        return await self._named.score_group(task, [episode.completion for episode in episodes])
 
 
 _SPLITS: tuple[Split, ...] = ("train", "eval")
@@ -146,17 +143,16 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
     if reward is None:
         raise ConfigError(f"tasks has no reward: give reward=a function(task, completion), or one of {_choices()}")
     reward = _checked_reward(reward)
-    sources = reward.sources() if isinstance(reward, NamedReward) else [reward]
     tasks, eval_tasks = _splits_of(tasks, eval_tasks)
     if callable(tasks):
         if eval_tasks is not None:
             raise ConfigError("tasks is a function and gives held-out tasks too (split = 'eval'): omit eval_tasks")
         _check_call(tasks)
         label = getattr(tasks, "__name__", "tasks")
-        return pack(label, partial(_of_functions, label, tasks, reward), tasks, *sources)
+        return pack(label, partial(FunctionEnvironment, label, tasks, reward), tasks, *reward.sources())
     rows, held_out = _rows_of(tasks, "tasks"), None if eval_tasks is None else _rows_of(eval_tasks, "eval_tasks")
     RowEnvironment("tasks", rows, held_out, reward)  # what is wrong with a row is said here
-    return pack("rows", partial(_of_rows, rows, held_out, reward), rows, held_out, *sources)
+    return pack("rows", partial(_of_rows, rows, held_out, reward), rows, held_out, *reward.sources())
 
 
 def _stable(value: Any) -> str:
@@ -188,18 +184,10 @@ def _of_object(environment: Environment, seed: int, settings: Mapping[str, Any])
     return environment
 
 
-def _of_functions(
-    name: str, tasks: Callable[..., Any], reward: RewardFunction | NamedReward, seed: int, settings: Mapping[str, Any]
-) -> Environment:
-    if isinstance(reward, NamedReward):
-        return NamedRewardEnvironment(name, tasks, reward, seed, settings)
-    return FunctionEnvironment(name, tasks, reward, seed, settings)
-
-
 def _of_rows(
     rows: list[dict[str, Any]],
     eval_rows: list[dict[str, Any]] | None,
-    reward: AnyReward,
+    reward: NamedReward,
     seed: int,
     settings: Mapping[str, Any],
 ) -> Environment:
@@ -281,16 +269,15 @@ def _verl_task(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"prompt": list(problem.prompt), **answer, **given}
 
 
-def _checked_reward(reward: Any) -> Any:
-    """The reward: a function of a task and a completion unchanged, anything else as a reward of the library."""
+def _checked_reward(reward: Any) -> NamedReward:
+    """What a caller passes, as a reward of the library."""
     if isinstance(reward, NamedReward):
         return reward
     if isinstance(reward, str | list | tuple):
         return named(_absolute(reward), Options())
     if not callable(reward):
         raise ConfigError(f"reward is a {type(reward).__name__}: give a function, or one of {_choices()}")
-    found = by_signature(reward, "reward()")
-    return reward if isinstance(found, Plain) else found
+    return by_signature(reward, "reward()")
 
 
 def _absolute(reward: Any) -> Any:

@@ -21,16 +21,17 @@ from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.detector import NAME as DETECTION
-from slipstream.envs.from_python import load_python_environment
+from slipstream.envs.from_python import FunctionEnvironment, load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
-from slipstream.envs.hosted.apart import Apart, placement
+from slipstream.envs.hosted.apart import Apart
 from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
 from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.mixed import Mixture
+from slipstream.envs.rewards.contract import Plain
 from slipstream.envs.rewards.functions import function_in
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import Rows
-from slipstream.envs.single_turn import FunctionEnvironment, SingleTurn, shown_settings
+from slipstream.envs.single_turn import SingleTurn, shown_settings
 from slipstream.envs.tools.mcp_servers import tools_of
 from slipstream.envs.tools.schemas import Tool, schemas_of
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, one_line
@@ -76,11 +77,6 @@ def played(environment: Environment | None, config: EnvironmentConfig | None) ->
     if environment is None or config is None or config.apart is not True:
         return environment
     return Apart(environment, config)
-
-
-def is_apart(environment: Environment, config: EnvironmentConfig) -> bool:
-    """`environment.apart` of a run file, `auto` decided as the plan does: for commands that plan no run."""
-    return placement(environment)[0] if config.apart == "auto" else config.apart
 
 
 def _check_grades(environment: Environment) -> None:
@@ -192,7 +188,7 @@ def _from_file(path: Path, attribute: str, config: EnvironmentConfig) -> Environ
     assert reward is not None
     _check_arguments(make_tasks, ("train", 1, 0), config.settings, f"tasks() in {path}", "split, num_tasks, seed")
     _check_arguments(reward, (None, ""), {}, f"reward() in {path}", "task, completion")
-    return FunctionEnvironment(path.stem, make_tasks, reward, config.seed, config.settings)
+    return FunctionEnvironment(path.stem, make_tasks, Plain(reward), config.seed, config.settings)
 
 
 def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:

@@ -22,9 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-from slipstream.data.conversations import Columns, Form, Problem, read_problems
+from slipstream.data.conversations import Columns, Form, Problem, problems_of
 from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.plain_values import plain_or_text
+from slipstream.data.readers import read_rows
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
 from slipstream.envs.conversation import converse
 from slipstream.envs.rewards import Options, Reward, named
@@ -195,15 +196,10 @@ class Rows(Environment):
         settings = self._settings
         columns = Columns(*(settings.get(f"{name}_column", "") for name in ("messages", "prompt", "answer", "gold")))
         form = cast("Form", settings.get("format", "auto"))
-        problems = read_problems(
-            Path(source.path),
-            columns,
-            form,
-            self._split_of(source, which, held_out=held_out),
-            f"environment.settings.{source.setting}",
-            answers=any(reward.needs_answers for reward in self._rewards.values()),
-            subset=self._subset_of(source, held_out=held_out),
-        )
+        split, subset = self._split_of(source, which, held_out=held_out), self._subset_of(source, held_out=held_out)
+        rows = read_rows(source.path, split, f"environment.settings.{source.setting}", subset)
+        needs_answers = any(reward.needs_answers for reward in self._rewards.values())
+        problems = problems_of(rows, columns, form, answers=needs_answers)
         found: dict[str, list[Checked]] = {name: [] for name in self._rewards}
         tasks: list[Task] = []
         for row, problem in enumerate(problems):
@@ -238,21 +234,28 @@ def _task(problem: Problem, id_: str, task: str, reward: Reward) -> Task:
     return Task(id_, problem.prompt, gold, info)
 
 
+def check_settings(given: Mapping[str, Any], name: str, known: Sequence[str], texts: Sequence[str]) -> None:
+    """Raises `ConfigError` for settings of the environment `name` that are not `known`, for those of `texts` that are
+    no text, and without a path."""
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"environment.settings.{key}: {name} has no such setting{did_you_mean(key, known)}")
+        if key in texts and not _is_text(value):
+            raise ConfigError(f"environment.settings.{key} = {value!r:.60} is not a text: give one, or leave it out")
+    if "path" not in given:
+        raise ConfigError(f"environment.settings.path is missing: {name} needs the path of a file or folder of rows")
+
+
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    check_settings(given, NAME, _SETTINGS, (*_TEXTS, *_COLUMNS))
     for key, value in given.items():
         path = f"environment.settings.{key}"
-        if key not in _SETTINGS:
-            raise ConfigError(f"{path}: {NAME} has no such setting{did_you_mean(key, _SETTINGS)}")
-        if key in (*_TEXTS, *_COLUMNS) and not _is_text(value):
-            raise ConfigError(f"{path} = {value!r:.60} is not a text: give one, or leave it out")
         if key in _PATHS and not _is_text(value) and not _are_texts(value):
             raise ConfigError(f"{path} = {value!r:.60} is no path: give {_PATH_FORMS}")
         if key in _FLAGS and not isinstance(value, bool):
             raise ConfigError(f"{path} = {value!r:.60} is a {type(value).__name__}: give true or false")
         if key in _TABLES and not isinstance(value, dict):
             raise ConfigError(f"{path} = {value!r:.60} is a {type(value).__name__}: give a table of settings")
-    if "path" not in given:
-        raise ConfigError(f"environment.settings.path is missing: {NAME} needs the path of a file or folder of rows")
     for key, choices in (("format", get_args(Form)), ("sandbox", _SANDBOXES)):
         if given.get(key, choices[0]) not in choices:
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Single-turn environments: the base class of most environments, and environments made of two plain functions.
+"""Single-turn environments: the base class of most environments, and the tasks that environments give, checked.
 
-A user's file either subclasses `SingleTurn` or defines
+A user's file either subclasses `SingleTurn` or defines two functions (`from_python.FunctionEnvironment`):
 
     def tasks(split, num_tasks, seed): ...      # dictionaries {"prompt", "answer", ...} or `Task`s
     def reward(task, completion): ...           # a number, or {"reward": number, other metrics}; may be async
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import msgspec
@@ -64,32 +64,6 @@ class SingleTurn(Environment):
         if answer is None:
             return Score(0.0, {"unclosed_thinking": 1.0})
         return scored(self.reward(task, answer))
-
-
-class FunctionEnvironment(SingleTurn):
-    """An environment made of two plain functions; see the module."""
-
-    def __init__(
-        self,
-        name: str,
-        make_tasks: Callable[..., Iterable[RawTask]],
-        reward: Callable[[Task, str], Reward | Awaitable[Reward]],
-        seed: int = 0,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(seed)
-        self.name = name
-        self._make_tasks = make_tasks
-        self._reward = reward
-        self._settings = dict(settings or {})
-
-    def tasks(self, split: Split, num_tasks: int) -> list[Task]:
-        """Tasks that the function `tasks` returns, checked."""
-        return as_tasks(self._make_tasks(split, num_tasks, self.seed, **self._settings), split, self.name)
-
-    def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
-        """The result of the function `reward`."""
-        return self._reward(task, completion)
 
 
 class _TimedOut(BaseException):

@@ -137,7 +137,9 @@ def sft(
     if not objects and "data" not in tree and tasks is None:
         raise ConfigError("sft has nothing to imitate: give data, or tasks with right answers")
     if tasks is not None:
-        objects += _add_environment(tree, tasks, eval_tasks, reward if reward is not None else _default_reward(tasks))
+        if reward is None and not isinstance(tasks, (str, Environment, type)):
+            reward = "exact"  # the right answers need none to be imitated; accuracy counts exact answers
+        objects += _add_environment(tree, tasks, eval_tasks, reward)
     return _run("sft", tree, objects, on_step, resume=resume, progress=progress, wait=wait)
 
 
@@ -276,12 +278,6 @@ def _add_environment(tree: Tree, tasks: Tasks, eval_tasks: Rows | None, reward: 
     packed = pack_environment(tasks, eval_tasks, reward)
     _put(tree, "environment", "name", packed.name, "tasks")
     return [packed]
-
-
-def _default_reward(tasks: Tasks) -> Literal["exact"] | None:
-    """SFT on the right answers of rows or of a function needs no reward; accuracy then counts exact answers."""
-    is_environment = isinstance(tasks, (str, Environment, type))
-    return None if is_environment else "exact"
 
 
 def _put(tree: Tree, section: str, key: str, value: Any, argument: str) -> None:

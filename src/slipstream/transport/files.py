@@ -135,24 +135,21 @@ class FileTransport(PolledTransport[T]):
 
         return attempt
 
-    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
-        def attempt() -> tuple[Receipt, bytes] | None:
-            with self._locked():
-                self._refuse_closed()
-                if not (names := self._names(_WAITING)):
-                    return None
-                path = self._folder / min(names, key=_number)
-                try:
-                    data = read_regular(path)
-                except OSError as error:
-                    raise RecordError(
-                        f"a record in the queue cannot be read ({path}: {error.strerror}): let nothing else write there"
-                    ) from error
-                receipt = f"{path.stem}.{secrets.token_hex(8)}"
-                path.rename(self._folder / f"{receipt}{_TAKEN}")
-                return receipt, data
-
-        return attempt
+    def _try_take(self) -> tuple[Receipt, bytes] | None:
+        with self._locked():
+            self._refuse_closed()
+            if not (names := self._names(_WAITING)):
+                return None
+            path = self._folder / min(names, key=_number)
+            try:
+                data = read_regular(path)
+            except OSError as error:
+                raise RecordError(
+                    f"a record in the queue cannot be read ({path}: {error.strerror}): let nothing else write there"
+                ) from error
+            receipt = f"{path.stem}.{secrets.token_hex(8)}"
+            path.rename(self._folder / f"{receipt}{_TAKEN}")
+            return receipt, data
 
     def _give_back(self, receipt: Receipt) -> None:
         with contextlib.suppress(FileNotFoundError):  # it was acknowledged meanwhile

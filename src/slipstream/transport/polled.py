@@ -80,8 +80,8 @@ class PolledTransport(ABC, Generic[T]):
         """One call's attempts to put: None while there is no place."""
 
     @abstractmethod
-    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
-        """One call's attempts to take an envelope as MessagePack: None while the queue is empty."""
+    def _try_take(self) -> tuple[Receipt, bytes] | None:
+        """Takes an envelope as MessagePack; None while the queue is empty."""
 
     @abstractmethod
     def _give_back(self, receipt: Receipt) -> None:
@@ -95,7 +95,7 @@ class PolledTransport(ABC, Generic[T]):
 
     def take(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take`; raises `RecordError` for a record that cannot be read."""
-        if (taken := self._wait(self._taking(), _deadline(timeout_s))) is None:
+        if (taken := self._wait(self._try_take, _deadline(timeout_s))) is None:
             raise take_deadline(self._producer, timeout_s)
         return self._opened(*taken)
 
@@ -116,7 +116,7 @@ class PolledTransport(ABC, Generic[T]):
 
     async def take_async(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take_async`; raises `RecordError` for a record that cannot be read."""
-        taken, is_cancelled = await self._wait_async(self._taking(), _deadline(timeout_s))
+        taken, is_cancelled = await self._wait_async(self._try_take, _deadline(timeout_s))
         if taken is None:
             raise asyncio.CancelledError if is_cancelled else take_deadline(self._producer, timeout_s)
         if not is_cancelled:

@@ -125,25 +125,22 @@ class RedisTransport(PolledTransport[T]):
 
         return attempt
 
-    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
-        def attempt() -> tuple[Receipt, bytes] | None:
-            with self._guard:
-                num_asked = len(self._held) + 1
-                pending = self._look(lambda pipe: pipe.xpending_range(self._stream, _GROUP, "-", "+", num_asked))
-                again = next((item["message_id"] for item in pending if item["message_id"] not in self._held), None)
-                found = self._server.ask(lambda client: self._entry(client, again))
-                if found is None:
-                    return None
-                entry, fields = found
-                if self._marks.setdefault(fields.get(b"mark", entry), entry) != entry:
-                    self._delete(entry)
-                    return None
-                if len(self._marks) > _NUM_MARKS:
-                    self._marks.pop(next(iter(self._marks)))
-                receipt = self._held[entry] = f"{entry.decode()}.{secrets.token_hex(4)}"
-                return receipt, fields.get(b"record", b"")
-
-        return attempt
+    def _try_take(self) -> tuple[Receipt, bytes] | None:
+        with self._guard:
+            num_asked = len(self._held) + 1
+            pending = self._look(lambda pipe: pipe.xpending_range(self._stream, _GROUP, "-", "+", num_asked))
+            again = next((item["message_id"] for item in pending if item["message_id"] not in self._held), None)
+            found = self._server.ask(lambda client: self._entry(client, again))
+            if found is None:
+                return None
+            entry, fields = found
+            if self._marks.setdefault(fields.get(b"mark", entry), entry) != entry:
+                self._delete(entry)
+                return None
+            if len(self._marks) > _NUM_MARKS:
+                self._marks.pop(next(iter(self._marks)))
+            receipt = self._held[entry] = f"{entry.decode()}.{secrets.token_hex(4)}"
+            return receipt, fields.get(b"record", b"")
 
     def _entry(self, client: Any, again: bytes | None) -> tuple[bytes, dict[bytes, bytes]] | None:
         """The pending entry `again`, or the next new one if there is any."""

@@ -133,12 +133,10 @@ class StatefulView:
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `Progress`."""
+        self.end_phase()
         with self._lock:
-            ended = self.phases.pop(threading.get_ident(), None)
             now = self._clock()
             self.phases[threading.get_ident()] = Phase(self.printable(name), total, now, reported=now)
-        if ended:
-            self._show(lambda: self._on_phase_end(ended))
 
     def advance(self, n: int = 1) -> None:
         """See `Progress`."""
@@ -168,9 +166,7 @@ class StatefulView:
             self.why_untrained, self.waits = why_untrained(row), waits_line(row)
             if REWARD in row:
                 self.rewards.append(row[REWARD])
-            ended = self.phases.pop(threading.get_ident(), None)
-        if ended:
-            self._show(lambda: self._on_phase_end(ended))
+        self.end_phase()
         self._show(lambda: self._on_step(row))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

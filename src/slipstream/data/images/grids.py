@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.errors import ConfigError
 from slipstream.records import Media
@@ -20,7 +18,7 @@ class GridProcessor(ImageProcessor):
     def __init__(self, processor: Any, config: Any, *, max_pixels: int | None) -> None:
         super().__init__(processor)
         self._factor: int = processor.patch_size * processor.merge_size
-        self.token_id: int = config.image_token_id
+        self.token_id = self._expanded_id = config.image_token_id
         self.patches_per_token = int(processor.merge_size) ** 2
         self.pinned = self._pin(max_pixels)
         """What decides how an image is scaled: bounds of its pixels, and the sizes of patches and of their groups."""
@@ -56,7 +54,7 @@ class GridProcessor(ImageProcessor):
         return width, height
 
     def grid_of(self, image: Media) -> tuple[int, int, int]:
-        """Frames, rows and columns of an image's placeholder tokens."""
+        """See `ImageProcessor`."""
         width, height = self.size_of(image)
         return 1, height // self._factor, width // self._factor
 
@@ -71,17 +69,6 @@ class GridProcessor(ImageProcessor):
         for token in token_ids:
             expanded += [token] * (self.num_tokens(next(given)) if token == self.token_id else 1)
         return expanded
-
-    def place(self, token_ids: Sequence[int], images: Sequence[Media]) -> tuple[Media, ...]:
-        """The images with their places in expanded tokens that begin with all of them."""
-        placed: list[Media] = []
-        end = 0
-        for image in images:
-            start, num_tokens = token_ids.index(self.token_id, end), self.num_tokens(image)
-            end = start + num_tokens
-            grid = self.grid_of(image)
-            placed.append(msgspec.structs.replace(image, start=start, num_tokens=num_tokens, grid=grid))
-        return tuple(placed)
 
     def _collapsed(self, token_ids: Sequence[int], placed: Sequence[Media]) -> list[int]:
         collapsed: list[int] = []

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from slipstream.data.images.reading import bytes_of, decoded, encoded
 from slipstream.errors import DataError
 from slipstream.records import Media
@@ -29,6 +31,8 @@ class ImageProcessor(ABC):
 
     token_id: int
     """The placeholder that the chat template renders."""
+    _expanded_id: int
+    """What it becomes, once for each token of the image."""
     patches_per_token: int
     sees_itself = False
     """Whether all tokens of an image attend to one another."""
@@ -65,9 +69,20 @@ class ImageProcessor(ABC):
     @abstractmethod
     def _expanded(self, token_ids: Sequence[int], images: Sequence[Media]) -> list[int]: ...
 
-    @abstractmethod
+    def grid_of(self, image: Media) -> tuple[int, int, int]:
+        """Frames, rows and columns of an image's placeholder tokens; zeros where positions do not follow them."""
+        return 0, 0, 0
+
     def place(self, token_ids: Sequence[int], images: Sequence[Media]) -> tuple[Media, ...]:
         """The images with their places in expanded tokens that begin with all of them."""
+        placed: list[Media] = []
+        end = 0
+        for image in images:
+            start, num_tokens = token_ids.index(self._expanded_id, end), self.num_tokens(image)
+            end = start + num_tokens
+            facts: dict[str, Any] = {"grid": self.grid_of(image), "sees_itself": self.sees_itself}
+            placed.append(msgspec.structs.replace(image, start=start, num_tokens=num_tokens, **facts))
+        return tuple(placed)
 
     def request(self, token_ids: Sequence[int], placed: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
         """What the engine is asked for a prompt of these tokens: one placeholder for each image, and the images."""

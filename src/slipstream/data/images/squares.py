@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Media
@@ -28,7 +26,7 @@ class SquareProcessor(ImageProcessor):
         super().__init__(processor)
         self._side, self._num_tokens = int(config.vision_config.image_size), int(config.mm_tokens_per_image)
         self.token_id: int = config.boi_token_id
-        self._image_id, self._end_id = int(config.image_token_id), int(config.eoi_token_id)
+        self._expanded_id, self._end_id = int(config.image_token_id), int(config.eoi_token_id)
         self.patches_per_token = (self._side // config.vision_config.patch_size) ** 2 // self._num_tokens
         self.bounds = f"to {self._side} x {self._side} pixels"
         self._folder = folder
@@ -66,13 +64,13 @@ class SquareProcessor(ImageProcessor):
         return self._num_tokens
 
     def _expanded(self, token_ids: Sequence[int], images: Sequence[Media]) -> list[int]:
-        if self._image_id in token_ids:
+        if self._expanded_id in token_ids:
             raise DataError(
                 "a text has the token that stands for a part of an image in the model: keep the names of its special "
                 "tokens out of texts"
             )
         two = self._newlines[1]
-        whole = [two, self.token_id, *[self._image_id] * self._num_tokens, self._end_id, two]
+        whole = [two, self.token_id, *[self._expanded_id] * self._num_tokens, self._end_id, two]
         parts = [whole if token == self.token_id else [token] for token in token_ids]
         return self._joined(list(itertools.chain.from_iterable(parts)))
 
@@ -98,17 +96,6 @@ class SquareProcessor(ImageProcessor):
         for pair, together in (((one, two), three), ((two, one), three), ((two, two), four)):
             token_ids = _replaced(token_ids, pair, together)
         return token_ids
-
-    def place(self, token_ids: Sequence[int], images: Sequence[Media]) -> tuple[Media, ...]:
-        """The images with their places in expanded tokens that begin with all of them."""
-        placed: list[Media] = []
-        end = 0
-        for image in images:
-            start = token_ids.index(self._image_id, end)
-            end = start + self._num_tokens
-            place: dict[str, Any] = {"start": start, "num_tokens": self._num_tokens, "sees_itself": self.sees_itself}
-            placed.append(msgspec.structs.replace(image, **place))
-        return tuple(placed)
 
     def _collapsed(self, token_ids: Sequence[int], placed: Sequence[Media]) -> list[int]:
         collapsed: list[int] = []

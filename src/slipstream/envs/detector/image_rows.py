@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.images.parts import COLUMNS, with_images
@@ -26,8 +26,9 @@ from slipstream.detection.objects import in_reading_order, true_objects
 from slipstream.detection.text_tokens import parsed_text
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
 from slipstream.envs.detector import MATCHING, NAME
+from slipstream.envs.rows import check_settings
 from slipstream.envs.split import split_of
-from slipstream.errors import ConfigError, DataError, did_you_mean
+from slipstream.errors import DataError, did_you_mean
 from slipstream.records import Message, Task
 
 PROMPT = "Detect all objects in the image and give each with desc and bbox_2d as JSON."
@@ -44,7 +45,8 @@ class Detection(Environment):
     def __init__(self, seed: int, settings: Mapping[str, Any]) -> None:
         super().__init__(seed)
         self.name = NAME
-        self._settings = _checked(settings)
+        check_settings(settings, NAME, _SETTINGS, _SETTINGS)
+        self._settings = dict(settings)
 
     @property
     def num_train_tasks(self) -> int:
@@ -155,14 +157,3 @@ def _check_size(row: Row, prompt: list[Message]) -> None:
 
 def _split(task: Task) -> Split:
     return split_of("\n".join(image.sha256 for turn in task.prompt for image in turn.media))
-
-
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in given.items():
-        if key not in _SETTINGS:
-            raise ConfigError(f"environment.settings.{key}: {NAME} has no such setting{did_you_mean(key, _SETTINGS)}")
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"environment.settings.{key} = {value!r:.60} is not a text: give one, or leave it out")
-    if "path" not in given:
-        raise ConfigError(f"environment.settings.path is missing: {NAME} needs the path of a file or folder of rows")
-    return dict(cast("dict[str, Any]", given))

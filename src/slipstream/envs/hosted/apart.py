@@ -21,7 +21,7 @@ import msgspec
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.envs.base import ContextFull, Environment, Episode, Limits, Policy, Split
-from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper
+from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper, KeptEnvironment
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
 from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.lifetime import CLOSE_S
@@ -29,7 +29,6 @@ from slipstream.envs.mixed import Mixture, parts_of
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task, ToolCall
 
-LOG = "environment.log"
 _HOOKS = ("run", "setup", "close", "setup_episode", "close_episode")
 """What happens in the process."""
 _ANSWER_S = 5.0
@@ -47,7 +46,7 @@ def placement(environment: Environment) -> tuple[bool, str]:
         return next((each for each in found.values() if each[0]), next(iter(found.values())))
     if isinstance(environment, Verifiers):
         return False, "an environment of verifiers has a process of its own anyway"
-    own = [name for name in _HOOKS if name in vars(environment) or _is_users(type(environment), name)]
+    own = [name for name in _HOOKS if _has_own(environment, name)]
     if not own:
         return False, "episodes run no code of the environment's own between turns"
     named = ", ".join(f"{name}()" for name in own)
@@ -56,14 +55,14 @@ def placement(environment: Environment) -> tuple[bool, str]:
 
 def plays_own_turns(environment: Environment) -> bool:
     """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
-    return any(
-        isinstance(each, Verifiers) or "run" in vars(each) or _is_users(type(each), "run")
-        for each in parts_of(environment).values()
-    )
+    return any(isinstance(each, Verifiers) or _has_own(each, "run") for each in parts_of(environment).values())
 
 
-def _is_users(kind: type[Environment], name: str) -> bool:
-    definer = next(each for each in kind.__mro__ if name in vars(each))
+def _has_own(environment: Environment, name: str) -> bool:
+    """Whether a method is the user's, of the object or its class."""
+    if name in vars(environment):
+        return True
+    definer = next(each for each in type(environment).__mro__ if name in vars(each))
     return definer.__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
@@ -76,7 +75,7 @@ class _Playing:
     """The process that plays it."""
 
 
-class Apart(Environment):
+class Apart(KeptEnvironment):
     """`environment`, whose `run`, `setup` and `close` happen in another process, with their episodes' own."""
 
     bounds_itself = True
@@ -92,18 +91,10 @@ class Apart(Environment):
         self.scores_groups = environment.scores_groups
         self.tools_in_prompts = environment.tools_in_prompts  # pyright: ignore[reportAttributeAccessIssue]
         self.given_settings = environment.given_settings
-        self.keeper = Keeper(self.name, self._started, self._where)
-        self._closes_episodes = any(
-            "close_episode" in vars(each) or _is_users(type(each), "close_episode")
-            for each in parts_of(environment).values()
-        )
+        self.keeper = Keeper(self.name, self._started, self.where)
+        self._closes_episodes = any(_has_own(each, "close_episode") for each in parts_of(environment).values())
         self._serial = itertools.count()
         self._held_up_until = 0.0
-
-    @property
-    def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Environment`."""
-        return self.keeper.hung
 
     @property
     def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -140,10 +131,6 @@ class Apart(Environment):
     def gold(self, task: Task) -> str | Sequence[Message] | None:
         """See `Environment`."""
         return self._environment.gold(task)
-
-    async def setup(self) -> None:
-        """Starts the process, in which the environment is set up."""
-        await self.keeper.ready()
 
     async def close(self) -> None:
         """Has the environment closed, and ends the process. Raises what `close` of the environment made of it."""
@@ -205,9 +192,6 @@ class Apart(Environment):
     def _interrupt_s(self) -> float:
         return self._config.run_timeout_s / 2
 
-    def _where(self) -> str:
-        return f"; its output is in {self.log_folder / LOG}" if self.log_folder else ""
-
     async def _started(self) -> Host:
         passed = given(self._config.name) if is_python_object(self._config.name) else None
         setup: Frame = {
@@ -217,15 +201,14 @@ class Apart(Environment):
             "passed": base64.b64encode(msgspec.msgpack.encode(passed)).decode() if passed is not None else "",
             "interrupt_s": self._interrupt_s,
         }
-        log = self.log_folder and self.log_folder / LOG
         namespace = self._config.user_namespace
         try:
             host = await Host.start(
-                sys.executable, setup, variables=self._config.variables, log=log, user_namespace=namespace
+                sys.executable, setup, variables=self._config.variables, log=self.log, user_namespace=namespace
             )
         except (HostFailed, HostDied, TimeoutError, OSError) as error:
             reason = str(error) or "it was not loaded in time"
-            raise EnvironmentFault(f"the process of {self.name} did not start: {reason}{self._where()}") from error
+            raise EnvironmentFault(f"the process of {self.name} did not start: {reason}{self.where()}") from error
         host.on_blocks, host.is_held_up, self._held_up_until = self._blocks, lambda: self.is_held_up, 0.0
         try:
             await host.ask({"op": "serve"}, self._config.run_timeout_s + _ANSWER_S)

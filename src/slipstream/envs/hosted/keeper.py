@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+from slipstream.envs.base import Environment
 from slipstream.envs.hosted.process import LAST, Frame, Host, HostDied
 from slipstream.errors import EnvironmentFault
 from slipstream.patience import lasting
 
+LOG = "environment.log"
 MAX_DEATHS = 3
 """Processes that may end one after another without having ended an episode."""
 _CANCEL_S = 5.0
@@ -23,6 +26,30 @@ class EnvironmentRaised(Exception):
 
 class EnvironmentBlocked(EnvironmentRaised):
     """A synchronous call of the episode blocked its process for too long, and was interrupted."""
+
+
+class KeptEnvironment(Environment):
+    """An environment whose episodes are played in a process that is kept."""
+
+    keeper: Keeper
+
+    @property
+    def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`."""
+        return self.keeper.hung
+
+    async def setup(self) -> None:
+        """Starts the process, in which the environment is set up."""
+        await self.keeper.ready()
+
+    @property
+    def log(self) -> Path | None:
+        """The file of the process's output."""
+        return self.log_folder and self.log_folder / LOG
+
+    def where(self) -> str:
+        """In errors: where its output is."""
+        return f"; its output is in {self.log}" if self.log else ""
 
 
 class Keeper:

@@ -8,35 +8,31 @@ counted, and another is started.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from slipstream.config.environment import EnvironmentConfig
-from slipstream.envs.base import ContextFull, Environment, Episode, Policy, RewardFailed, Score, Split
+from slipstream.envs.base import ContextFull, Episode, Policy, RewardFailed, Score, Split
 from slipstream.envs.hosted.conversation import Conversation, as_message
-from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper
+from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper, KeptEnvironment
 from slipstream.envs.hosted.process import ROWS_TIMEOUT_S, Frame, Host, HostDied, HostFailed
+from slipstream.envs.own_loop import in_own_loop
 from slipstream.envs.single_turn import shown_settings
 from slipstream.envs.split import split_of, text_of
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 from slipstream.records import Stop, Task
 
 PREFIX = "verifiers/"
-LOG = "environment.log"
 _PAGE = 1000
 _FRUITLESS_PAGES = 20
 _OTHER: Mapping[Split, Split] = {"train": "eval", "eval": "train"}
 
-_T = TypeVar("_T")
 
-
-class Verifiers(Environment):
+class Verifiers(KeptEnvironment):
     """One environment of `verifiers`. Constructing it starts nothing, as reward workers construct it too."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -51,7 +47,7 @@ class Verifiers(Environment):
         self._known: Frame = {}
         self._tasks: dict[Split, list[Task]] = {"train": [], "eval": []}
         self._is_read: dict[Split, bool] = {"train": False, "eval": False}
-        self.keeper = Keeper(self.name, lambda: self._started(self.log_folder and self.log_folder / LOG), self._where)
+        self.keeper = Keeper(self.name, lambda: self._started(self.log), self.where)
 
     @property
     def max_turns(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -63,11 +59,6 @@ class Verifiers(Environment):
                 "which inference.max_model_len is planned with: set it"
             )
         return turns
-
-    @property
-    def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Environment`."""
-        return self.keeper.hung
 
     @property
     def num_train_tasks(self) -> int:
@@ -86,7 +77,7 @@ class Verifiers(Environment):
         """See `Environment`. Rows are read from the environment's own data sets; where it has one only, one prompt in
         ten is held out, by its text."""
         if len(self._tasks[split]) < num_tasks and not self._is_read[split]:
-            _in_thread(lambda: self._described(lambda host: self._read(host, split, num_tasks)))
+            in_own_loop(lambda: self._described(lambda host: self._read(host, split, num_tasks)))
         return self._tasks[split][:num_tasks]
 
     def gold(self, task: Task) -> str | None:
@@ -96,10 +87,6 @@ class Verifiers(Environment):
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """Fails: episodes come back graded."""
         raise RewardFailed(f"{self.name} grades whole episodes in its own process, and no text alone")
-
-    async def setup(self) -> None:
-        """Starts the process that plays episodes."""
-        await self.keeper.ready()
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One episode, played and graded by the environment."""
@@ -141,9 +128,6 @@ class Verifiers(Environment):
         """Ends the process."""
         await self.keeper.close()
 
-    def _where(self) -> str:
-        return f"; its output is in {self.log_folder / LOG}" if self.log_folder else ""
-
     async def _started(self, log: Path | None) -> Host:
         config = self._config
         setup: Frame = {
@@ -176,7 +160,7 @@ class Verifiers(Environment):
             async def nothing(host: Host) -> None:
                 return None
 
-            _in_thread(lambda: self._described(nothing))
+            in_own_loop(lambda: self._described(nothing))
         return self._known
 
     async def _described(self, ask: Callable[[Host], Awaitable[None]]) -> None:
@@ -246,36 +230,3 @@ def _interpreter(python: str) -> str:
             "FOLDER/bin/python"
         )
     return os.path.abspath(found)
-
-
-def _in_thread(ask: Callable[[], Awaitable[_T]]) -> _T:
-    """Runs a coroutine to its end from a function that is none, also inside another event loop. What interrupts the
-    wait cancels it."""
-    outcome: list[Any] = []
-    raised: list[BaseException] = []
-    loop = asyncio.new_event_loop()
-    tasks: list[asyncio.Task[_T]] = []
-
-    def work() -> None:
-        async def main() -> _T:
-            tasks.append(cast("asyncio.Task[_T]", asyncio.current_task()))
-            return await ask()
-
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                outcome.append(runner.run(main()))
-        except BaseException as error:  # noqa: BLE001 (raised where it was asked)
-            raised.append(error)
-
-    thread = threading.Thread(target=work, name="environment-description", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        for task in tasks:
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    if raised:
-        raise raised[0]
-    return cast("_T", outcome[0])

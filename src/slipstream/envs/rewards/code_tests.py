@@ -15,17 +15,19 @@ another one (`code_harness.py`). The reward is 1 if all tests pass, and `tests_p
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
 
+from slipstream.data.tool_calls import json_or_none
 from slipstream.envs.base import RewardFailed, Score
 from slipstream.envs.rewards import code_harness
 from slipstream.envs.rewards.contract import Checked, Graded, Options, right_answer
@@ -154,64 +156,60 @@ class Code(Graded):
 
     def _calls(self, program: str, tests: Tests, due: float) -> list[bool]:
         passed: list[bool] = []
-        server: Sandbox | None = None
-        try:
+        with self._served(program, "", due) as ask:
             for given, expected in zip(tests.inputs, tests.outputs, strict=True):
                 if time.monotonic() >= due:
                     break
-                server = server or self._server(program, due)
-                asked = {"call": tests.function, "args": code_harness.encode(given), "kwargs": {"d": []}}
-                answer = self._asked(server, json.dumps(asked).encode(), due)
-                if answer is None:  # it hangs, or has ended: the next test gets another one
-                    server.end()
-                    server = None
+                answer = ask({"call": tests.function, "args": code_harness.encode(given), "kwargs": {"d": []}})
                 passed.append(answer is not None and _same_value(answer, expected))
-        finally:
-            if server is not None:
-                server.end()
         return passed
 
     def _assertions(self, program: str, tests: Tests, due: float) -> list[bool]:
         """The tests' own sandbox asks for calls, which are passed to the program's."""
         files = {"harness.py": _HARNESS.read_text(encoding="utf-8")}
         given = {"setup": tests.setup, "tests": tests.inputs, "entry_point": tests.function}
-        first = {"setup": tests.setup} if tests.setup else {}
-        server: Sandbox | None = None
-        with self._sandbox(files, ["harness.py", "check"], self._total_s) as checker:
-            try:
-                checker.send(json.dumps(given).encode(), due)
-                while (line := checker.receive(due)) is not None:
-                    asked = _decoded(line)
-                    if "passed" in asked:
-                        return [found is True for found in asked["passed"]]
-                    if "failed" in asked:
-                        raise RewardFailed(f"the setup of the row's assertions raised {asked['failed']}: correct it")
-                    if server is None:
-                        server = self._server(program, due)
-                        asked |= first
-                    answer = self._asked(server, json.dumps(asked).encode(), due)
-                    if answer is None:
-                        server.end()
-                        server = None
-                        answer = b'{"error": "RuntimeError", "text": "the program hangs or has ended"}'
-                    checker.send(answer, due)
-            finally:
-                if server is not None:
-                    server.end()
+        with (
+            self._sandbox(files, ["harness.py", "check"], self._total_s) as checker,
+            self._served(program, tests.setup, due) as ask,
+        ):
+            checker.send(json.dumps(given).encode(), due)
+            while (line := checker.receive(due)) is not None:
+                asked = _decoded(line)
+                if "passed" in asked:
+                    return [found is True for found in asked["passed"]]
+                if "failed" in asked:
+                    raise RewardFailed(f"the setup of the row's assertions raised {asked['failed']}: correct it")
+                checker.send(ask(asked) or b'{"error": "RuntimeError", "text": "the program hangs or has ended"}', due)
         if time.monotonic() < due:
             raise RewardFailed("the process of the row's assertions ended without a verdict: correct them")
         return []
 
-    def _server(self, program: str, due: float) -> Sandbox:
+    @contextlib.contextmanager
+    def _served(self, program: str, setup: str, due: float) -> Generator[Callable[[Mapping[str, Any]], bytes | None]]:
+        """Inside, a function that calls the program's and returns its answer; None if it does not answer in time, or
+        what no program of ours writes. The next call then gets another process."""
         files = {"harness.py": _HARNESS.read_text(encoding="utf-8"), code_harness.PROGRAM: program}
-        return self._sandbox(files, ["harness.py", "serve"], max(1.0, due - time.monotonic()))
+        server: Sandbox | None = None
 
-    def _asked(self, server: Sandbox, line: bytes, due: float) -> bytes | None:
-        """The program's answer; None if it does not answer in time, or what no program of ours writes."""
-        due = min(due, time.monotonic() + self._given.timeout_s)
-        server.send(line, due)
-        answer = server.receive(due)
-        return None if answer is None or not _decoded(answer) else answer
+        def ask(asked: Mapping[str, Any]) -> bytes | None:
+            nonlocal server
+            if server is None:
+                server = self._sandbox(files, ["harness.py", "serve"], max(1.0, due - time.monotonic()))
+                asked = {**asked, "setup": setup}
+            late = min(due, time.monotonic() + self._given.timeout_s)
+            server.send(json.dumps(asked).encode(), late)
+            answer = server.receive(late)
+            if answer is not None and _decoded(answer):
+                return answer
+            server.end()
+            server = None
+            return None
+
+        try:
+            yield ask
+        finally:
+            if server is not None:
+                server.end()
 
 
 def program_of(answer: str) -> str:
@@ -361,8 +359,5 @@ def _text(value: Any) -> str:
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
+    found = json_or_none(line)
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}

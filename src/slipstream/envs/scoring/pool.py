@@ -1,6 +1,6 @@
-"""Runs rewards and tools: `ScorerPool` in worker processes that can be killed, `InlineScorer` in this process.
+"""Runs rewards and tools in worker processes that can be killed.
 
-Guarantees of the pool: a reward that hangs is killed at its deadline with all its descendants (`RewardTimeout`); one
+Guarantees: a reward that hangs is killed at its deadline with all its descendants (`RewardTimeout`); one
 that raises, exits or returns a value that is not finite is a `RewardFailed`; a new worker then takes the other
 requests, and no call waits longer than the deadlines allow. A reward's deadline counts from the moment the worker was
 free for it, not from the call. Output of a reward appears only in the `details` of its failure. No descendant of a
@@ -25,9 +25,8 @@ import msgspec
 from slipstream.config.bounds import GIB
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
-from slipstream.envs.base import Environment, Episode, RewardError, RewardFailed, RewardTimeout, Score, ToolResult
+from slipstream.envs.base import Episode, RewardError, RewardFailed, RewardTimeout, Score, ToolResult
 from slipstream.envs.scoring.process import Answer, Setup, worker_environment
-from slipstream.envs.scoring.worker_calls import judge, judge_group, run_tool
 from slipstream.envs.scoring.workers import Workers
 from slipstream.records import Task, ToolCall
 from slipstream.runlog.redaction import is_secret_variable
@@ -36,55 +35,24 @@ MAX_NAMES = 256
 """Most distinct metric names in a pool's life: each becomes a metric of the run."""
 
 
-class InlineScorer:
-    """Runs rewards and tools in this process, where they cannot be killed: for those known to end, and for tests."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-
-    async def score(self, task: Task, episode: Episode | str) -> Score:
-        """See `base.Scorer`."""
-        found = judge(self._environment, task, episode)
-        return found if isinstance(found, Score) else await found
-
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
-        """See `base.Scorer`."""
-        found = judge_group(self._environment, task, tuple(episodes))
-        return found if isinstance(found, list) else await found
-
-    async def call_tool(self, task: Task, call: ToolCall) -> ToolResult:
-        """See `base.Scorer`."""
-        if call.error:
-            return _unreadable(call)
-        found = run_tool(self._environment, task, call)
-        return found if isinstance(found, ToolResult) else await found
-
-
 class ScorerPool:
     """Killable workers for one environment. Use as `async with ScorerPool(...) as scorer`.
 
     Entering starts a worker that grades, and one that runs tools if the environment has any, and waits for them:
-    `EnvironmentFault` if the environment cannot be constructed there. Further workers, up to `num_workers` of each,
-    start when calls wait. Defaults come from the config (`auto`: one worker). `warn` receives a sentence. `stacks`:
-    where workers answer for their stacks, see `processes.stacks.register`.
+    `EnvironmentFault` if the environment cannot be constructed there. Further workers, up to `reward_workers` of each
+    (`auto`: one), start when calls wait. `warn` receives a sentence. `stacks`: where workers answer for their stacks,
+    see `processes.stacks.register`.
     """
 
     def __init__(
         self,
         config: EnvironmentConfig,
         *,
-        num_workers: int | None = None,
-        timeout_s: float | None = None,
-        start_timeout_s: float = 120.0,
-        memory_limit_gib: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
         stacks: Path | None = None,
     ) -> None:
         self._config = config
-        self._name = config.name
         passed = given(config.name) if is_python_object(config.name) else None
-        memory_gib = config.reward_memory_gib if memory_limit_gib is None else memory_limit_gib
-        planned = 1 if config.reward_workers == "auto" else config.reward_workers
 
         def workers(role: str, timeout_s: float, concurrency: int) -> Workers:
             setup = Setup(
@@ -93,7 +61,7 @@ class ScorerPool:
                 config_json=config.model_dump_json(exclude={"num_train_tasks", "reward_workers"}),
                 timeout_s=timeout_s,
                 concurrency=concurrency,
-                memory_limit_bytes=int(memory_gib * GIB),
+                memory_limit_bytes=int(config.reward_memory_gib * GIB),
                 max_processes=config.reward_processes,
                 user_namespace=config.user_namespace,
                 environment=passed,
@@ -102,16 +70,13 @@ class ScorerPool:
                 config.name,
                 setup,
                 role=role,
-                num_workers=planned if num_workers is None else num_workers,
+                num_workers=1 if config.reward_workers == "auto" else config.reward_workers,
                 one_by_one=config.fresh_worker,
-                start_timeout_s=start_timeout_s,
                 variables=config.variables,
                 stacks=stacks,
             )
 
-        self._rewards = workers(
-            "reward worker", config.reward_timeout_s if timeout_s is None else timeout_s, config.reward_concurrency
-        )
+        self._rewards = workers("reward worker", config.reward_timeout_s, config.reward_concurrency)
         self._tools = workers("tool worker", config.tool_timeout_s, config.tool_concurrency)
         self._warn = warn
         self._names: set[str] = set()
@@ -157,7 +122,7 @@ class ScorerPool:
     async def call_tool(self, task: Task, call: ToolCall) -> ToolResult:
         """See `base.Scorer`. Raises `EnvironmentFault` if no worker can be started any more."""
         if call.error:
-            return _unreadable(call)
+            return unreadable(call)
         if not self._rewards.ready.has_tools:
             return ToolResult(f"There is no tool {call.name[:80]!r}: there are no tools.", "unknown")
         answer = await self._tools.ask("tool", task, call=call)
@@ -174,7 +139,7 @@ class ScorerPool:
         if answer.kind == "failed":
             raise RewardFailed(answer.message, answer.details)
         kind: type[RewardError] = RewardTimeout if answer.kind == "timeout" else RewardFailed
-        raise kind(f"the reward of {self._name} {answer.message}", answer.details)
+        raise kind(f"the reward of {self._config.name} {answer.message}", answer.details)
 
     def _limit_metrics(self, score: Score) -> Score:
         """The score without metrics beyond `MAX_NAMES`, which are counted."""
@@ -187,8 +152,8 @@ class ScorerPool:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"the rewards of {self._name} have more than {MAX_NAMES} metrics by name (the first that is left out: "
-                f"{next(name for name in score.metrics if name not in self._names):.60}): use fewer names"
+                f"the rewards of {self._config.name} have more than {MAX_NAMES} metrics by name (the first that is "
+                f"left out: {next(name for name in score.metrics if name not in self._names):.60}): use fewer names"
             )
         kept = {name: score.metrics[name] for name in (*known, *new)}
         return msgspec.structs.replace(score, metrics=kept | {"metrics_left_out": float(left_out)})
@@ -202,5 +167,6 @@ class ScorerPool:
             )
 
 
-def _unreadable(call: ToolCall) -> ToolResult:
+def unreadable(call: ToolCall) -> ToolResult:
+    """The result of a call that the parser could not read."""
     return ToolResult(f"The call cannot be read: {call.error[:1000]}", "arguments")

@@ -24,10 +24,9 @@ _MAX_MESSAGE, _MAX_DETAILS = 1000, 20_000
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
-def judge(environment: Environment, task: Task, episode: Episode | str) -> Score | Awaitable[Score]:
+def judge(environment: Environment, task: Task, episode: Episode) -> Score | Awaitable[Score]:
     """Runs the environment's `score_episode`. Exceptions become `RewardFailed`, except those meant for the process."""
-    whole = Episode(episode) if isinstance(episode, str) else episode
-    return _graded(environment, lambda: environment.score_episode(task, whole), as_score)
+    return _graded(environment, lambda: environment.score_episode(task, episode), as_score)
 
 
 def judge_group(

@@ -27,6 +27,7 @@ _BATCH_S = 0.02  # slower calls are sent one by one, so that no worker idles whi
 _MAX_NOT_BEGUN = 8  # sent to a worker that runs coroutines: how many it has not looked at yet
 _MAX_IN_FLIGHT_BYTES = 32 * 1024  # half of a pipe: requests reach the worker even if this loop is busy
 _PATIENCE_S = 0.25  # a job that waits longer starts another worker
+START_TIMEOUT_S = 120.0
 _GRACE_S = 1.0  # how late a worker may cancel coroutines after their deadline
 
 
@@ -104,7 +105,6 @@ class Workers:
         role: str,
         num_workers: int,
         one_by_one: bool,
-        start_timeout_s: float,
         variables: Sequence[str],
         stacks: Path | None,
     ) -> None:
@@ -114,7 +114,6 @@ class Workers:
         self._role = role
         self._num_workers = num_workers
         self._one_by_one = one_by_one
-        self._start_timeout_s = start_timeout_s
         self._variables = variables
         self._stacks = stacks
         self._waiting: deque[_Job] = deque()
@@ -189,10 +188,10 @@ class Workers:
         except OSError as error:
             raise EnvironmentFault(f"no {self._role} of {self._name} can be started: {error}") from error
         try:
-            due = asyncio.get_running_loop().time() + self._start_timeout_s
-            answer = await worker.receive(due, self._start_timeout_s)
+            due = asyncio.get_running_loop().time() + START_TIMEOUT_S
+            answer = await worker.receive(due, START_TIMEOUT_S)
         except TimeoutError:
-            reason = f"was not ready after {self._start_timeout_s:g} s"
+            reason = f"was not ready after {START_TIMEOUT_S:g} s"
         except WorkerDied as death:
             reason = f"ended with {death}"
         except BaseException:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import threading
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from slipstream.envs.base import ToolResult
+from slipstream.envs.own_loop import in_own_loop
 from slipstream.envs.scoring.process import worker_environment
 from slipstream.envs.tools.schemas import SCHEMA_ATTRIBUTE, Schema, Tool
 from slipstream.errors import ConfigError, one_line
 from slipstream.runlog.redaction import hide_in_command
 
-_T = TypeVar("_T")
 START_S = 60.0
 """How long a server may take to say which tools it has."""
 
@@ -37,7 +36,7 @@ def tools_of(command: str, variables: Iterable[str]) -> list[Tool]:
         raise ConfigError(f"{setting} needs the package mcp, which is not installed: pip install mcp") from None
     try:
         server = _Server(shlex.split(command), worker_environment(variables, os.environ))
-        schemas = _in_a_loop_of_its_own(server.schemas)
+        schemas = in_own_loop(server.schemas)
     except TimeoutError:
         raise ConfigError(
             f"{setting} did not say which tools it has within {START_S:g} s: run the command by hand"
@@ -133,22 +132,3 @@ def _text_of(part: dict[str, Any]) -> str:
 def _schema_of(tool: dict[str, Any]) -> Schema:
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
     return {"type": "function", "function": function}
-
-
-def _in_a_loop_of_its_own(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """The result of a coroutine; this thread may have an event loop that runs."""
-    found: list[_T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work()))
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="mcp")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]

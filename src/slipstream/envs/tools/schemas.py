@@ -62,11 +62,8 @@ def schema_of(tool: Tool) -> Schema:
         raise ConfigError(f"a tool cannot have the name {name!r}: give a function with a name of its own")
     description, arguments = described(inspect.getdoc(tool) or "")
     fields: dict[str, Any] = {}
-    for parameter, annotation in parameters_of(tool).items():
-        default = inspect.signature(tool).parameters[parameter].default
-        required = default is inspect.Parameter.empty
-        text = arguments.get(parameter)
-        fields[parameter] = (annotation, pydantic.Field(... if required else default, description=text))
+    for parameter, (annotation, default) in parameters_of(tool).items():
+        fields[parameter] = (annotation, pydantic.Field(default, description=arguments.get(parameter)))
     try:
         schema = pydantic.create_model(name, **fields).model_json_schema()
     except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticSchemaGenerationError, NameError) as error:
@@ -81,11 +78,11 @@ def schema_of(tool: Tool) -> Schema:
     }
 
 
-def parameters_of(tool: Tool) -> dict[str, Any]:
-    """Name and type of the parameters that the policy fills in. Raises `ConfigError` for a parameter without a type
-    hint, and for `*args` or `**kwargs`."""
+def parameters_of(tool: Tool) -> dict[str, tuple[Any, Any]]:
+    """Type and default (`...`: none) of the parameters that the policy fills in, by name. Raises `ConfigError` for a
+    parameter without a type hint, and for `*args` or `**kwargs`."""
     hints = _hints(tool)
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[Any, Any]] = {}
     for name, parameter in inspect.signature(tool).parameters.items():
         where = f"parameter {name} of tool {name_of(tool)}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -93,7 +90,7 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
         if name not in hints:
             raise ConfigError(f"{where} has no type hint, which its schema needs: write {name}: str, say")
         if hints[name] is not Task:
-            found[name] = hints[name]
+            found[name] = hints[name], ... if parameter.default is parameter.empty else parameter.default
     return found
 
 

@@ -71,14 +71,11 @@ def cut(text: str) -> str:
 def _model_of(tool: Tool) -> tuple[dict[str, str], type[pydantic.BaseModel]]:
     """A model of the arguments, and the parameter that each of its fields stands for: a parameter may have a name that
     no field can have."""
-    signature = inspect.signature(tool).parameters
     names: dict[str, str] = {}
     fields: dict[str, Any] = {}
-    for number, (name, hint) in enumerate(parameters_of(tool).items()):
-        default = signature[name].default
-        required = default is inspect.Parameter.empty
+    for number, (name, (hint, default)) in enumerate(parameters_of(tool).items()):
         names[f"field_{number}"] = name
-        fields[f"field_{number}"] = (hint, pydantic.Field(... if required else default, alias=name))
+        fields[f"field_{number}"] = (hint, pydantic.Field(default, alias=name))
     return names, pydantic.create_model(name_of(tool), __config__=_LENIENT, **fields)
 
 

@@ -1,0 +1,38 @@
+"""Runs a coroutine to its end from a function that is none, also inside another event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work`, in a thread of its own. What interrupts the wait cancels it."""
+    coming: Future[T] = Future()
+    tasks: list[asyncio.Task[Any] | None] = []
+
+    async def main() -> T:
+        tasks.append(asyncio.current_task())
+        return await work()
+
+    def run() -> None:
+        try:
+            coming.set_result(asyncio.run(main()))
+        except BaseException as error:  # noqa: BLE001 (raised where it was asked)
+            coming.set_exception(error)
+
+    thread = threading.Thread(target=run, name="own-loop", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        for task in filter(None, tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    return coming.result()
