@@ -18,33 +18,36 @@ from slipstream.runlog.files import Row, Rows, usable
 TICKETS = "tickets"
 _MAX_ERROR = 20_000
 """Characters of an error's end."""
+_IF_ANY = {"source", "answer", "metrics", "stop", "error", "turn_rewards", "num_turns", "turns", "images"}
+"""Fields of a sample that a rollout without any of it lacks."""
 _KEEP_TICKETS = 2
 """A receiver may still hold the version before the latest."""
 
 
 def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> Row:
     """A line of `samples.jsonl`: text to read, and for `slipstream trace` every token with its version."""
-    return {
+    row = {
         "step": step,
         **fields,
         "id": sample_id(rollout.id, step),
         "task": rollout.task_id,
-        **({"source": rollout.source} if rollout.source else {}),
+        "source": rollout.source,
         "prompt": rollout.prompt,
-        **({"answer": rollout.answer} if rollout.answer else {}),
+        "answer": rollout.answer,
         "completion": rollout.completion,
         "reward": rollout.reward,
-        **({"metrics": rollout.metrics} if rollout.metrics else {}),
+        "metrics": rollout.metrics,
         "outcome": rollout.outcome,
-        **({"stop": rollout.stop} if rollout.stop else {}),
-        **({"error": rollout.error[-_MAX_ERROR:]} if rollout.error else {}),
-        **({"turn_rewards": rollout.turn_rewards} if rollout.turn_rewards else {}),
-        **({"num_turns": rollout.num_turns} if rollout.num_turns > 1 else {}),
-        **({"turns": [_turn_of(message) for message in rollout.turns]} if rollout.turns else {}),
-        **({"images": images} if (images := _images_of(rollout)) else {}),
+        "stop": rollout.stop,
+        "error": rollout.error[-_MAX_ERROR:],
+        "turn_rewards": rollout.turn_rewards,
+        "num_turns": rollout.num_turns if rollout.num_turns > 1 else None,
+        "turns": [_turn_of(message) for message in rollout.turns],
+        "images": _images_of(rollout),
         "version": version,
         "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
     }
+    return {name: value for name, value in row.items() if value or name not in _IF_ANY}
 
 
 def _turn_of(message: Message) -> Row:
