@@ -9,11 +9,9 @@ from typing import Any, cast
 
 import msgspec
 
-from slipstream.errors import DataError
-from slipstream.processes.files import UNDECODABLE, disk_errors, write_whole
+from slipstream.processes.files import disk_errors, write_whole
 from slipstream.records import Message, Rollout, Sequence, Ticket
-from slipstream.regular_files import read_regular
-from slipstream.runlog.files import Row, Rows, usable
+from slipstream.runlog.files import Row, Rows, read_record
 
 TICKETS = "tickets"
 _MAX_ERROR = 20_000
@@ -129,16 +127,9 @@ def keep_ticket(folder: Path, ticket: Ticket, held: int | None = None) -> None:
 
 def read_tickets(folder: Path) -> list[Ticket]:
     """The tickets in the run's `folder`, oldest first. Raises `DataError` for a damaged one."""
-    found: list[Ticket] = []
-    for path in sorted((folder / TICKETS).glob("*.json"), key=_place):
-        try:
-            with usable(path):
-                found.append(msgspec.json.decode(read_regular(path), type=Ticket))
-        except FileNotFoundError:
-            continue  # replaced by a newer one meanwhile
-        except UNDECODABLE as error:
-            raise DataError(f"{path} is damaged ({error}): remove it") from error
-    return found
+    paths = sorted((folder / TICKETS).glob("*.json"), key=_place)
+    # One that is gone was replaced by a newer one meanwhile.
+    return [ticket for path in paths if (ticket := read_record(path, Ticket)) is not None]
 
 
 def _place(path: Path) -> tuple[int, ...]:
