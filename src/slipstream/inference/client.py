@@ -17,7 +17,7 @@ import msgspec
 
 from slipstream.errors import DeadlineError, EngineError, IntegrityError
 from slipstream.patience import Patience
-from slipstream.processes.channel import read_message
+from slipstream.processes.channel import LENGTH, length_of
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -228,7 +228,8 @@ class EngineClient:
                 text = (await response.read()).decode(errors="replace")
                 raise EngineError(f"the engine refused to generate with status {response.status}: {text}")
             while waiting:
-                completion = self._decoder.decode(await read_message(response.content))
+                length = length_of(await response.content.readexactly(LENGTH))
+                completion = self._decoder.decode(await response.content.readexactly(length))
                 future = waiting.pop(completion.id)
                 if not future.done():
                     future.set_result(completion)

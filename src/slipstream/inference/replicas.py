@@ -19,7 +19,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
@@ -88,9 +87,6 @@ class _Replica:
         self.num_requests, self.num_tokens, self.busy_s, self._busy_since = 0, 0, 0.0, now
         self._taken_at = now
         return {f"replica_{self.number}/{name}": value for name, value in figures.items()}
-
-
-_in_flight = attrgetter("in_flight")
 
 
 class EngineReplicas:
@@ -190,7 +186,7 @@ class EngineReplicas:
         able = [replica for replica in self._replicas if replica.is_serving and not replica.is_aside]
         if not able:
             return None
-        least = min(able, key=_in_flight)
+        least = min(able, key=lambda each: each.in_flight)
         home = self._homes.get(group_id, least)
         is_full = home.in_flight >= self._num_places > least.in_flight
         if is_full or home not in able:
@@ -364,8 +360,7 @@ class EngineReplicas:
 
     def take_metrics(self) -> dict[str, float]:
         """For each engine since the last call: requests, seconds without any, tokens per second of the others; and
-        restarts in all. Failures
-        of the tool parser are those of all engines."""
+        restarts in all. Failures of the tool parser are those of all engines."""
         metrics: dict[str, float] = {}
         for replica in self._replicas:
             metrics |= replica.take_metrics()

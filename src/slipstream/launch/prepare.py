@@ -183,7 +183,9 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     part_of_item = _part_of_item(config.environment, items)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
-    turns += _checked(tokenizer, prompts, dropped, place, imitated=is_sft)
+    check_fields(tokenizer, prompts, dropped)
+    check_contents(tokenizer, prompts, place)
+    turns += check_texts(tokenizer, prompts, place, imitated=is_sft)
     gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
@@ -421,21 +423,6 @@ def _tokenized(
         bound=bound,
         prefix="eval_" if held_out else "",
     )
-
-
-def _checked(
-    tokenizer: ChatTokenizer,
-    talk: list[Sequence[Message]],
-    dropped: dict[str, int],
-    place: Callable[[Sequence[Message]], str],
-    *,
-    imitated: bool,
-) -> list[str]:
-    """Warnings about what the chat template and the tokenizer make of the conversations and prompts. Raises `DataError`
-    for what they leave out."""
-    check_fields(tokenizer, talk, dropped)
-    check_contents(tokenizer, talk, place)
-    return check_texts(tokenizer, talk, place, imitated=imitated)
 
 
 def _fewer_tasks(loaded: Loaded, derived: Sequence[Derived]) -> list[str]:

@@ -12,7 +12,6 @@ import contextlib
 import os
 import socket
 import time
-from typing import Protocol
 
 LENGTH = 4
 MAX_BYTES = 1 << 30
@@ -39,15 +38,6 @@ def length_of(data: bytes | bytearray, max_bytes: int = MAX_BYTES) -> int:
     if length > max_bytes:
         raise Garbage(f"a message of {length} bytes")
     return length
-
-
-class _Reader(Protocol):
-    async def readexactly(self, n: int, /) -> bytes: ...
-
-
-async def read_message(reader: _Reader, max_bytes: int = MAX_BYTES) -> bytes:
-    """The next message of a stream. Raises `Garbage`, or asyncio.IncompleteReadError at its end."""
-    return await reader.readexactly(length_of(await reader.readexactly(LENGTH), max_bytes))
 
 
 class Frames:

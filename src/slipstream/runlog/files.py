@@ -17,7 +17,7 @@ import tomllib
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +25,7 @@ from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.processes.files import UNDECODABLE, cannot_write, disk_errors, open_own
 from slipstream.regular_files import lines_of, open_regular, read_regular
 
+T = TypeVar("T")
 Row = dict[str, Any]
 """A line of the run folder: an event, the metrics of a step, a sample."""
 Rows = list[Row]
@@ -212,6 +213,17 @@ def usable(path: Path) -> Generator[None]:
         if error.errno not in _UNUSABLE:
             raise
         raise DataError(f"{path} cannot be read ({error.strerror}): remove it") from error
+
+
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """The record in a JSON file, None if there is no file; raises `DataError` if it is damaged."""
+    try:
+        with usable(path):
+            return msgspec.json.decode(read_regular(path), type=kind)
+    except FileNotFoundError:
+        return None
+    except UNDECODABLE as error:
+        raise DataError(f"{path} is damaged ({error}): remove it") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

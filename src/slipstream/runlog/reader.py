@@ -15,10 +15,8 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.names import model_name
-from slipstream.processes.files import UNDECODABLE
 from slipstream.processes.heartbeat import read_heartbeat, read_processes
-from slipstream.regular_files import read_regular
-from slipstream.runlog.files import Row, Rows, is_locked, read_lines, read_toml, usable
+from slipstream.runlog.files import Row, Rows, is_locked, read_lines, read_record, read_toml
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
@@ -213,14 +211,7 @@ def read_events(folder: str | Path, damage: list[str] | None = None, kinds: Coll
 
 def read_exit(folder: str | Path) -> ExitReport | None:
     """How the run ended; None while it runs, or if it was killed."""
-    path = Path(folder) / "exit.json"
-    try:
-        with usable(path):
-            return msgspec.json.decode(read_regular(path), type=ExitReport)
-    except FileNotFoundError:
-        return None
-    except UNDECODABLE as error:
-        raise DataError(f"{path} is damaged ({error}): remove it") from error
+    return read_record(Path(folder) / "exit.json", ExitReport)
 
 
 def is_running(folder: str | Path) -> bool:

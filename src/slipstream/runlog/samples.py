@@ -9,42 +9,43 @@ from typing import Any, cast
 
 import msgspec
 
-from slipstream.errors import DataError
-from slipstream.processes.files import UNDECODABLE, disk_errors, write_whole
+from slipstream.processes.files import disk_errors, write_whole
 from slipstream.records import Message, Rollout, Sequence, Ticket
-from slipstream.regular_files import read_regular
-from slipstream.runlog.files import Row, Rows, usable
+from slipstream.runlog.files import Row, Rows, read_record
 
 TICKETS = "tickets"
 _MAX_ERROR = 20_000
 """Characters of an error's end."""
+_IF_ANY = {"source", "answer", "metrics", "stop", "error", "turn_rewards", "num_turns", "turns", "images"}
+"""Fields of a sample that a rollout without any of it lacks."""
 _KEEP_TICKETS = 2
 """A receiver may still hold the version before the latest."""
 
 
 def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> Row:
     """A line of `samples.jsonl`: text to read, and for `slipstream trace` every token with its version."""
-    return {
+    row = {
         "step": step,
         **fields,
         "id": sample_id(rollout.id, step),
         "task": rollout.task_id,
-        **({"source": rollout.source} if rollout.source else {}),
+        "source": rollout.source,
         "prompt": rollout.prompt,
-        **({"answer": rollout.answer} if rollout.answer else {}),
+        "answer": rollout.answer,
         "completion": rollout.completion,
         "reward": rollout.reward,
-        **({"metrics": rollout.metrics} if rollout.metrics else {}),
+        "metrics": rollout.metrics,
         "outcome": rollout.outcome,
-        **({"stop": rollout.stop} if rollout.stop else {}),
-        **({"error": rollout.error[-_MAX_ERROR:]} if rollout.error else {}),
-        **({"turn_rewards": rollout.turn_rewards} if rollout.turn_rewards else {}),
-        **({"num_turns": rollout.num_turns} if rollout.num_turns > 1 else {}),
-        **({"turns": [_turn_of(message) for message in rollout.turns]} if rollout.turns else {}),
-        **({"images": images} if (images := _images_of(rollout)) else {}),
+        "stop": rollout.stop,
+        "error": rollout.error[-_MAX_ERROR:],
+        "turn_rewards": rollout.turn_rewards,
+        "num_turns": rollout.num_turns if rollout.num_turns > 1 else None,
+        "turns": [_turn_of(message) for message in rollout.turns],
+        "images": _images_of(rollout),
         "version": version,
         "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
     }
+    return {name: value for name, value in row.items() if value or name not in _IF_ANY}
 
 
 def _turn_of(message: Message) -> Row:
@@ -126,16 +127,9 @@ def keep_ticket(folder: Path, ticket: Ticket, held: int | None = None) -> None:
 
 def read_tickets(folder: Path) -> list[Ticket]:
     """The tickets in the run's `folder`, oldest first. Raises `DataError` for a damaged one."""
-    found: list[Ticket] = []
-    for path in sorted((folder / TICKETS).glob("*.json"), key=_place):
-        try:
-            with usable(path):
-                found.append(msgspec.json.decode(read_regular(path), type=Ticket))
-        except FileNotFoundError:
-            continue  # replaced by a newer one meanwhile
-        except UNDECODABLE as error:
-            raise DataError(f"{path} is damaged ({error}): remove it") from error
-    return found
+    paths = sorted((folder / TICKETS).glob("*.json"), key=_place)
+    # One that is gone was replaced by a newer one meanwhile.
+    return [ticket for path in paths if (ticket := read_record(path, Ticket)) is not None]
 
 
 def _place(path: Path) -> tuple[int, ...]:

@@ -61,13 +61,9 @@ def optional_sections() -> tuple[str, ...]:
     )
 
 
-def keys_of(section: str, kind: str | None = None) -> list[Key]:
-    """The keys of a section; in [algorithm] only those of `kind`, if given."""
-    return [
-        key
-        for key in all_keys().values()
-        if key.section == section and (kind is None or not key.kinds or kind in key.kinds)
-    ]
+def keys_of(section: str) -> list[Key]:
+    """The keys of a section; in [algorithm] those of every kind."""
+    return [key for key in all_keys().values() if key.section == section]
 
 
 def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,7 @@ from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
 from slipstream.processes import heartbeat
+from slipstream.progress import Progress
 from slipstream.runlog.files import without_surrogates
 from slipstream.transport import Transport, TransportAway, TransportClosed, TransportLost, Unreachable
 
@@ -282,13 +283,11 @@ class Outbox:
     def add(self, notice: Notice) -> None:
         """Send a notice soon; calls of `advance` in a row become one."""
         with self._guard:
-            last = self._items[-1] if self._items else None
-            if _advances(notice) and last is not None and _advances(last):
-                assert isinstance(notice, Progressed)
-                assert isinstance(last, Progressed)
-                self._items[-1] = Progressed("advance", [last.arguments[0] + notice.arguments[0]])
-            else:
-                self._items.append(notice)
+            match self._items[-1:], notice:
+                case [Progressed("advance", [before])], Progressed("advance", [more]):
+                    self._items[-1] = Progressed("advance", [before + more])
+                case _:
+                    self._items.append(notice)
 
     def take(self) -> list[Notice]:
         """The notices since the last call."""
@@ -331,23 +330,11 @@ class NoticeLog:
         self.outbox.add(Sampled(without_surrogates(msgspec.to_builtins(record, enc_hook=str))))
 
 
-class NoticeProgress:
-    """A `Progress` that another process shows; of a run's whole it shows nothing."""
+class NoticeProgress(Progress):
+    """A `Progress` that another process shows; of a run's whole it shows nothing, as the inherited methods do."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-
-    def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """Nothing."""
-
-    def ready(self) -> None:
-        """Nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `Progress`."""
@@ -362,9 +349,6 @@ class NoticeProgress:
         """See `Progress`."""
         heartbeat.doing(_SERVING)
         self._outbox.add(Progressed("end_phase", []))
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
 
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""
@@ -453,10 +437,6 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> bool:
     for task in tasks:
         task.cancel()
     return not tasks or not (await asyncio.wait(tasks, timeout=_CANCEL_S))[1]
-
-
-def _advances(notice: Notice) -> bool:
-    return isinstance(notice, Progressed) and notice.method == "advance"
 
 
 def _error_of(failure: Failure) -> Exception:
