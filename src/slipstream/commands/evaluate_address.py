@@ -33,11 +33,11 @@ from slipstream.runlog.redaction import hide_userinfo
 
 DEFAULT_MAX_TOKENS = 2048
 REQUEST_TIMEOUT_S = 600.0
-"""Of one request with all its tries, where `inference.request_timeout_s` is not set."""
+"""Deadline of one request with all its tries, if `inference.request_timeout_s` is not set."""
 
 
 def key_of(variable: str) -> str:
-    """The key in an environment variable; empty without a name. Raises `ConfigError` where it is not set."""
+    """The key in an environment variable; empty without a name. Raises `ConfigError` if it is not set."""
     if not variable:
         return ""
     if problem := key_variable_problem("--key-variable", variable):

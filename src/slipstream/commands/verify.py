@@ -1,9 +1,9 @@
-"""Verifies the weights in a run's folder, and in its live engine, against the fingerprints of what was trained.
+"""Verifies the weights in a run's folder, and in its live engine, against the fingerprints of the trained weights.
 
-Guarantees: nothing is changed; every parameter is compared with the fingerprint of the trainer's own memory from when
-the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; the
-resume state is compared with the checksums of its files; a
-live engine that applies a new version meanwhile is asked again, and every wait has a deadline.
+Guarantees: nothing is changed. Every parameter is compared with the fingerprint of the trainer's own memory, taken as
+the checkpoint was written or the version published: a single flipped bit is found, and its parameter named. The resume
+state is compared with the checksums of its files. A live engine is asked again if it applies a new version meanwhile.
+Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _verdict(
     began: float,
     problems: Iterable[str],
 ) -> Verdict:
-    """That of a comparison that began at this time of `perf_counter` and is done."""
+    """The verdict of a finished comparison; `began` is a time of `perf_counter`."""
     size, seconds = sum(map(num_bytes, parameters)), time.perf_counter() - began
     return Verdict(what, version, digest, len(parameters), size, seconds, tuple(problems))
 

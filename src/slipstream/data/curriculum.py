@@ -1,7 +1,7 @@
 """The curriculum of a mixture, as the training loop keeps it (`environment.curriculum = "adaptive"`).
 
-Guarantee: weights change only from a step of the order of the tasks on of which no group can have begun, whatever its
-order, so that each draw means the same task in every process and after a resume.
+Guarantee: weights change only from a step of the tasks' order without begun groups, in any order of batches. Each draw
+then means the same task in every process and after a resume.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from slipstream.data.mixture_order import Weights, changes_of
 from slipstream.records import Batch
 
 RATE = 0.1
-"""Of a new fraction of groups with signal, this part enters the mean."""
+"""The part of a new fraction of groups with signal in the mean."""
 FLOOR = 0.1
-"""The least factor of a weight: what is not drawn at all could never come back."""
+"""The least factor of a weight: a part with weight 0 could never come back."""
 _LEAST_CHANGE = 0.01
 """Weights are replaced where one of them, as a probability, has changed by this."""
 
@@ -66,7 +66,7 @@ class Curriculum:
 
 
 class MixtureCurriculum(Curriculum):
-    """That of a run's mixture, whose batches it observes."""
+    """The curriculum of a run's mixture; it observes the batches."""
 
     def __init__(self, config: PlannedConfig) -> None:
         section, algorithm = config.environment, config.algorithm

@@ -50,9 +50,9 @@ def box_giou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
 
 
 def box_ciou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
-    """`1 - CIoU` (arXiv 1911.08287, equations 8 to 11), `[B]`, of corners as `box_giou_loss` takes them: also the
-    distance of the centres over the hull's diagonal, and how far the aspect ratios are apart, whose weight has no
-    gradient. Two boxes without an area have no gradient but that of their distance."""
+    """`1 - CIoU` (arXiv 1911.08287, equations 8 to 11), `[B]`, of corners as in `box_giou_loss`. It adds the
+    distance of the centres over the hull's diagonal, and the difference of the aspect ratios; its weight has no
+    gradient. For two boxes without an area, only the distance has a gradient."""
     (low_B2, high_B2), (true_low_B2, true_high_B2), common_B, either_B = _overlap(predicted_B4, true_B4)
     iou_B = torch.where(either_B != 0, common_B / torch.where(either_B != 0, either_B, 1.0), 1.0)
     hull_B2 = torch.maximum(high_B2, true_high_B2) - torch.minimum(low_B2, true_low_B2)

@@ -1,4 +1,4 @@
-"""Runs a coroutine to its end from a function that is none, also inside another event loop."""
+"""Runs a coroutine to its end from a plain function, also inside another event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of `work`, in a thread of its own. What interrupts the wait cancels it."""
+    """Run `work` in a thread and return its result. An interrupt of the wait cancels it."""
     coming: Future[T] = Future()
     tasks: list[asyncio.Task[Any] | None] = []
 
@@ -23,7 +23,7 @@ def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     def run() -> None:
         try:
             coming.set_result(asyncio.run(main()))
-        except BaseException as error:  # noqa: BLE001 (raised where it was asked)
+        except BaseException as error:  # noqa: BLE001 (raised in the caller)
             coming.set_exception(error)
 
     thread = threading.Thread(target=run, name="own-loop", daemon=True)

@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     path: str
     prefix: str
-    """What the ids of its tasks begin with."""
+    """The beginning of its tasks' ids."""
     task: str
     """Its name in a table of paths; empty otherwise."""
     setting: str
@@ -113,7 +113,7 @@ class Rows(Environment):
         return self._reward_of(task)(task, completion)
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
-        """That reward, called once for all completions of the task, with `score_groups = true`."""
+        """The same reward, called once for all completions of the task, with `score_groups = true`."""
         return await self._reward_of(task).score_group(task, [episode.completion for episode in episodes])
 
     def _reward_of(self, task: Task) -> Reward:
@@ -235,8 +235,8 @@ def _task(problem: Problem, id_: str, task: str, reward: Reward) -> Task:
 
 
 def check_settings(given: Mapping[str, Any], name: str, known: Sequence[str], texts: Sequence[str]) -> None:
-    """Raises `ConfigError` for settings of the environment `name` that are not `known`, for those of `texts` that are
-    no text, and without a path."""
+    """Raises `ConfigError` for settings of the environment `name` outside `known`, for `texts` with another type, and
+    without a path."""
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"environment.settings.{key}: {name} has no such setting{did_you_mean(key, known)}")

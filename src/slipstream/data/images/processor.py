@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_BYTES = 64 << 20
-"""Of scaled images that are kept, since every request of a group sends the same one."""
+"""Bytes of kept scaled images: every request of a group sends the same one."""
 
 
 class ImageProcessor(ABC):
@@ -32,15 +32,15 @@ class ImageProcessor(ABC):
     token_id: int
     """The placeholder that the chat template renders."""
     _expanded_id: int
-    """What it becomes, once for each token of the image."""
+    """Its replacement, once for each token of the image."""
     patches_per_token: int
     sees_itself = False
     """Whether all tokens of an image attend to one another."""
     bounds: str
-    """What images are scaled to, in words."""
+    """The sizes of scaled images, in words."""
 
     _arguments: tuple[str, ...] = ("pixel_values",)
-    """What the tower takes of what transformers' processor makes."""
+    """Outputs of transformers' processor for the tower."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -85,7 +85,7 @@ class ImageProcessor(ABC):
         return tuple(placed)
 
     def request(self, token_ids: Sequence[int], placed: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
-        """What the engine is asked for a prompt of these tokens: one placeholder for each image, and the images."""
+        """The engine's prompt for these tokens, with one placeholder for each image, and the images."""
         return self._collapsed(token_ids, placed), tuple(map(self.scaled, placed))
 
     @abstractmethod

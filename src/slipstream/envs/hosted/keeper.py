@@ -1,5 +1,5 @@
-"""Keeps the environment process of one environment: starts it when it is needed, plays episodes, replaces it when it
-died or hung."""
+"""Keeps the process of one environment: starts it at the first request, plays episodes, replaces a dead or hanging
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.patience import lasting
 
 LOG = "environment.log"
 MAX_DEATHS = 3
-"""Processes that may end one after another without having ended an episode."""
+"""Most processes to end one after another without a finished episode."""
 _CANCEL_S = 5.0
 
 
@@ -53,8 +53,8 @@ class KeptEnvironment(Environment):
 
 
 class Keeper:
-    """One environment process at a time, in the event loop that asks first. `start` starts one; `where` says, in
-    errors, where its output is."""
+    """One environment process at a time, in the event loop that asks first. `start` starts one; `where` names
+    the place of its output, for errors."""
 
     def __init__(self, name: str, start: Callable[[], Awaitable[Host]], where: Callable[[], str]) -> None:
         self._name = name
@@ -63,7 +63,7 @@ class Keeper:
         self.host: Host | None = None
         """The process, if there is one."""
         self.hung = ""
-        """Where the last process hung that was killed for it: its stacks."""
+        """Stacks of the last process killed because it hung."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._deaths = 0
