@@ -1,4 +1,4 @@
-"""Records that the run folder keeps of rollouts and of published versions."""
+"""The run folder's records of rollouts and of published versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TICKETS = "tickets"
 _MAX_ERROR = 20_000
 """Characters of an error's end."""
 _IF_ANY = {"source", "answer", "metrics", "stop", "error", "turn_rewards", "num_turns", "turns", "images"}
-"""Fields of a sample that a rollout without any of it lacks."""
+"""Fields of a sample, left out if empty."""
 _KEEP_TICKETS = 2
 """A receiver may still hold the version before the latest."""
 
@@ -54,7 +54,7 @@ def _turn_of(message: Message) -> Row:
 
 
 def _images_of(rollout: Rollout) -> Rows:
-    """The images that a rollout saw, in their order. The bytes of a `data:` URI are left out: every sample would have
+    """The images of a rollout, in their order. The bytes of a `data:` URI are left out: every sample would have
     them again."""
     found = {media.sha256: media for sequence in rollout.sequences for media in sequence.media}
     return [
