@@ -28,7 +28,6 @@ from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
 from slipstream.processes import heartbeat
-from slipstream.progress import Progress
 from slipstream.runlog.files import without_surrogates
 from slipstream.transport import Transport, TransportAway, TransportClosed, TransportLost, Unreachable
 
@@ -330,11 +329,23 @@ class NoticeLog:
         self.outbox.add(Sampled(without_surrogates(msgspec.to_builtins(record, enc_hook=str))))
 
 
-class NoticeProgress(Progress):
-    """A `Progress` that another process shows; of a run's whole it shows nothing, as the inherited methods do."""
+class NoticeProgress:
+    """A `Progress` that another process shows; of a run's whole it shows nothing."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """Nothing."""
+
+    def ready(self) -> None:
+        """Nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `Progress`."""
@@ -349,6 +360,9 @@ class NoticeProgress(Progress):
         """See `Progress`."""
         heartbeat.doing(_SERVING)
         self._outbox.add(Progressed("end_phase", []))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
 
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""
