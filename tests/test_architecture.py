@@ -28,6 +28,7 @@ LAYERS = {
             ("plan",),
             ("launch",),
             ("commands",),
+            ("doctor",),
             ("report", "cli", "view"),
             ("python", "__main__"),
         )

@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, env_commands, evaluation, output, proof, smoke
+from slipstream.cli import chat, commands, doctor, env_commands, evaluation, output, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.processes.exits import become, leave
@@ -39,6 +39,7 @@ for part in (env_commands.env_app, commands.model_app):
     app.command(part)
 app.command(commands.init, group=_BEFORE)
 app.command(commands.plan, group=_BEFORE)
+app.command(doctor.doctor, group=_BEFORE)
 app.command(smoke.smoke, group=_BEFORE)
 app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)

@@ -1,0 +1,57 @@
+"""The command `slipstream doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from slipstream.cli.commands import Overrides
+from slipstream.cli.output import Json, print_json, tell
+
+if TYPE_CHECKING:
+    from slipstream.doctor.findings import Finding
+
+
+def doctor(
+    run_file: Annotated[Path | None, Parameter(help="Also check what this run needs.")] = None,
+    /,
+    *overrides: Overrides,
+    json: Json = False,
+) -> int:
+    """Look at this machine before a run: packages, GPUs, memory, limits, folders, network.
+
+    Each check prints a verdict, the reason and a remedy. With a run file, the run is also planned as by `slipstream
+    plan`: model, chat template, data, disk, vLLM's options. Nothing is started or changed. The exit code is the worst
+    verdict: 0 ok, 1 warning, 2 fault.
+    """
+    from slipstream.doctor import CHECKS, examine
+    from slipstream.doctor.findings import exit_code
+    from slipstream.doctor.run import check_run
+
+    def of_run() -> Iterable[Finding]:
+        return check_run(run_file, overrides) if run_file is not None else ()
+
+    found = list(_shown(examine((*CHECKS, of_run)), is_shown=not json))
+    code = exit_code(found)
+    if json:
+        print_json({"exit_code": code, "findings": [asdict(each) for each in found]})
+    return code
+
+
+def _shown(findings: Iterable[Finding], *, is_shown: bool) -> Iterator[Finding]:
+    """Print each finding as it comes."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    style = {"ok": "green", "warning": "yellow", "fault": "red"}
+    for each in findings:
+        if is_shown:
+            console.print(Text.assemble((f"{each.verdict:8}", style[each.verdict]), f"{each.check:17}{each.reason}"))
+            if each.remedy:
+                tell(f"{'':25}→ {each.remedy}")
+        yield each

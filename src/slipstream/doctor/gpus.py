@@ -1,0 +1,150 @@
+"""Checks of the GPUs: driver, torch's view of them, memory held by others, slices, variables to hide them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config.bounds import GIB
+from slipstream.doctor.findings import Finding
+from slipstream.plan.machine import gpus_at_start, query_gpus
+from slipstream.plan.memory.cards import HAS_BFLOAT16, SAFE_HELD
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OTHERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_READY_S = 120.0
+"""A GPU may take so long after a boot or a reset, and importing torch from a network's disk as well."""
+_ASK = """
+import json, torch
+found = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "gpus": [], "error": ""}
+try:
+    for index in range(torch.cuda.device_count()):
+        torch.zeros(1, device=f"cuda:{index}").add_(1).item()
+        facts = torch.cuda.get_device_properties(index)
+        found["gpus"].append([facts.name, facts.major, facts.total_memory])
+except Exception as error:
+    found["error"] = str(error).strip().split(chr(10))[0]
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class TorchView:
+    """The GPUs as torch sees and uses them."""
+
+    cuda: str = ""
+    hip: str = ""
+    gpus: Sequence[tuple[str, int, int]] = ()
+    """Name, major compute capability, bytes."""
+    error: str = ""
+
+
+def ask_torch(timeout_s: float = _READY_S) -> TorchView:
+    """Use each GPU in another process, with a deadline."""
+    command = [sys.executable, "-c", _ASK]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return TorchView(error=f"no answer within {timeout_s:.0f} s")
+    if done.returncode:
+        return TorchView(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return TorchView(
+        found["cuda"], found["hip"], [(name, major, size) for name, major, size in found["gpus"]], found["error"]
+    )
+
+
+def check_gpus(
+    driver: Callable[[], list[dict[str, Any]]] = gpus_at_start, torch_view: Callable[[], TorchView] = ask_torch
+) -> Iterator[Finding]:
+    """The GPUs of the driver are torch's, compute, and are free."""
+    cards = driver()
+    seen = torch_view()
+    if not cards and not seen.gpus:
+        if seen.error and "No CUDA GPUs" not in seen.error:
+            yield Finding(
+                "GPUs", "fault", f"torch cannot be asked: {seen.error}", "python -c 'import torch' shows all of it"
+            )
+        else:
+            yield Finding("GPUs", "ok", "none: runs use the CPU")
+        return
+    if seen.error or not seen.gpus:
+        yield _unusable(cards, seen)
+        return
+    is_fine = True
+    for number, (name, major, size) in enumerate(seen.gpus):
+        if major < HAS_BFLOAT16:
+            is_fine = False
+            reason = f"GPU {number} ({name}) has no bfloat16: runs use float16"
+            yield Finding("GPUs", "warning", reason, "use a GPU of compute capability 8 or higher for bfloat16")
+        if "MIG" in name:
+            is_fine = False
+            reason = f"GPU {number} ({name}) is a slice of {size / GIB:.0f} GiB; NCCL cannot connect two slices"
+            yield Finding("GPUs", "warning", reason, "use one slice a run, with weights.bridge other than broadcast")
+    for card in cards:
+        held, total = int(card["used_mib"]) << 20, int(card["total_mib"]) << 20
+        if held >= SAFE_HELD:
+            is_fine = False
+            by = ", ".join(card["processes"]) or "processes of other users or containers"
+            reason = f"{card['name']} has {(total - held) / GIB:.0f} of {total / GIB:.0f} GiB free; held by {by}"
+            yield Finding("GPUs", "warning", reason, f"end them, or choose other GPUs by {_VISIBLE}")
+    if is_fine:
+        names = ", ".join(f"{name} ({size / GIB:.0f} GiB)" for name, _, size in seen.gpus)
+        yield Finding("GPUs", "ok", f"{names}; torch for CUDA {seen.cuda or seen.hip}")
+
+
+def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView) -> Finding:
+    """The driver has GPUs, and torch does not use them."""
+    driver = cards[0]["driver"] if cards else "unknown"
+    if not (seen.cuda or seen.hip) and not seen.error:
+        reason = f"the driver ({driver}) has {len(cards)} GPUs, and this torch is built for the CPU"
+        return Finding("GPUs", "fault", reason, "python3 scripts/install.py --gpu, in a new environment")
+    if "no answer" in seen.error:
+        remedy = "wait, look at nvidia-smi and dmesg, and reset the GPU or restart the machine"
+        return Finding("GPUs", "fault", f"a GPU is not ready: {seen.error}", remedy)
+    if not seen.error and os.environ.get(_VISIBLE) is not None:
+        reason = f"torch sees no GPU of {len(cards)}: {_VISIBLE} is '{os.environ[_VISIBLE]}'"
+        return Finding("GPUs", "fault", reason, f"unset {_VISIBLE}, or name GPUs in it")
+    reason = (
+        f"torch for CUDA {seen.cuda or '?'} cannot use the GPUs with driver {driver}: {seen.error or 'it sees none'}"
+    )
+    return Finding("GPUs", "fault", reason, "install a driver for that CUDA version, or a torch for the driver's")
+
+
+def check_visible(
+    environ: Mapping[str, str] = os.environ, uuids: Callable[[], Sequence[str]] | None = None
+) -> Iterator[Finding]:
+    """Variables to choose GPUs name GPUs of this machine, and do not contradict each other."""
+    chosen = environ.get(_VISIBLE)
+    others = [name for name in _OTHERS if environ.get(name)]
+    if chosen is not None and others:
+        reason = f"{_VISIBLE} and {others[0]} are both set, and Ray and vLLM refuse that"
+        yield Finding("visible GPUs", "warning", reason, f"unset {others[0]}")
+    if not chosen:
+        return
+    found = list(uuids()) if uuids else [line.strip() for text in query_gpus("gpu=uuid") for line in text.splitlines()]
+    parts = [part.strip() for part in chosen.split(",")]
+    numbers = [str(number) for number in range(len(found))]
+    wrong = [p for p in parts if p not in numbers and not any(each.startswith(p) for each in found) and "MIG" not in p]
+    if found and (wrong or len(set(parts)) < len(parts)):
+        what = f"{wrong[0]!r}, not a GPU of the {len(found)} here" if wrong else "a GPU twice"
+        reason = f"{_VISIBLE} = {chosen} names {what}: CUDA ignores it and all after it"
+        yield Finding("visible GPUs", "fault", reason, f"name some of {', '.join(numbers)}")
+
+
+def check_compiler(
+    has_gpu: Callable[[], bool] = lambda: bool(gpus_at_start()), which: Callable[[str], str | None] = shutil.which
+) -> Iterator[Finding]:
+    """Triton builds its launchers with a C compiler."""
+    if not has_gpu():
+        return
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    if not any(map(which, names)):
+        reason = f"there is no C compiler ({', '.join(names)}), and Triton needs one on a GPU"
+        yield Finding("compiler", "fault", reason, "install gcc (apt install gcc), or set CC")
