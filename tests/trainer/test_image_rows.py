@@ -193,13 +193,6 @@ def test_positions_are_the_models_own(family, folders):
             assert image_positions(len(each) - 2, places).equal(expected[:, 0, :-2])
 
 
-def test_a_cut_image_is_refused(folders):
-    cut = sequences(folders["qwen2-vl"])[0]
-    cut.mask = [place == cut.media[0].start + 2 for place in range(len(cut))]
-    with pytest.raises(TrainingError, match=r"image .* is cut by tokens 0 to .*: mask its placeholders"):
-        list(micro_batches(StepBatch([cut]), 512))
-
-
 def test_what_the_tower_gives_must_fit_the_prompt(folders):
     wrong = sequences(folders["qwen2-vl"])[0]
     (image,) = wrong.media

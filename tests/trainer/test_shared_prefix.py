@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_those_of_each_sequence_by_itself(
     plain = make_learner(folder=folder, packing=False)
     expected = plain.forward_backward(batch, OBJECTIVES[objective])
     gradients = gradients_of(plain)
-    for micro_batch_tokens in (40, 100, 170, 10_000):
+    for micro_batch_tokens in (40, 150, 10_000):
         learner = make_learner(micro_batch_tokens, folder=folder)
         metrics = learner.forward_backward(batch, OBJECTIVES[objective])
         assert metrics["num_row_tokens"] < expected["num_row_tokens"]
