@@ -49,30 +49,25 @@ def test_the_tables_hold_what_a_run_file_can_name():
         check_user_function("loss", resolved(RLConfig(kind=name)).loss)
 
 
-def test_a_loss_and_an_advantage_of_another_package(installed):
-    points = "[slipstream.losses]\nhalf = their_losses:half\n[slipstream.advantages]\ncentred = their_losses:centred\n"
-    installed("their_losses", OWN, points)
-    check_user_function("loss", "half")
-    check_user_function("advantage", "centred")
+@pytest.mark.parametrize("of_package", [True, False])
+def test_a_loss_and_an_advantage_of_another_package_or_from_a_file(of_package, own, installed):
+    if of_package:
+        points = (
+            "[slipstream.losses]\nhalf = their_losses:half\n[slipstream.advantages]\ncentred = their_losses:centred\n"
+        )
+        installed("their_losses", OWN, points)
+        with pytest.raises(ConfigError, match=r"did you mean 'half'"):
+            check_user_function("loss", "halv")
+    half, centred = ("half", "centred") if of_package else (f"{own}:half", f"{own}:centred")
+    check_user_function("loss", half)
+    check_user_function("advantage", centred)
     problem = make_problem()
-    value, gradients, _ = problem.ours(RLConfig(loss="half"))
+    value, gradients, _ = problem.ours(RLConfig(loss=half))
     built_in = problem.ours(RLConfig(loss="policy_gradient"))
     assert value == pytest.approx(built_in[0] / 2)
     torch.testing.assert_close(gradients, built_in[1] / 2)
-    with pytest.raises(ConfigError, match=r"did you mean 'half'"):
-        check_user_function("loss", "halv")
-
-
-def test_a_loss_and_an_advantage_from_a_file(own):
-    check_user_function("loss", f"{own}:half")
-    check_user_function("advantage", f"{own}:centred")
-    problem = make_problem()
-    loss, gradients, _ = problem.ours(RLConfig(loss=f"{own}:half"))
-    built_in = problem.ours(RLConfig(loss="policy_gradient"))
-    assert loss == pytest.approx(built_in[0] / 2)
-    torch.testing.assert_close(gradients, built_in[1] / 2)
-    assert user_function("advantage", f"{own}:centred")(torch.tensor([1.0, 3.0]), None).tolist() == [-1.0, 1.0]
-    assert resolved(RLConfig(advantage=f"{own}:centred")).scale_rewards == "none"
+    assert user_function("advantage", centred)(torch.tensor([1.0, 3.0]), None).tolist() == [-1.0, 1.0]
+    assert resolved(RLConfig(advantage=centred)).scale_rewards == "none"
 
 
 @pytest.mark.parametrize(

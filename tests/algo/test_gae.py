@@ -51,35 +51,6 @@ def test_advantages_are_the_mean_of_all_k_step_ones(trajectory, gamma, gae_lambd
     )
 
 
-@given(TRAJECTORY, PART)
-def test_lambda_1_is_the_return_less_the_value(trajectory, gamma):
-    rewards, values = tensors(trajectory)
-    returns = torch.tensor(
-        [sum(gamma**i * r for i, r in enumerate(rewards[t:].tolist())) for t in range(len(rewards))]
-    ).double()
-    torch.testing.assert_close(
-        generalized_advantages(rewards, values, gamma, 1.0), returns - values, atol=1e-4, rtol=1e-5
-    )
-
-
-@given(TRAJECTORY, PART)
-def test_lambda_0_is_the_one_step_difference(trajectory, gamma):
-    rewards, values = tensors(trajectory)
-    following = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
-    torch.testing.assert_close(
-        generalized_advantages(rewards, values, gamma, 0.0), rewards + gamma * following - values
-    )
-
-
-@given(st.integers(1, 12), NUMBER)
-def test_without_a_value_every_token_gets_the_whole_reward(length, reward):
-    """REINFORCE."""
-    rewards = torch.zeros(length, dtype=torch.float64)
-    rewards[-1] = reward
-    advantages = generalized_advantages(rewards, torch.zeros(length), 1.0, 1.0)
-    assert torch.equal(advantages, torch.full((length,), reward, dtype=torch.float64))
-
-
 @given(st.lists(NUMBER, min_size=2, max_size=20), st.floats(0.5, 4), NUMBER)
 def test_whitening_forgets_shift_and_scale(values, scale, shift):
     numbers = torch.tensor(values, dtype=torch.float64)

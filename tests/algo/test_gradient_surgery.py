@@ -38,15 +38,6 @@ def test_without_conflicts_it_is_the_sum():
     assert (found.conflict_fraction, found.lowest_cosine) == (0.0, pytest.approx(0.5 / 2**0.5))
 
 
-def test_two_that_conflict_lose_what_they_have_against_each_other():
-    a, b = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 1.0])
-    gram = [[float(x @ y) for y in (a, b)] for x in (a, b)]
-    found = project_conflicts(gram, [[1, 0], [0, 1]])
-    combined = found.weights[0] * a + found.weights[1] * b
-    torch.testing.assert_close(combined, torch.tensor([0.5, 1.5]))
-    assert found.conflict_fraction == 1.0
-
-
 def test_a_task_without_gradient_changes_nothing():
     found = project_conflicts([[4.0, 0.0], [0.0, 0.0]], [[0, 1], [1, 0]])
     assert found.weights == [1.0, 1.0]

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.algo.importance_sampling import (
     difference_means,
     difference_sums,
+    effective_sample_size,
     importance_weights,
     log_ratio_histogram,
     ratio_quantiles,
@@ -76,14 +77,35 @@ def test_quantiles_and_shares_of_a_step():
 
 
 def test_differences_by_position_and_probability():
-    behaviour = torch.tensor([0.05, 0.2, 0.6, 0.95]).log()
-    sums = difference_sums(torch.tensor([1.0, 2.0, -3.0, 4.0]), torch.tensor([0, 64, 127, 63]), behaviour)
-    assert difference_means(sums) == {
-        "at_position_0": 2.5,
-        "at_position_64": 2.5,
-        "at_probability_0.01": 1.0,
-        "at_probability_0.1": 2.0,
-        "at_probability_0.5": 3.0,
-        "at_probability_0.9": 4.0,
+    positions = torch.tensor([1, 63, 64, 127, 128, 40_000])
+    logprobs = torch.tensor([0.5, 0.05, 0.95, 0.005, 0.2, 0.2]).log()
+    differences = torch.tensor([1.0, -3.0, 5.0, 7.0, -9.0, 11.0])
+    halves = [difference_sums(differences[h], positions[h], logprobs[h]) for h in (slice(0, 4), slice(4, 6))]
+    assert difference_means({name: halves[0][name] + halves[1][name] for name in halves[0]}) == {
+        "at_position_0": 2.0,
+        "at_position_64": 6.0,
+        "at_position_128": 9.0,
+        "at_position_32768": 11.0,
+        "at_probability_0": 7.0,
+        "at_probability_0.01": 3.0,
+        "at_probability_0.1": 10.0,
+        "at_probability_0.5": 1.0,
+        "at_probability_0.9": 5.0,
     }
     assert difference_means({}) == {}
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-30.0, 30.0), min_size=1, max_size=30), st.floats(-500.0, 500.0))
+def test_effective_sample_size_is_a_fraction_and_ignores_scale(ratios, shift):
+    log_ratio = torch.tensor(ratios, dtype=torch.float64)
+    size = effective_sample_size(log_ratio)
+    assert 0.0 < size <= 1.0
+    assert effective_sample_size(log_ratio + shift) == pytest.approx(size, rel=1e-6)
+
+
+def test_effective_sample_size_by_value():
+    assert effective_sample_size(torch.zeros(5)) == pytest.approx(1.0)
+    # Weights 1 and 3: 16 / (2 * 10).
+    assert effective_sample_size(torch.tensor([0.0, math.log(3.0)])) == pytest.approx(0.8)
+    assert effective_sample_size(torch.tensor([0.0, 800.0])) == pytest.approx(0.5)

@@ -119,22 +119,13 @@ def test_value_and_gradient_are_the_papers(name, problem):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_micro_batches_packing_and_order_change_nothing_but_rounding(name, problem):
+def test_micro_batches_and_packing_change_nothing_but_rounding(name, problem):
     loss, gradients, metrics = problem.ours(CONFIGS[name], max_tokens=1000)
     for cut in ({"max_tokens": 8}, {"max_tokens": 14}, {"packing": False}):
         other_loss, other, other_metrics = problem.ours(CONFIGS[name], **cut)
         assert other_loss == pytest.approx(loss, abs=1e-6)
         torch.testing.assert_close(other, gradients, rtol=1e-5, atol=1e-6)
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
-    order = [4, 0, 5, 2, 1, 3]
-    shuffled = type(problem)(
-        type(problem.batch)(*([values[i] for i in order] for values in vars(problem.batch).values() if values)),
-        [problem.logits[i] for i in order],
-    )
-    other_loss, other, _ = shuffled.ours(CONFIGS[name])
-    assert other_loss == pytest.approx(loss, abs=1e-6)
-    back = [other.split([LENGTHS[i] for i in order])[order.index(i)] for i in range(len(order))]
-    torch.testing.assert_close(torch.cat(back), gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)

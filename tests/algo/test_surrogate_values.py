@@ -108,3 +108,10 @@ def test_weights_of_tokens(normalize, weights):
     found = token_weights(torch.tensor([0, 0, 0, 1]), 2, normalize)
     assert found.dtype == torch.float32
     assert found.tolist() == pytest.approx(weights)
+
+
+def test_k3_is_never_negative_and_exact_for_tiny_differences():
+    difference = torch.logspace(-12, 0, 25, dtype=torch.float64)
+    k3 = kl_estimate(torch.zeros_like(difference), difference, "k3")
+    assert (k3 >= 0).all()
+    torch.testing.assert_close(k3[12:], torch.exp(difference[12:]) - difference[12:] - 1, rtol=1e-4, atol=0.0)

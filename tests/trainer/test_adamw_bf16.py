@@ -29,7 +29,7 @@ def step(optimizer, model, weight, rate):
     return stats
 
 
-@pytest.mark.parametrize("value", [1.001, -1.001, 3.1415926, -2e-5, 1e-30, 0.0, 255.3])
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.1415926, -2e-5, 1e-30, 0.0, 1.5, 255.3])
 def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value):
     num = 200_000
     exact = torch.tensor(value, dtype=torch.float32)
@@ -43,13 +43,6 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value):
     gap = (high - low).double()
     # Five standard errors of a mean of draws between two values.
     assert (values.double().mean() - exact.double()).abs() <= 5 * gap * 0.5 / math.sqrt(num)
-
-
-def test_what_bfloat16_holds_is_not_changed():
-    values = torch.randn(10_000).to(torch.bfloat16).float()
-    rounded = values.clone()
-    round_to_bfloat16_(rounded, torch.Generator().manual_seed(0))
-    assert torch.equal(values, rounded)
 
 
 def test_the_mean_over_seeds_is_torchs_adamw():
@@ -80,21 +73,6 @@ def test_the_mean_over_seeds_is_torchs_adamw():
     assert abs((error / ulp).mean()) < 4 * math.sqrt(3) * 0.5 / math.sqrt(num * error.numel()) + 1e-3
 
 
-def test_updates_of_one_millionth_are_not_lost():
-    model, nearest = bfloat16_model(1.0), bfloat16_model(1.0)
-    optimizer = RoundedAdamW(model.named_parameters(), seed=0)
-    for _ in range(400):
-        step(optimizer, model, 1.0, 1e-6)
-        with torch.no_grad():
-            nearest.weight.sub_(1e-6)
-    assert (nearest.weight == 1.0).all(), "rounded to the nearest, nothing would ever move"
-    # Below 1 bfloat16 has steps of 1/256: a weight that has moved has moved by all of one.
-    moved = 1.0 - model.weight.double().mean().item()
-    part = 4e-4 * 256
-    error = math.sqrt(part * (1 - part) / model.weight.numel()) / 256
-    assert abs(moved - 4e-4) < 5 * error
-
-
 def test_a_gradient_goes_as_soon_as_its_weights_are_made(monkeypatch):
     """The plan counts on it: gradients in fp32 are twice as large as the weights."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16) for _ in range(4)))
@@ -112,45 +90,26 @@ def test_a_gradient_goes_as_soon_as_its_weights_are_made(monkeypatch):
     assert alive == [0, 0, 0, 0]
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
-    def run(seed):
-        model = bfloat16_model(1.0)
-        optimizer = RoundedAdamW(model.named_parameters(), seed=seed)
-        for _ in range(3):
-            step(optimizer, model, 1.0, 1e-4)
-        return model.weight.detach()
-
-    assert torch.equal(run(1), run(1))
-    assert not torch.equal(run(1), run(2))
-
-
-def test_live_weights_change_only_on_commit_and_float32_is_not_rounded():
-    model = nn.Linear(4, 4)
-    theirs = nn.Linear(4, 4)
+def test_in_float32_it_is_the_masters_whose_live_weights_change_only_on_commit():
+    """With their norm, their clip, and decay of matrices alone."""
+    model, theirs = (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
     theirs.load_state_dict(model.state_dict())
-    ours, reference = RoundedAdamW(model.named_parameters(), seed=0), MasterAdamW(theirs.named_parameters())
-    for network, optimizer in ((model, ours), (theirs, reference)):
-        before = network.weight.detach().clone()
-        (network.weight.square().sum() + network.bias.sum()).backward()
-        optimizer.prepare(0.1)
-        assert torch.equal(network.weight, before)
+    settings, stats = {"weight_decay": 0.5, "max_grad_norm": 0.5}, []
+    ours = RoundedAdamW(model.named_parameters(), seed=0, **settings)
+    for network, optimizer in ((model, ours), (theirs, MasterAdamW(theirs.named_parameters(), **settings))):
+        before = [parameter.detach().clone() for parameter in network.parameters()]
+        sum(parameter.square().sum() + parameter.sum() for parameter in network.parameters()).backward()
+        stats.append(optimizer.prepare(0.1))
+        assert all(map(torch.equal, network.parameters(), before))
         with pytest.raises(TrainingError, match="prepare without optim_commit"):
             optimizer.prepare(0.1)
         optimizer.commit()
-    assert torch.equal(model.weight, theirs.weight)
-    assert torch.equal(model.bias, theirs.bias)
-    with pytest.raises(TrainingError, match="without optim_prepare"):
-        ours.commit()
-
-
-def test_norm_and_clipping_are_those_of_the_masters():
-    stats = []
-    for make in (MasterAdamW, lambda named, **settings: RoundedAdamW(named, seed=0, **settings)):
-        torch.manual_seed(0)
-        model = bfloat16_model()
-        stats.append(step(make(model.named_parameters(), max_grad_norm=0.5), model, 2.0, 1e-3))
+        assert not any(map(torch.equal, network.parameters(), before))
+    assert all(map(torch.equal, model.parameters(), theirs.parameters()))
     assert stats[0] == stats[1]
     assert stats[0].clipped
+    with pytest.raises(TrainingError, match="without optim_prepare"):
+        ours.commit()
 
 
 def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tmp_path):
@@ -173,20 +132,10 @@ def test_the_state_of_masters_is_refused_and_nothing_changes():
     assert optimizer.step == 0
 
 
-def test_vectors_are_not_decayed_and_matrices_are():
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    optimizer = RoundedAdamW(model.named_parameters(), seed=0, weight_decay=0.5)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    sum((parameter * 1e-15).sum() for parameter in model.parameters()).backward()  # far below eps
-    apply(optimizer, 0.1)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.ndim > 1 else 1.0))
-
-
 def test_each_parameter_and_each_step_is_rounded_by_noise_of_its_own():
-    def run(start=0):
+    def run(start=0, seed=1):
         model = nn.ModuleDict({name: bfloat16_model(1.0) for name in "ab"})
-        optimizer = RoundedAdamW(model.named_parameters(), seed=1)
+        optimizer = RoundedAdamW(model.named_parameters(), seed=seed)
         optimizer.step = start
         sum(own.weight.float().sum() for own in model.values()).backward()
         apply(optimizer, 1e-3)
@@ -194,8 +143,8 @@ def test_each_parameter_and_each_step_is_rounded_by_noise_of_its_own():
 
     a, b = run()
     later, _ = run(start=1)
-    assert not torch.equal(a, b)
-    assert not torch.equal(a, later)
+    other, _ = run(seed=2)
+    assert not any(torch.equal(a, each) for each in (b, later, other))
     again, _ = run()
     assert torch.equal(a, again)
     for weights in (a, b, later):

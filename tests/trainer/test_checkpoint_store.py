@@ -199,3 +199,18 @@ def test_fingerprints_are_read_back_or_refused(tmp_path):
         store.read_fingerprints(path)
     with pytest.raises(TrainingError, match=r"is damaged: fingerprints\.json is missing"):
         store.load(path, Learner([]))
+
+
+def test_a_state_that_was_given_up_is_not_loaded_and_a_removal_cut_short_is_made_good(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_weights=3)
+    first = save(store, 1)
+    files = json.loads((first / "manifest.json").read_bytes())["files"]
+    save(store, 2)
+    with pytest.raises(TrainingError, match="has only its weights"):
+        store.load(first, Learner([]))
+    assert store.read_extra(first)["step"] == 1
+    (first / "state/learner").write_text("left")
+    assert damage(first) is None
+    save(store, 3)
+    assert [file.name for file in (first / "state").iterdir()] == ["state.json"]
+    assert len(files) > len(json.loads((first / "manifest.json").read_bytes())["files"])

@@ -172,30 +172,6 @@ def test_turns_get_the_credit_of_what_follows_them():
     assert credit.carries_loss == [True] * 3
 
 
-def test_a_kl_term_in_the_reward_is_split_by_turns():
-    """Against reward-to-go with a penalty for each token, summed token by token."""
-    group = [
-        episode("g", 1.0, [0.5, 0.0], [2, 1]),
-        episode("g", 0.0, [0.0, 2.0], [1, 3]),
-        episode("g", 0.5, [1.0], [2]),
-    ]
-    lengths = [3, 4, 2]
-    penalties = [[torch.rand(n, dtype=torch.float64)] for n in lengths]
-    turn_of_token = [[0, 0, 1], [0, 1, 1, 1], [0, 0]]
-
-    def to_go(i, turn):
-        given = group[i].reward - sum(group[i].turn_rewards)
-        earned = given + sum(r for t, r in enumerate(group[i].turn_rewards) if t >= turn)
-        return earned - sum(float(p) for p, t in zip(penalties[i][0], turn_of_token[i], strict=True) if t >= turn)
-
-    means = {turn: sum(to_go(i, turn) for i in who) / len(who) for turn, who in {0: (0, 1, 2), 1: (0, 1)}.items()}
-    credit_of(batch_from(group), penalties, scale_rewards="none", credit="turn")
-    for i, rollout in enumerate(group):
-        sequence = rollout.sequences[0]
-        own = [a for a, is_trained in zip(sequence.advantages, sequence.mask, strict=True) if is_trained]
-        assert own == pytest.approx([to_go(i, turn) - means[turn] for turn in turn_of_token[i]])
-
-
 def test_turn_rewards_and_the_setting_must_agree():
     given = batch_from([episode("g", 1.0, [0.5], [1]), episode("g", 0.0, [0.0], [1])])
     with pytest.raises(TrainingError, match=r'set algorithm.credit = "turn", or "episode"'):

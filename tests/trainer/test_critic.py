@@ -1,12 +1,9 @@
 """The critic on real models: values and gradients against the plain model in float64, cuts of a step, what is saved."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.trainer.credit import batch_from, credit_of
 from tests.trainer.steps import learner_of
 from transformers import AutoModelForCausalLM
@@ -78,41 +75,21 @@ def plain(folder, batch, head):
     return total, gradients | {"value_head.weight": weight.grad, "value_head.bias": bias.grad}
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("micro_batch_tokens", [100, 10_000])
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize(("micro_batch_tokens", "packing"), [(100, True), (10_000, True), (100, False)])
 def test_equals_the_plain_model_however_it_is_cut(
-    packing, micro_batch_tokens, model_folder, make_critic, make_targets, gradients_of
+    packing, micro_batch_tokens, alike, model_folder, make_critic, make_targets, gradients_of
 ):
     critic, batch = make_critic(micro_batch_tokens, packing=packing), make_targets()
+    for sequence in batch.sequences if alike else ():  # prompts that are shared in a row
+        start = sequence.mask.index(True)
+        sequence.token_ids[:start] = [7] * start
     loss, gradients = plain(model_folder, batch, critic.learner.model.network.value_head)
     metrics = critic.learner.forward_backward(batch, ValueObjective(CLIP))
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert 0.0 < metrics["clip_fraction"] < 1.0
     expected = {name: gradient.float() for name, gradient in gradients.items()}
     torch.testing.assert_close(gradients_of(critic.learner), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_cut_and_packing_change_nothing(make_critic, make_targets, gradients_of):
-    critics = [make_critic(size, packing=packing) for size, packing in ((90, True), (10_000, True), (90, False))]
-
-    @settings(max_examples=5, deadline=None)
-    @given(st.integers(0, 1000), st.booleans())
-    def check(seed, alike):
-        batch = make_targets(seed, num=6)
-        if alike:  # prompts that are shared in a row
-            for sequence in batch.sequences:
-                start = sequence.mask.index(True)
-                sequence.token_ids[:start] = [7] * start
-        found = []
-        for critic in critics:
-            loss = critic.learner.forward_backward(copy.deepcopy(batch), ValueObjective(CLIP))["loss"]
-            found.append((loss, gradients_of(critic.learner)))
-            critic.learner.optimizer.discard_gradients()
-        for loss, gradients in found[1:]:
-            assert loss == pytest.approx(found[0][0], abs=1e-6)
-            torch.testing.assert_close(gradients, found[0][1], atol=1e-5, rtol=1e-4)
-
-    check()
 
 
 def batch_of(sequences, rewards):
@@ -143,12 +120,6 @@ def test_a_fresh_critic_expects_nothing_and_leaves_out_steps_without_error(make_
     batch.value_targets = [ValueTargets(0 * t.returns, 0 * t.returns) for t in batch.value_targets]
     assert critic.train([batch]) == {"value/skipped_updates": 1.0}
     assert critic.learner.step == 0
-
-
-def test_it_learns_what_came(make_critic, make_targets):
-    critic, batch = make_critic(10_000, head=False, value_clip=0.0), make_targets()
-    losses = [critic.train([batch])["value/loss"] for _ in range(60)]
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_in_bfloat16_the_head_stays_exact_and_layers_may_be_computed_again(model_folder, make_targets, gradients_of):
@@ -237,14 +208,6 @@ def test_the_reward_is_at_the_last_token_of_the_last_turn():
     assert steps[0].has_signal
 
 
-def test_each_tokens_divergence_is_taken_from_its_own_reward():
-    batch = batch_of([[turn(2)], [turn(1)]], [1.0, 1.0])
-    penalties = [[torch.tensor([0.1, 0.2]).double()], [torch.tensor([-0.4]).double()]]
-    credit_of(batch, penalties, Fixed(0.0, gae_lambda=0.0), **PPO)
-    assert batch.rollouts[0].sequences[0].advantages == pytest.approx([0.0, 0.0, -0.1, 0.8])
-    assert batch.rollouts[1].sequences[0].advantages == pytest.approx([0.0, 0.0, 1.4])
-
-
 def test_advantages_are_whitened_over_the_tokens_that_carry_loss():
     batch = batch_of([[turn(3)], [turn(1)], [turn(2)], [turn(2)]], [1.0, 0.0, 1.0, 0.5])
     batch.rollouts[2].outcome, batch.rollouts[3].outcome = "truncated", "reward_error"
@@ -282,18 +245,6 @@ def test_what_a_critic_explains_is_told_where_there_is_something_to_explain():
 def test_advantages_by_a_critic_that_are_no_numbers_are_refused():
     with pytest.raises(TrainingError, match="not finite"):
         credit_of(batch_of([[turn(1)]], [float("nan")]), critic=Fixed(0.0), **PPO)
-
-
-def test_a_turns_reward_is_at_its_own_last_token_and_the_rest_at_the_end():
-    batch = batch_of([[turn(2), turn(2)], [turn(1)]], [1.0, 0.0])
-    given = batch.rollouts[0]
-    given.turn_spans, given.turn_rewards = [records.TurnSpan(0, 2, 4), records.TurnSpan(1, 2, 4)], [0.25, 0.5]
-    credit_of(batch, critic=Fixed(0.0, gae_lambda=0.0), **PPO, credit="turn")
-    assert [each.advantages[2:] for each in given.sequences] == [[0.0, 0.25], [0.0, 0.75]]
-    whole = batch_of([[turn(2), turn(2)], [turn(1)]], [1.0, 0.0])
-    whole.rollouts[0].turn_spans, whole.rollouts[0].turn_rewards = given.turn_spans, given.turn_rewards
-    credit_of(whole, critic=Fixed(0.0, gae_lambda=0.0), **PPO, credit="episode")
-    assert [each.advantages[2:] for each in whole.rollouts[0].sequences] == [[0.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_rollout_without_tokens_takes_no_penalty():

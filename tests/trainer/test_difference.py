@@ -16,7 +16,7 @@ from slipstream.errors import MismatchError
 from slipstream.records import SamplingParams
 from slipstream.report.series import GROUPS
 from slipstream.trainer.learner import Scores, score
-from slipstream.trainer.metrics import explain_difference, logprob_differences, refuse_difference
+from slipstream.trainer.metrics import explain_difference, refuse_difference
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
@@ -91,32 +91,6 @@ def test_positions_that_are_embedded_differently_are_named(folder, tmp_path):
     assert text.endswith("the two embed positions differently (rope parameters, inference.max_model_len)")
 
 
-def test_other_weights_are_named(folder):
-    model, engine = sharp(folder), sharp(folder)
-    with torch.no_grad():
-        weight = engine.network.model.layers[1].mlp.down_proj.weight
-        weight.copy_(weight.roll(1, 0))
-    sequences = drawn(engine, PLAIN)
-    since = " and was from the first version on"
-    for earlier, text in ((None, ""), ((10.0, 10.0), since)):
-        assert explained(model, sequences, earlier=earlier).startswith(
-            f"it is as large everywhere{text}: other weights or"
-        )
-    text = "it was 0.01 at the version before: the engine computes with other weights"
-    assert explained(model, sequences, earlier=(0.02, 0.01)).startswith(text)
-
-
-def test_rounding_that_grows_is_named(folder):
-    model, engine = sharp(folder), sharp(folder)
-    engine.network.bfloat16()
-    sequences = drawn(engine, PLAIN)
-    ours = score(model, sequences, PLAIN, micro_batch_tokens=1024).logprobs
-    parts = [logprob_differences(each, own) for each, own in zip(sequences, ours, strict=True)]
-    mean = sum(map(sum, parts)) / sum(map(len, parts))
-    text = f"it has grown from {0.4 * mean:.3g} at first: rounding counts more as the policy becomes sharper"
-    assert explained(model, sequences, earlier=(0.4 * mean, 0.8 * mean)).startswith(text)
-
-
 def test_what_is_no_number_is_said(folder):
     model = sharp(folder)
     sequences = drawn(model, PLAIN)
@@ -141,27 +115,6 @@ def test_nothing_but_equality_is_exact():
     for value in (1e-9, math.nan):
         with pytest.raises(MismatchError, match=r"at version 3, and run\.exact = true allows no difference"):
             refuse_difference(value, "version 3")
-
-
-def test_the_means_by_place_are_those_of_the_tokens_there():
-    positions = torch.tensor([1, 63, 64, 127, 128, 40_000])
-    logprobs = torch.tensor([0.5, 0.05, 0.95, 0.005, 0.2, 0.2]).log()
-    differences = torch.tensor([1.0, -3.0, 5.0, 7.0, -9.0, 11.0])
-    halves = [
-        difference_sums(differences[part], positions[part], logprobs[part]) for part in (slice(0, 4), slice(4, 6))
-    ]
-    found = difference_means({name: halves[0][name] + halves[1][name] for name in halves[0]})
-    assert found == {
-        "at_position_0": 2.0,
-        "at_position_64": 6.0,
-        "at_position_128": 9.0,
-        "at_position_32768": 11.0,
-        "at_probability_0": 7.0,
-        "at_probability_0.01": 3.0,
-        "at_probability_0.1": 10.0,
-        "at_probability_0.5": 1.0,
-        "at_probability_0.9": 5.0,
-    }
 
 
 def flat(*means, sampling=PLAIN, earlier=None):

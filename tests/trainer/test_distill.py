@@ -10,7 +10,7 @@ from slipstream.errors import TrainingError
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
 
-VOCABULARY, POSITIONS = 7, 3
+VOCABULARY, POSITIONS = 5, 3
 
 
 class Table:
@@ -124,7 +124,7 @@ def test_a_teacher_that_agrees_in_everything_teaches_nothing():
 
 
 def test_it_is_added_to_what_rewards_say():
-    student, teacher, tokens = logits_of(6), logits_of(7), [4, 0, 6]
+    student, teacher, tokens = logits_of(6), logits_of(7), [4, 0, 2]
     gradients = []
     for kind, coef, advantage in (("grpo", 0.3, 0.8), ("grpo", None, 0.8), ("distill", 0.3, 0.0)):
         batch = StepBatch([sequence(tokens, teacher, 1.0)], [advantage])
@@ -148,16 +148,6 @@ def test_samples_of_another_distribution_are_corrected_by_their_weights():
             gradient, _ = by_objective(ours, StepBatch([own], [0.0]), student[place : place + 1])
             total[place] += drawn_PV[place, token].exp() * gradient[0] / POSITIONS
     torch.testing.assert_close(total, student.grad, atol=2e-6, rtol=1e-5)
-
-
-def test_how_a_step_is_cut_changes_nothing():
-    teacher, student = logits_of(11), logits_of(12)
-    batch = StepBatch([sequence(tokens, teacher, 1.0) for tokens in every_sequence().tolist()[::40]], [])
-    batch.advantages = [0.0] * len(batch.sequences)
-    cuts = ((4096, True), (16, True), (4096, False))
-    gradients = [by_objective(objective(), batch, student, *cut)[0] for cut in cuts]
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-9)
-    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-12, rtol=1e-9)
 
 
 def test_a_sequence_that_nobody_scored_is_refused():

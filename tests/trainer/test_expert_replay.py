@@ -140,20 +140,6 @@ def test_a_row_computed_again_has_its_own_choices(folder):
         assert (ours - grads[1][name]).abs().max() <= 1e-5 * float(ours.abs().max()), name
 
 
-def test_the_trainers_own_choices_change_nothing(folder):
-    model, plain = PolicyModel.load(folder, replay_experts=True), PolicyModel.load(folder)
-    one = sequence([4, 6, 1])
-    own = []
-    for layer in plain.network.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _m, _i, output: own.append(output[2]))
-    (expected,) = score(plain, [one], micro_batch_tokens=64).logprobs
-    one.experts = choices(torch.stack(own, 1).flip(-1).numpy())  # their order is the engine's business
-    (found,) = score(model, [one], micro_batch_tokens=64).logprobs
-    torch.testing.assert_close(found, expected)
-    counted = model.replay.counted()
-    assert (int(counted["experts_differ"]), int(counted["experts_compared"])) == (0, (len(one) - 1) * LAYERS)
-
-
 def test_what_differs_is_counted(folder):
     model = PolicyModel.load(folder, replay_experts=True)
     own = []

@@ -185,12 +185,13 @@ def test_layers_in_one_tensor_are_divided_by_image(make, monkeypatch, layout):
     def together(self, **given):
         output = own(self, **given)
         join = torch.cat if layout == "one tensor" else torch.stack
-        return SimpleNamespace(pooler_output=join(output.pooler_output))
+        deep = [join(layer) for layer in output.deepstack_features]
+        return SimpleNamespace(pooler_output=join(output.pooler_output), deepstack_features=deep)
 
     monkeypatch.setattr(Tower, "get_image_features", together)
     found = images.of([image(3), image(5), image(6, 2 if layout == "of one size" else 4)])
     assert [each.parts[0][-1, 0].item() for each in found] == [3.0, 5.0, 6.0]
-    assert {len(each.parts) for each in found} == {1}
+    assert [each.parts[1][-1, 0].item() for each in found] == [6.0, 10.0, 12.0]
 
 
 def test_features_take_the_places_of_placeholders():

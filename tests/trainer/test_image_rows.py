@@ -150,22 +150,6 @@ def test_gradients_do_not_depend_on_packing(packing, tokens, folders, gradients_
         torch.testing.assert_close(gradients_of(learner)[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_equal_tokens_of_different_images_are_no_shared_prompt(folders):
-    folder = folders["qwen2-vl"]
-    processor = image_processor(folder)
-    other = picture(40, 16, 9)
-    batch = StepBatch([sequence(processor, [3, image, 6], 1) for image in (WIDE, WIDE, other)])
-    assert len({tuple(each.token_ids) for each in batch.sequences}) == 1
-    (row,) = micro_batches(batch, 512)
-    assert [image.media.sha256 for image in row.images] in (
-        [WIDE.sha256, other.sha256],
-        [other.sha256, WIDE.sha256],
-    )
-    scores = score(PolicyModel.load(folder), batch.sequences, micro_batch_tokens=512).logprobs
-    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)  # bits depend on the place in the row
-    assert not scores[0].allclose(scores[2], atol=1e-3)
-
-
 def test_a_placeholder_may_be_no_token_of_the_vocabulary(folders):
     """As transformers allows it: the token has no embedding of its own."""
     folder = folders["gemma3"]
@@ -195,51 +179,6 @@ def test_the_tower_reads_an_image_once_a_step(trained, folders):
     assert not before[0].allclose(after[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_tower_reads_at_most_so_many_patches_at_once(family, folders, monkeypatch):
-    monkeypatch.setattr("slipstream.trainer.model.image_features._MOST_PATCHES", 40)
-    model, batch = PolicyModel.load(folders[family]), sequences(folders[family])
-    read, chunks = model.images._read, []
-    monkeypatch.setattr(model.images, "_read", lambda images: chunks.append(images) or read(images))
-    score(model, batch, micro_batch_tokens=512)
-    sizes = [sum(4 * image.num_tokens for image in chunk) for chunk in chunks]
-    assert len(sizes) > 1
-    assert all(size <= 40 or len(chunk) == 1 for size, chunk in zip(sizes, chunks, strict=True))
-
-
-def test_deepstack_features_in_one_tensor_are_those_of_each_image(folders, monkeypatch):
-    """As transformers returned them before it split them by image."""
-    model, batch = PolicyModel.load(folders["qwen3-vl"]), sequences(folders["qwen3-vl"])
-    expected = score(model, batch, micro_batch_tokens=512).logprobs
-    plain = type(model.network.base_model).get_image_features
-
-    def in_one(self, *args, **kwargs):
-        output = plain(self, *args, **kwargs)
-        layers = output.deepstack_features
-        output.deepstack_features = [each if torch.is_tensor(each) else torch.cat(tuple(each)) for each in layers]
-        return output
-
-    monkeypatch.setattr(type(model.network.base_model), "get_image_features", in_one)
-    found = score(PolicyModel.load(folders["qwen3-vl"]), batch, micro_batch_tokens=512).logprobs
-    assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_training_moves_the_tower_only_if_asked(trained, folders):
-    folder = folders["qwen2-vl"]
-    model = PolicyModel.load(folder, train_tower=trained)
-    before = {name: tensor.clone() for name, tensor in model.named_weights()}
-    learner, batch = learner_of(model), sequences(folder)
-    losses = []
-    for _ in range(4):
-        losses.append(learner.forward_backward(StepBatch(batch), SFTObjective())["loss"])
-        learner.optim_prepare(1e-2)
-        learner.optim_commit()
-    assert losses[-1] < losses[0]
-    moved = {name for name, tensor in model.named_weights() if not tensor.equal(before[name])}
-    assert any("visual" in name for name in moved) == trained
-
-
 @pytest.mark.parametrize("family", GRIDS)
 def test_positions_are_the_models_own(family, folders):
     network = plain(folders[family])
@@ -252,13 +191,6 @@ def test_positions_are_the_models_own(family, folders):
             places = [(image.start, image.grid) for image in each.media]
             assert image_positions(len(each), places).equal(expected[:, 0])
             assert image_positions(len(each) - 2, places).equal(expected[:, 0, :-2])
-
-
-def test_a_cut_image_is_refused(folders):
-    cut = sequences(folders["qwen2-vl"])[0]
-    cut.mask = [place == cut.media[0].start + 2 for place in range(len(cut))]
-    with pytest.raises(TrainingError, match=r"image .* is cut by tokens 0 to .*: mask its placeholders"):
-        list(micro_batches(StepBatch([cut]), 512))
 
 
 def test_what_the_tower_gives_must_fit_the_prompt(folders):

@@ -1,6 +1,8 @@
-"""Parts of a learner by themselves: dummy rows of ranks, sums over rows, memory metrics, random states."""
+"""Parts of a learner by themselves: dummy rows of ranks, sums over rows, memory metrics, random states, garbage."""
 
+import gc
 import os
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from safetensors.torch import load_file
 
 from slipstream import records
 from slipstream.config.bounds import GIB
+from slipstream.trainer import garbage_collection
 from slipstream.trainer import learner as module
 from slipstream.trainer.learner import (
     Reference,
@@ -214,3 +217,23 @@ def test_random_states_of_a_gpu_are_kept_and_restored_where_there_is_one(monkeyp
     assert torch.equal(torch.rand(2), drawn)
     assert given == [(state, gpu)]
     assert loaded == [{"master.a": state}] * 2
+
+
+class Node:
+    """Refers to itself."""
+
+    def __init__(self):
+        self.own = self
+
+
+def test_garbage_goes_and_what_lives_is_left_out_until_the_end(freezing):
+    gc.disable()
+    try:
+        reference = weakref.ref(Node())
+        garbage_collection.freeze()
+        assert reference() is None
+        assert gc.get_freeze_count() > 0
+    finally:
+        garbage_collection.unfreeze()
+        gc.enable()
+    assert gc.get_freeze_count() == 0

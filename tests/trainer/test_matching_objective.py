@@ -128,14 +128,6 @@ def test_soft_cross_entropy_is_that_of_a_float64_reference(detector):
     assert metrics["loss"] == pytest.approx(plain["loss"] + 0.5 * total / boxes, abs=1e-4)
 
 
-def test_channel_b_splits_the_boxes_of_prefix_and_tail(detector):
-    found = rolled_out(detector)
-    metrics, _ = step(detector, [r.sequences[0] for r in found.rollouts], {})
-    assert (found.counts.matched, found.counts.truths, found.counts.invalid) == (1, 3, 1)
-    assert metrics["loss/coord"] == pytest.approx((metrics["loss/coord_prefix"] + 2 * metrics["loss/coord_tail"]) / 3)
-    assert metrics["stage2/num_boxes"] == 3
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -139,13 +139,6 @@ def test_what_is_stored_of_several_parameters_is_refused_where_each_is_taken_by_
         PolicyModel(fused, tmp_path).check_parts()
 
 
-def test_soft_capped_attention_is_refused_when_packed_and_taken_when_not(save_model, tmp_path):
-    save_model(tmp_path, "Gemma2", head_dim=8)
-    with refuses("training.packing"):
-        PolicyModel.load(tmp_path)
-    PolicyModel.load(tmp_path, packing=False)
-
-
 NEXT = transformers.Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 
 

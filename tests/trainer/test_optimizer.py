@@ -49,30 +49,17 @@ def test_equals_torchs_adamw(clip):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_live_weights_change_only_on_commit():
-    model = nn.Linear(4, 4)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = MasterAdamW(model.named_parameters())
-    weighted_sum(model, 1.0).backward()
-    optimizer.prepare(0.1)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    optimizer.commit()
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    with pytest.raises(TrainingError, match="without optim_prepare"):
-        optimizer.commit()
-
-
 def test_updates_below_bfloat16s_resolution_add_up():
     model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = MasterAdamW(model.named_parameters())
-    for step in range(4000):
+    for step in range(1000):
         weighted_sum(model, 1.0).backward()
-        apply(optimizer, 1e-6)
+        apply(optimizer, 4e-6)
         if step == 0:
             assert (model.weight == 1.0).all(), "one such update is far below bfloat16's resolution of 0.004"
-    # float32 just below 1 has steps of 6e-8: each update of 1e-6 is rounded by at most half of that.
-    assert (optimizer.masters()["weight"] - (1.0 - 4e-3)).abs().max() < 4000 * 3e-8
+    # float32 just below 1 has steps of 6e-8: each update of 4e-6 is rounded by at most half of that.
+    assert (optimizer.masters()["weight"] - (1.0 - 4e-3)).abs().max() < 1000 * 3e-8
     assert (model.weight == torch.tensor(1.0 - 4e-3, dtype=torch.bfloat16)).all()
     assert (model.weight < 1.0).all()
 
@@ -96,18 +83,6 @@ def test_a_tied_parameter_has_one_master_with_the_whole_gradient():
     assert list(optimizer.masters()) == ["embed.weight"]
     (model["embed"].weight.sum() + 2 * model["head"].weight.sum()).backward()
     assert (optimizer.masters()["embed.weight"].grad == 3.0).all()
-
-
-def test_vectors_are_not_decayed():
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    optimizer = MasterAdamW(model.named_parameters(), weight_decay=0.5)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    # Far below AdamW's eps, so that decay is all that moves a weight.
-    weighted_sum(model, 1e-15).backward()
-    apply(optimizer, 0.1)
-    for name, parameter in model.named_parameters():
-        factor = 0.95 if parameter.ndim > 1 else 1.0
-        torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
 def test_frozen_parameters_stay():

@@ -116,3 +116,17 @@ def test_the_engines_kernel_is_taken_where_it_is_shared(monkeypatch):
     output, _ = packed.ragged_attention(query, key, value, layout.layout_id, 0.5, 9)
     assert torch.equal(output, query + 1.0)
     assert heard == [(12, 12, [0, 5, 7], [0, 5, 12], 5, 7, 0.5, 9)]
+
+
+def test_attention_that_says_nothing_of_its_direction_is_causal_and_another_is_refused():
+    states = torch.randn(3, 1, 2, 5, 4)
+    layout = segment_layout([5])
+    output, _ = packed.packed_attention(torch.nn.Module(), *states, None, segments=layout)
+    whole = scaled_dot_product_attention(*states, is_causal=True)
+    torch.testing.assert_close(output, whole.transpose(1, 2))
+    packed.packed_attention(torch.nn.Module(), *states, None, segments=layout, sliding_window=3)
+    assert layout.windows_seen == {0, 3}, "by which a model that does not tell its window is found"
+    other = torch.nn.Module()
+    other.is_causal = False
+    with pytest.raises(ConfigError, match="bidirectional attention, which packed attention does not do"):
+        packed.packed_attention(other, *states, None, segments=layout)

@@ -55,6 +55,14 @@ def test_a_token_sees_its_sequence_its_window_and_its_image(families, window, da
         later = [key for first, end in blocks if first <= token < end for key in range(token + 1, end)]
         expected.append(sorted(near + later))
     assert seen_by(layout, window) == expected
+    ragged = layout.ragged
+    keys = torch.arange(sum(lengths)) if ragged.keys is None else ragged.keys.index
+    for start, end, end_of_keys in zip(ragged.query_ends, ragged.query_ends[1:], ragged.key_ends[1:], strict=False):
+        # Aligned at the end: the last query sees all, the one before it all but the last.
+        for token in range(start, end):
+            last = int(end_of_keys) - (int(end) - 1 - token)
+            assert keys[last - len(before[token]) : last].tolist() == before[token]
+    assert ragged.key_ends.diff().tolist() == [len(before[end - 1]) for end in ragged.query_ends[1:].tolist()]
 
 
 def test_only_what_a_causal_kernel_cannot_do_has_a_mask():
@@ -109,3 +117,17 @@ def test_boundaries_for_kernels_of_any_length():
     assert (ragged.key_ends.tolist(), ragged.key_ends.dtype) == ([0, 4, 10, 21, 24], torch.int32)
     assert (ragged.longest_query, ragged.longest_key) == (7, 11)
     assert segment_layout([4, 2]).ragged.keys is None, "they are the row as it is"
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
+def test_layout_is_a_bijection_of_bounded_cost(lengths):
+    layout = segment_layout(lengths).padded
+    slots = sum(bucket.queries_BQ.numel() for bucket in layout.buckets)
+    if layout.queries is None:
+        assert slots == sum(lengths)
+    else:
+        assert len(layout.queries.index) == slots
+        assert torch.equal(layout.queries.index[layout.queries.slot_T], torch.arange(sum(lengths)))
+        assert not layout.queries.repeated
+    cost = sum(bucket.queries_BQ.numel() * bucket.queries_BQ.shape[1] for bucket in layout.buckets)
+    assert cost <= 16 / 9 * sum(max(64, length) ** 2 for length in lengths) + 1e-6

@@ -1,7 +1,8 @@
-"""SFT's loss and gradients against a float64 reference written from the definition, and against TRL's own code."""
+"""SFT's loss and gradients against the plain model's, one sequence at a time, and against TRL's own code."""
 
 import pytest
 import torch
+from tests.trainer.plain import loss_and_gradients, plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.trainer.loss import SFTObjective
@@ -25,21 +26,20 @@ def check(ours, loss, network):
         torch.testing.assert_close(gradient, named[name].grad.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_equals_the_definition(ours, model_folder):
-    """Minus the mean of log p of the trained tokens, token by token."""
-    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
-    batch, terms, right = ours[0], [], 0
-    for sequence in batch.sequences:
-        logits = network(input_ids=torch.tensor([sequence.token_ids])).logits[0]
-        for place, token in enumerate(sequence.token_ids):
-            if sequence.mask[place]:
-                row = logits[place - 1]
-                terms.append(torch.exp(row).sum().log() - row[token])
-                right += int(row.argmax() == token)
-    loss = torch.stack(terms).mean()
-    loss.backward()
-    check(ours, loss, network)
-    assert ours[1]["token_accuracy"] == pytest.approx(right / len(terms))
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("micro_batch_tokens", [100, 150, 10_000])
+def test_sft_equals_the_plain_model_however_it_is_cut(
+    packing, micro_batch_tokens, model_folder, make_learner, make_batch, gradients_of
+):
+    batch = make_batch(advantages=False)
+    loss, gradients = loss_and_gradients(plain(model_folder), batch.sequences)
+    learner = make_learner(micro_batch_tokens, packing=packing)
+    metrics = learner.forward_backward(batch, SFTObjective())
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    num_micro_batches = {100: 4, 150: 3, 10_000: 1}[micro_batch_tokens] if packing else 9
+    assert metrics["num_micro_batches"] == num_micro_batches
+    ours = gradients_of(learner)
+    torch.testing.assert_close(ours, gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_equals_trl(ours, model_folder, tmp_path):

@@ -63,20 +63,6 @@ def test_gradients_are_those_of_computing_them(name, make_learner, gradients_of)
     assert metrics["num_row_tokens"] < 0.6 * whole_metrics["num_row_tokens"]
 
 
-def test_metrics_are_means_over_what_was_computed(make_learner):
-    objective, (batch, advantages) = PolicyObjective(resolved(RLConfig()), SAMPLING), batch_of()
-    (step,) = make_step_batches(batch, advantages, ignores_silent=True)
-    metrics = make_learner().forward_backward(step, objective)
-    (alone,) = make_step_batches(batch, advantages, ignores_silent=True)
-    alone.silent = []
-    expected = make_learner().forward_backward(alone, objective)
-    for key in ("entropy", "ratio", "mismatch/abs_logprob_diff", "mismatch/kl", "effective_sample_size"):
-        assert metrics[key] == pytest.approx(expected[key], rel=1e-6)
-    left_out = sum(sequence.num_trainable for sequence in step.silent)
-    assert metrics["silent_fraction"] == pytest.approx(left_out / step.num_tokens)
-    assert expected["silent_fraction"] == 0.0
-
-
 def test_a_step_of_silent_rollouts_keeps_a_sample_and_has_no_signal():
     batch, advantages = batch_of(num_groups=2)
     steps = make_step_batches(batch, advantages, updates_per_batch=2, epochs=2, ignores_silent=True)

@@ -1,4 +1,4 @@
-"""What is compiled for a stand-in serves the model that it stands for."""
+"""What is compiled for a stand-in serves the model that it stands for; `tests/launch/test_build.py` has it compiled."""
 
 import itertools
 
@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from slipstream.errors import ConfigError
 from slipstream.records import Sequence
 from slipstream.trainer.loss import SFTObjective
-from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers, row_lengths
 from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
@@ -19,16 +18,6 @@ from slipstream.trainer.model.small.stand_in import save_stand_in
 from slipstream.trainer.packing import StepBatch
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]}
-
-
-@pytest.fixture
-def fresh_compiler(monkeypatch):
-    """One that makes nothing of a graph; that a model finds what was compiled for its stand-in is seen in
-    `tests/launch/test_build.py`."""
-    monkeypatch.setattr(layers, "COMPILER", lambda graph, _inputs: graph.forward)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +65,8 @@ def test_on_a_gpu_the_first_step_needs_none_either(save_model, tmp_path):
     assert counters["stats"]["unique_graphs"] == before
 
 
-def test_long_rows_are_tried_too(save_model, tmp_path, fresh_compiler, monkeypatch):
+def test_long_rows_are_tried_too(save_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     seen = []
     folder = save_model(tmp_path / "whole", "Qwen3", head_dim=8, num_hidden_layers=1)
     model = PolicyModel.load(folder, max_model_len=64)

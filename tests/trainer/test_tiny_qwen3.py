@@ -111,31 +111,10 @@ def test_what_cannot_work_is_refused(tmp_path):
         new_model(tmp_path / "a", tokenizer="byte", alphabet="01")
 
 
-EARLIER_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}},
     {"type": "function", "function": {"name": "now"}},
 ]
-
-
-@given(
-    st.lists(
-        st.fixed_dictionaries(
-            {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.text(DEFAULT_ALPHABET)}
-        ),
-        min_size=1,
-    ),
-    st.booleans(),
-)
-def test_conversations_without_tools_are_the_tokens_that_they_always_were(messages, generation_prompt):
-    render = TOKENIZERS["char"].apply_chat_template
-    arguments = {"add_generation_prompt": generation_prompt, "tokenize": True, "return_dict": False}
-    assert render(messages, **arguments) == render(messages, chat_template=EARLIER_TEMPLATE, **arguments)
 
 
 def test_chat_template_renders_tools_calls_and_their_results():

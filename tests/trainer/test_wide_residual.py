@@ -64,7 +64,6 @@ def test_it_is_nearer_to_the_exact_network(tmp_path, kind):
         (logprobs(PolicyModel.load(folder, "bfloat16", fp32_head=True, fp32_residual=on)) - exact).abs().mean()
         for on in (False, True)
     )
-    print(kind, plain.item(), wide.item())
     assert wide < 0.6 * plain
 
 
@@ -82,7 +81,6 @@ def test_its_gradients_are_nearer_too(tmp_path, gradients_of):
         learner.forward_backward(StepBatch(sequences()), SFTObjective())
         found.append(torch.cat([gradient.double().flatten() for gradient in gradients_of(learner).values()]))
     exact, plain, wide = found
-    print((plain - exact).norm() / exact.norm(), (wide - exact).norm() / exact.norm())
     assert (wide - exact).norm() < 0.9 * (plain - exact).norm()
 
 

@@ -81,3 +81,17 @@ def test_what_is_published_lies_where_the_version_before_lay(tmp_path):
 
 def test_closing_needs_no_version(tmp_path):
     publisher_of(tmp_path / "weights", 8.0).close()
+
+
+def test_an_adapter_that_is_held_is_not_written_over(tmp_path):
+    publisher = publisher_of(tmp_path / "weights", 4.0)
+    weights = {A: torch.randn(4, 64), B: torch.randn(96, 4)}
+    publisher.publish(weights.items(), 0, 0, lambda ticket: None)
+    publisher.hold(0)
+    file = tmp_path / "weights/0.0/adapter_model.safetensors"
+    content = file.read_bytes()
+    for step in range(1, 6):
+        for tensor in weights.values():
+            tensor.normal_()
+        publisher.publish(weights.items(), step, 0, lambda ticket: None)
+    assert file.read_bytes() == content

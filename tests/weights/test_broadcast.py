@@ -17,9 +17,6 @@ from slipstream.weights.bridges.broadcast import (
     Rendezvous,
     copy_all,
     flat_bytes,
-    layout,
-    messages,
-    num_bytes,
     rendezvous_of,
 )
 from slipstream.weights.bridges.delta import travelling
@@ -130,24 +127,6 @@ def test_the_workers_leave_the_group_before_it_ends(monkeypatch):
     assert left == ["workers", "trainer"]
     BroadcastPublisher(num_workers=1, timeout_s=1.0, leave=lambda: left.append("nobody")).close()
     assert left == ["workers", "trainer"], "without a version there is no group"
-
-
-def test_messages_hold_everything_once_and_no_bucket_is_too_large():
-    rendezvous = Small("", 1, 1.0)
-    specs = describe(list(tensors_of(0).items()))
-    sent = list(messages(specs, rendezvous))
-    assert sorted(spec.name for message in sent for spec in message) == sorted(spec.name for spec in specs)
-    for message in sent:
-        assert len(message) == 1 or sum(map(num_bytes, message)) <= 300
-        places, total = layout(message)
-        assert all(place % 16 == 0 for place in places)
-        assert total >= places[-1] + num_bytes(message[-1])
-
-
-def test_a_bucket_may_be_full():
-    full, other = torch.zeros(50), torch.zeros(25)
-    specs = describe([("a", other), ("b", full), ("c", torch.zeros(1))])
-    assert [[spec.name for spec in message] for message in messages(specs, Small("", 1, 1.0))] == [["a", "b"], ["c"]]
 
 
 def test_copies_of_every_kind():

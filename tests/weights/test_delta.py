@@ -81,7 +81,7 @@ def empty(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(rows, columns, dtype=dtype), requires_grad=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.lists(st.integers(1, 9), min_size=6, max_size=6),
@@ -174,16 +174,6 @@ def test_what_travels_is_the_smallest_of_its_forms():
         100_000: ("gaps16", 8.2),
     }
     assert encode(old, old) is None
-
-
-def test_zeros_of_both_signs_and_nans_are_told_apart():
-    old = torch.tensor([0.0, float("nan"), 1.0] + [2.0] * 30, dtype=torch.bfloat16)
-    new = torch.tensor([-0.0, float("nan"), 1.0] + [2.0] * 30, dtype=torch.bfloat16)
-    changes = compare([("w", new)], {"w": bits_of(old)}, BASE)
-    assert changes.num_changed == 1
-    ((_, places, values),) = patched(ticket_of({"w": new}, changes), changes.payloads.items(), torch.device("cpu"))
-    assert places.tolist() == [0]
-    assert bits_of(values).tolist() == [-(1 << 15)]
 
 
 def test_a_parameter_that_the_loader_transforms_is_refused_by_name():

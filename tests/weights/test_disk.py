@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.config.traits import keeps_versions
 from slipstream.records import Delta, Version
+from slipstream.weights import create_publisher
 from slipstream.weights.bridges import delta, disk
 from slipstream.weights.bridges.delta import Changes, compare
 from slipstream.weights.bridges.disk import FolderPublisher
@@ -97,6 +99,7 @@ def test_a_version_stays_with_its_chain_for_as_long_as_it_is_held(tmp_path, held
     publisher.hold(held)
     for step in range(8):
         publish(publisher, step, of_bytes(1) if step in (1, 2) else None)
+        assert (step < held) == (not (tmp_path / f"0.{held}").exists())
     chain = {f"0.{step}" for step in range(held + 1)}
     assert {path.name for path in tmp_path.iterdir()} == chain | {"0.6", "0.7"}
     publisher.hold(None)
@@ -116,3 +119,12 @@ def test_stretches_of_one_parameter_are_stored_side_by_side(tmp_path, monkeypatc
     assert disk.write_patches(tmp_path / "0.1", changes) == 16 * 4 == changes.num_bytes
     found = load_file(tmp_path / "0.1/patches.safetensors")
     assert torch.equal(torch.cat([found["0"], found["1"]]).view(torch.float32), new[:16])
+
+
+@pytest.mark.parametrize("bridge", ["disk", "restart", "broadcast", "single_copy"])
+def test_what_the_plan_says_of_a_bridge_is_what_its_publisher_does(tmp_path, bridge):
+    """A bridge that keeps versions writes folders; `restart` does too, but its engines end at each update."""
+    publisher = create_publisher(bridge, folder=tmp_path / "weights", source=tmp_path)
+    publisher.hold(3)
+    assert (isinstance(publisher, FolderPublisher) and bridge != "restart") == keeps_versions(bridge)
+    publisher.close()

@@ -1,4 +1,4 @@
-"""AdamW with stochastic rounding by one kernel, against torch's in float32."""
+"""The kernels of optimizers: AdamW with stochastic rounding against torch's in float32, and sums of gradients."""
 
 import math
 import os
@@ -7,6 +7,19 @@ import sys
 
 import pytest
 import torch
+
+
+def check_sums(device: str) -> None:
+    """As torch adds them up, to the bit."""
+    from slipstream.trainer.optim import triton_kernels
+
+    torch.manual_seed(0)
+    for shape in ((1,), (4096,), (37, 1021)):
+        total = torch.randn(shape, device=device)
+        part = torch.randn(shape, device=device).bfloat16()
+        expected = total + part.float()
+        triton_kernels.accumulate_(total, part)
+        assert torch.equal(total, expected)
 
 
 def check(device: str) -> None:
@@ -48,7 +61,7 @@ def check(device: str) -> None:
         clean[0].bfloat16(), damaged, *clean[1:], updates=1, rate=1e-2, weight_decay=0.0, seed=1, **options
     )
     assert made.isnan().all()
-    num = 100_000
+    num = 40_000
     live = torch.full((num,), 1.0, device=device).bfloat16()
     # An update of about 0.3 steps of bfloat16 below 1, which is 1/256; every place has noise of its own.
     gradient, zeros = torch.ones(num, device=device), torch.zeros((2, num), device=device)
@@ -112,10 +125,26 @@ def test_the_kernel_in_tritons_interpreter():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_on_a_gpu():
+    check_sums("cuda")
     check("cuda")
     check_optimizer("cuda")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_large_gradients_are_added_up_by_it(monkeypatch):
+    from slipstream.trainer.optim import base, triton_kernels
+
+    used = []
+    monkeypatch.setattr(triton_kernels, "accumulate_", lambda total, part: used.append(total.add_(part)))
+    weights = torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda", dtype=torch.bfloat16))
+    learner = base.MasterAdamW([("w", weights)])
+    for _ in range(2):
+        weights.sum().backward()
+    assert len(used) == 1
+    assert bool((learner.masters()["w"].grad == 2).all())
+
+
 if __name__ == "__main__":
+    check_sums("cpu")
     check("cpu")
     check_optimizer("cpu")
