@@ -82,13 +82,16 @@ def test_policy_gradient():
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "gspo_token", "cispo"])
-def test_an_advantage_of_0_or_a_ratio_at_the_bound_is_not_clipped(name):
+def test_an_advantage_of_0_or_a_ratio_within_the_bounds_is_not_clipped(name):
     old = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     changes = {"old_logprobs_N": old, "sequence_index_N": torch.arange(3), "num_sequences": 3}
     changes |= {"logprobs_N": old.clone().requires_grad_(), "clip_low": 0.0, "clip_high": 0.0, "clip_dual": 1.0}
     changes |= {"advantages_N": torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)}
     _, _, places, _ = computed(name, **changes)
     assert not any(places.values())
+    within = {"logprobs_N": (old + torch.tensor([0.9, 1.1, 0.9]).double().log()).requires_grad_(), "clip_dual": None}
+    within |= {"clip_low": 0.2, "clip_high": 0.3, "advantages_N": torch.tensor([-1.0, -1.0, 1.0]).double()}
+    assert not any(computed(name, **changes | within)[2].values())
     if name != "cispo":
         for shift in (-2.0, 2.0):
             moved = changes | {"logprobs_N": (old + shift).requires_grad_(), "advantages_N": torch.zeros(3).double()}

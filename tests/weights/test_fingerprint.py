@@ -16,11 +16,11 @@ from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2
 from slipstream.weights.shards import ShardedWeights
 
 
-def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
+def slices(dtype: torch.dtype, device: str = "cpu", num_large: int = 70_000) -> list[Slice]:
     """Whole tensors, rows, columns, shards in memory of their own, transposed ones, empty ones; some of many of the
     kernel's blocks, one of which does not begin where the card likes to read."""
     torch.manual_seed(0)
-    large = (torch.randn(33_000) * 50).to(dtype).to(device)
+    large = (torch.randn(num_large) * 50).to(dtype).to(device)
     whole = (torch.randn(70, 130) * 50).to(dtype).to(device)
     blocks = whole.view(7, 10, 130)
     return [
@@ -33,7 +33,7 @@ def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
         Slice(blocks.view(7, 10, 13, 10)[:, 2:5, :, 3:6], 263, (1300, 130, 10, 1), (7, 3, 13, 3)),
         Slice(whole[0, 0]),
         Slice(large),
-        Slice(large[1:], 2**33 + 7, (1,), (32_999,)),
+        Slice(large[1:], 2**33 + 7, (1,), (num_large - 1,)),
         Slice(torch.empty(0, dtype=dtype, device=device)),
     ]
 
@@ -195,5 +195,8 @@ def test_sharded_weights_describe_themselves_without_a_gather():
 
 
 if __name__ == "__main__":
+    from slipstream.weights import fingerprint_triton
+
+    fingerprint_triton._BLOCK = 4096  # an interpreter takes its time, and a block costs the same however short it is
     for each in (torch.bfloat16, torch.float32, torch.uint8, torch.float64):
-        check_kernel(slices(each))
+        check_kernel(slices(each, num_large=9000))
