@@ -18,8 +18,8 @@ Measured = tuple[float, float, float]
 
 
 def wilson_interval(num_right: int, num_total: int) -> tuple[float, float]:
-    """Wilson's score interval (95 %) of a fraction (J. Am. Stat. Assoc. 22, 1927), which holds for small samples and for
-    fractions near 0 or 1. Without samples (0.0, 1.0)."""
+    """Wilson's score interval (95 %) of a fraction (J. Am. Stat. Assoc. 22, 1927), which holds for small samples and
+    for fractions near 0 or 1. Without samples (0.0, 1.0)."""
     if not 0 <= num_right <= num_total:
         raise ValueError(f"num_right {num_right} is not between 0 and num_total {num_total}")
     return wilson_of(num_right / num_total, num_total) if num_total else (0.0, 1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.gradient_surgery import Combination
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError, one_line
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
@@ -68,14 +69,13 @@ def deterministic_on_cpu(device: torch.device) -> Generator[None]:
 def score(
     model: PolicyModel,
     sequences: Sequence[records.Sequence],
-    sampling: records.SamplingParams = UNPROCESSED,
-    *,
+    sampling: records.SamplingParams | None,
     micro_batch_tokens: int,
-) -> Scores:
-    """Compute log-probabilities and entropies under `sampling`, without gradients, by any model."""
+) -> list[list[Tensor]]:
+    """By kind of prediction (see `predictions`) one tensor `[N]` for each sequence, by any model."""
     rows = micro_batches(StepBatch(list(sequences)), micro_batch_tokens, packing=model.packing, device=model.device)
     found = predictions(model, rows, sampling)
-    return Scores(*([found[index][part] for index in range(len(sequences))] for part in (0, 1)))
+    return [[found[index][kind] for index in range(len(sequences))] for kind in range(1 if sampling is None else 2)]
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def predictions(
 class Sums:
     """Sums over the micro-batches of a step; `values` on the device, float64."""
 
-    values: dict[str, Tensor]
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     num_micro_batches: int = 0
     num_row_tokens: int = 0
     longest_row: int = 0
@@ -134,7 +134,7 @@ def add_gradients(
     """Run forward and backward on each row and accumulate the gradients, of the loss times `loss_scale`; returns the
     sums of the objective's terms. For a row that is None the rank computes a dummy micro-batch with gradient zero, so
     that its collectives match."""
-    totals = Sums({})
+    totals = Sums()
     for micro in rows:
         # Around both passes: compiled layers require the same setting in the two.
         with deterministic_on_cpu(model.device):
@@ -175,7 +175,7 @@ class Reference:
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
         """See `Scorer`."""
-        return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
+        return Scores(*score(self.model, sequences, sampling, self.micro_batch_tokens))
 
 
 def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:
@@ -228,15 +228,17 @@ class Learner:
         micro_batch_tokens: int | None = None,
     ) -> Scores:
         """Compute log-probabilities and entropies of the trainable tokens by the live weights."""
-        return score(self.model, sequences, sampling, micro_batch_tokens=micro_batch_tokens or self.micro_batch_tokens)
+        return Scores(*self._predict(sequences, sampling, micro_batch_tokens or self.micro_batch_tokens))
 
     def values(self, sequences: Sequence[records.Sequence]) -> list[Tensor]:
         """Compute a critic's values before each trainable token, `[N]` per sequence."""
-        rows = micro_batches(
-            StepBatch(list(sequences)), self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
-        )
-        found = predictions(self.model, rows, None)
-        return [found[index][0] for index in range(len(sequences))]
+        return self._predict(sequences, None, self.micro_batch_tokens)[0]
+
+    def _predict(
+        self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
+    ) -> list[list[Tensor]]:
+        """See `score`."""
+        return score(self.model, sequences, sampling, micro_batch_tokens)
 
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
         """Set `old_logprobs`, the denominator of the importance ratio, before the first of several updates.
@@ -262,16 +264,16 @@ class Learner:
         divisors = objective.counts(batch)
         conflicts: dict[str, float] = {}
         if by_task is None or len(tasks := batch.by_task()) < 2:
-            sums, found = self._add_gradients(batch, objective, divisors), (0.0, 1.0)
+            sums, found = self._add_gradients(batch, objective, divisors), Combination([], 0.0, 1.0)
         else:
             # Each with the divisors of all: without conflicts their sum is the gradient of the whole loss.
-            sums = Sums({})
+            sums = Sums()
             for task in tasks:
                 sums.add(self._add_gradients(task, objective, divisors))
                 self._keep_apart()
             found = self._combine(by_task)
         if by_task is not None:
-            conflicts = dict(zip(("task_conflict_fraction", "task_lowest_cosine"), found, strict=True))
+            conflicts = {"task_conflict_fraction": found.conflict_fraction, "task_lowest_cosine": found.lowest_cosine}
         values = {key: value.cpu() for key, value in sums.values.items()}
         experts = share_that_differs(values)
         metrics = objective.summarize(values, divisors) | experts
@@ -284,10 +286,9 @@ class Learner:
         """Keep the gradient so far apart, as one task's."""
         self.optimizer.set_aside()
 
-    def _combine(self, seed: str) -> tuple[float, float]:
-        """Combine the tasks' gradients; returns the fraction of pairs that conflict and the lowest cosine."""
-        found = self.optimizer.combine(seed)
-        return found.conflict_fraction, found.lowest_cosine
+    def _combine(self, seed: str) -> Combination:
+        """Combine the tasks' gradients."""
+        return self.optimizer.combine(seed)
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

@@ -79,9 +79,11 @@ class StepBatch:
             return [self]
         names = sorted({name for name, s in zip(self.tasks, self.sequences, strict=True) if s.num_trainable})
         chosen = ([place for place, name in enumerate(self.tasks) if name == wanted] for wanted in names)
-        return [self._only(places) for places in chosen]
+        return [self.only(places) for places in chosen]
 
-    def _only(self, places: list[int]) -> StepBatch:
+    def only(self, places: list[int]) -> StepBatch:
+        """The sequences at `places`, with what belongs to each."""
+
         def of(values: list[T] | None) -> list[T] | None:
             return None if values is None else [values[place] for place in places]
 

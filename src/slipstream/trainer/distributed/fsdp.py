@@ -86,19 +86,7 @@ class RankGroup:
         except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
             _log.warning("aborting the ranks' collectives failed: %s: %s", type(error).__name__, error)
 
-    def norm(self, own: float) -> float:
-        """The norm over all ranks, from the norm of this rank's shards (an all-reduce of squares)."""
-        squares = torch.tensor([own], dtype=torch.float64, device=self.device).square()
-        torch.distributed.all_reduce(squares)
-        return squares.sqrt().item()
-
-    def sums(self, own: list[int]) -> list[int]:
-        """All-reduce: the element-wise sums over the ranks."""
-        counts = torch.tensor(own, dtype=torch.int64, device=self.device)
-        torch.distributed.all_reduce(counts)
-        return counts.tolist()
-
-    def products(self, own: list[float]) -> list[float]:
+    def sums(self, own: list[float]) -> list[float]:
         """All-reduce: the element-wise sums over the ranks, in float64."""
         sums = torch.tensor(own, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)

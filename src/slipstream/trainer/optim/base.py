@@ -90,12 +90,8 @@ class Optimizer(ABC):
         self.max_grad_norm = max_grad_norm
         self.step = 0
         """Optimizer steps made so far."""
-        self.norm_over_ranks: Callable[[float], float] | None = None
-        """For sharded parameters: all-reduces the norm of this rank's shards to the global norm."""
-        self.sums_over_ranks: Callable[[list[int]], list[int]] | None = None
-        """For sharded parameters: all-reduces sums of integers."""
-        self.products_over_ranks: Callable[[list[float]], list[float]] | None = None
-        """For sharded parameters: all-reduces inner products of this rank's shards."""
+        self.sums_over_ranks: Callable[[list[float]], list[float]] | None = None
+        """For sharded parameters: all-reduces sums over this rank's shards, in float64."""
         self._set_aside: list[dict[str, Tensor]] = []
         self._prepared = False
         self._parameters: dict[str, nn.Parameter] = {}
@@ -128,8 +124,8 @@ class Optimizer(ABC):
             raise TrainingError("optim_prepare without optim_commit: the last update is not written yet")
         gradients = [holder.grad for holder in self._holders.values() if holder.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
-        if self.norm_over_ranks is not None:
-            norm = self.norm_over_ranks(norm)
+        if self.sums_over_ranks is not None:
+            norm = math.sqrt(self.sums_over_ranks([norm * norm])[0])
         if norm == 0.0:
             raise ZeroGradientError(
                 f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
@@ -180,7 +176,7 @@ class Optimizer(ABC):
     def combine(self, seed: str) -> Combination:
         """Make the tasks' gradients one, by PCGrad; see `task_gradients.py`."""
         gradients, self._set_aside = self._set_aside, []
-        combined, found = combine(gradients, seed, self.products_over_ranks)
+        combined, found = combine(gradients, seed, self.sums_over_ranks)
         for name, gradient in combined.items():
             self._holders[name].grad = gradient
         return found
@@ -299,7 +295,7 @@ class Optimizer(ABC):
     def _explain(self, norm: float) -> str:
         """Describe in one sentence which gradient is not finite."""
         gradients = [holder.grad for holder in self._holders.values()]
-        bad = [0 if gradient is None else int((~torch.isfinite(gradient)).sum()) for gradient in gradients]
+        bad = [0.0 if gradient is None else float((~torch.isfinite(gradient)).sum()) for gradient in gradients]
         if self.sums_over_ranks is not None:
             bad = self.sums_over_ranks(bad)
         counts = dict(zip(self._holders, bad, strict=True))
@@ -307,7 +303,7 @@ class Optimizer(ABC):
         if not counts[worst]:
             return f"optimizer step {self.step} has a gradient whose norm is {norm}: lower the learning rate"
         return (
-            f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]} of "
+            f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]:.0f} of "
             f"{self._parameters[worst].numel()} values of {worst} are NaN or infinite"
         )
 
