@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
+import math
 import os
 import time
 from collections import deque
@@ -215,31 +215,28 @@ def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
 
 def num_bytes(spec: ParameterSpec) -> int:
     """Bytes of a parameter."""
-    count = 1
-    for size in spec.shape:
-        count *= size
-    return count * getattr(torch, spec.dtype).itemsize
+    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
 
 
 def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> list[list[ParameterSpec]]:
     """The parameters of each message, equal on both sides: every large one by itself, small ones in buckets; ordered by
     the last parameter of each message."""
-    found: list[tuple[int, list[ParameterSpec]]] = []
+    found: dict[int, list[ParameterSpec]] = {}
     bucket: list[ParameterSpec] = []
     total = last = 0
     for place, spec in enumerate(parameters):
         size = num_bytes(spec)
         if size >= rendezvous.direct_bytes:
-            found.append((place, [spec]))
+            found[place] = [spec]
             continue
         if bucket and total + size > rendezvous.bucket_bytes:
-            found.append((last, bucket))
+            found[last] = bucket
             bucket, total = [], 0
         bucket.append(spec)
         total, last = total + size, place
     if bucket:
-        found.append((last, bucket))
-    return [message for _, message in sorted(found, key=operator.itemgetter(0))]
+        found[last] = bucket
+    return [found[place] for place in sorted(found)]
 
 
 class BroadcastPublisher:
