@@ -196,8 +196,7 @@ def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row:
 
 
 class Learner:
-    """Trains `model` with `optimizer`. `micro_batch_tokens` bounds the memory and changes rounding only;
-    `planned_bytes` is the plan's estimate of the peak, reported beside the actual one."""
+    """Trains `model` with `optimizer`. `micro_batch_tokens` bounds the memory and changes rounding only."""
 
     def __init__(
         self,
@@ -205,12 +204,12 @@ class Learner:
         optimizer: Optimizer,
         *,
         micro_batch_tokens: int = 4096,
-        planned_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
-        self.planned_bytes = planned_bytes
+        self.planned_bytes: int | None = None
+        """The plan's estimate of the peak memory, reported beside the actual one."""
         self._longest_row = 0
         self._repeat: Callable[[], object] = lambda: None
         """Makes the last gradient again."""

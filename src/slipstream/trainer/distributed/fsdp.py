@@ -190,15 +190,6 @@ class RankGroup:
             module.reshard()
             module.set_reshard_after_forward(True, recurse=False)
 
-    def as_shard(self, part: Tensor, shape: torch.Size, dim: int) -> Tensor:
-        """Wrap this rank's shard as a DTensor of full shape `shape`, sharded along `dim`, to save and load it."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as ShardPlacement
-
-        stride = torch.empty(shape, device="meta").stride()
-        made: Any = DTensor.from_local
-        return made(part, self.mesh, [ShardPlacement(dim)], run_check=False, shape=shape, stride=stride)
-
 
 def saved_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, tied ones once, and persistent buffers of `network`, under its names."""
@@ -211,6 +202,15 @@ def replicated(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are not sharded: those of a frozen vision tower."""
     frozen = {id(parameter) for parameter in frozen_parameters(network) if not parameter.requires_grad}
     return ((name, parameter) for name, parameter in network.named_parameters() if id(parameter) in frozen)
+
+
+def shard_like(part: Tensor, parameter: Any) -> Tensor:
+    """Wrap this rank's shard as a DTensor of the parameter's full shape, sharded as it is, to save and load it."""
+    from torch.distributed.tensor import DTensor
+
+    made: Any = DTensor.from_local
+    shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+    return made(part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def shard_of(name: str, tensor: Tensor) -> Shard:

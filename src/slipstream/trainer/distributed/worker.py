@@ -21,7 +21,7 @@ from slipstream.algo.gradient_surgery import Combination
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
-from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_dim, shard_of
+from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_like, shard_of
 from slipstream.trainer.learner import Sums, add_gradients, predictions, random_state, restore_state
 from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.layers import text_layers
@@ -310,34 +310,33 @@ class RankModel:
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
-        optimizer, shapes, dims = self._trained, self._shapes(), self._dims()
+        optimizer, parameters = self._trained, dict(self.model.network.named_parameters())
         replicated: dict[str, Tensor] = {}
         shards: dict[str, Tensor] = {}
         for path, tensor in optimizer.state().items():
-            name = path.partition(".")[2]
-            shape = shapes.get(name)
-            if shape is None or not tensor.ndim:
+            parameter = parameters.get(path.partition(".")[2])
+            if parameter is None or not tensor.ndim:
                 replicated[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
-                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape, dims[name])
+                shards[f"{STATE_PREFIX}{path}"] = shard_like(tensor, parameter)
         write_shards(folder, shards, self.group.rank)
         if self.group.rank == 0:
             write_state(folder, {**replicated, **random_state(self.model.device)}, optimizer.step)
 
     def _load(self, folder: Path) -> None:
-        shapes, dims = self._shapes(), self._dims()
-        live = {name: local_tensor(parameter) for name, parameter in self.model.network.named_parameters()}
+        parameters = dict(self.model.network.named_parameters())
 
         def place(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
             name = path.removeprefix(STATE_PREFIX).partition(".")[2]
-            if not path.startswith(STATE_PREFIX) or not shape or shapes.get(name) is None:
+            parameter = parameters.get(name)
+            if not path.startswith(STATE_PREFIX) or not shape or parameter is None:
                 return None
-            if shapes[name] != shape:
+            if parameter.shape != shape:
                 raise TrainingError(
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
-                    f"{list(shapes[name])} here"
+                    f"{list(parameter.shape)} here"
                 )
-            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape, dims[name])
+            return shard_like(torch.empty_like(local_tensor(parameter), dtype=dtype), parameter)
 
         restore_state(self._trained, read_state(folder, place), self.model.device)
         self._copy_to_engine()
@@ -349,12 +348,3 @@ class RankModel:
             return 0
         named = self.model.network.named_parameters()
         return memory.write(shard_of(name, parameter) for name, parameter in named if name in memory.copied)
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        """The shape of each full parameter."""
-        return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}
-
-    def _dims(self) -> dict[str, int]:
-        """The dimension along which each sharded parameter is sharded."""
-        found = {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}
-        return {name: dim for name, dim in found.items() if dim is not None}
