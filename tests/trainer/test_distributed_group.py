@@ -142,7 +142,7 @@ def test_gradients_in_bfloat16_are_added_up_in_float32(make, make_batch, model_f
     ((share,), _) = learner._sharded.split_batch(batch, 100)
     assert len(share.rows) > 15
     learner.forward_backward(batch, objective)
-    add_gradients(model, micro_batches_of(share.batch(), share.rows), objective, objective.counts(batch))
+    add_gradients(model, micro_batches_of(share.batch, share.rows), objective, objective.counts(batch))
     masters = learner.optimizer.masters()
     for name, master in optimizer.masters().items():
         difference = masters[name].grad - master.grad
