@@ -28,6 +28,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 RateOf = Callable[[str], float]
 """By parameter name, the factor on the learning rate."""
 
+ADAM_EPSILON = 1e-8
 _SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Optimizer states that are floats in the shape of their parameter."""
 
@@ -316,8 +317,9 @@ class MasterOptimizer(Optimizer):
     def __init__(self, named_parameters: NamedParameters, max_grad_norm: float, rate_of: RateOf) -> None:
         super().__init__(named_parameters, max_grad_norm)
         self._rate_of = rate_of
-        self._rules: list[tuple[torch.optim.Optimizer, str]] = []
-        self._rule_of: dict[str, int] = {}
+        self._rules: list[torch.optim.Optimizer] = []
+        self._rule_of: dict[str, tuple[torch.optim.Optimizer, str]] = {}
+        """By parameter name, its rule, and a key that the rule's states always have."""
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 master weights by parameter name; the `grad` of each is the accumulated gradient."""
@@ -337,18 +339,18 @@ class MasterOptimizer(Optimizer):
             master = self._holders[name]
             decay = weight_decay if master.ndim > 1 else 0.0
             groups.setdefault((self._rate_of(name), decay), []).append(master)
-            self._rule_of[name] = len(self._rules)
         if groups:
-            parameters = [
-                {"params": masters, "rate": rate, "weight_decay": decay} for (rate, decay), masters in groups.items()
-            ]
-            self._rules.append((make(parameters), mark))
+            rule = make(
+                [{"params": masters, "rate": rate, "weight_decay": decay} for (rate, decay), masters in groups.items()]
+            )
+            self._rules.append(rule)
+            self._rule_of |= dict.fromkeys(names, (rule, mark))
 
     def _make_holder(self, live: Tensor) -> Tensor:
         return live.float().clone()
 
     def _update(self, learning_rate: float) -> None:
-        for rule, _ in self._rules:
+        for rule in self._rules:
             for group in rule.param_groups:
                 group["lr"] = learning_rate * group["rate"]
             rule.step()
@@ -360,11 +362,11 @@ class MasterOptimizer(Optimizer):
         return self._holders
 
     def _memory_of(self, name: str) -> dict[str, Any]:
-        rule, _ = self._rules[self._rule_of[name]]
+        rule, _ = self._rule_of[name]
         return rule.state[self._holders[name]]
 
     def _mark_of(self, name: str) -> str:
-        return self._rules[self._rule_of[name]][1]
+        return self._rule_of[name][1]
 
 
 class MasterAdamW(MasterOptimizer):
@@ -378,22 +380,18 @@ class MasterAdamW(MasterOptimizer):
         named_parameters: NamedParameters,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         rate_of: RateOf = one_rate,
     ) -> None:
         super().__init__(named_parameters, max_grad_norm, rate_of)
-        make = partial(fused_adamw, betas=betas, eps=eps)
-        self._add_rule(make, "exp_avg", self._holders.keys(), weight_decay)
+        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", self._holders.keys(), weight_decay)
 
 
-def fused_adamw(
-    groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float = 1e-8
-) -> torch.optim.Optimizer:
+def fused_adamw(groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> torch.optim.Optimizer:
     """torch's AdamW on parameter groups, fused on CPU and CUDA."""
     devices = {tensor.device.type for group in groups for tensor in group["params"]}
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=devices <= {"cpu", "cuda"})
+    return torch.optim.AdamW(groups, betas=betas, eps=ADAM_EPSILON, fused=devices <= {"cpu", "cuda"})
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
