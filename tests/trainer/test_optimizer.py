@@ -378,7 +378,7 @@ def test_by_default_a_norm_above_one_is_clipped_and_nothing_decays():
     optimizer = MasterAdamW(model.named_parameters())
     weighted_sum(model, 0.75).backward()
     assert optimizer.prepare(0.0).clipped
-    assert {group["weight_decay"] for rule, _ in optimizer._rules for group in rule.param_groups} == {0.0}
+    assert {group["weight_decay"] for rule in optimizer._rules for group in rule.param_groups} == {0.0}
 
 
 def test_adamw_is_fused_where_torch_has_that():
