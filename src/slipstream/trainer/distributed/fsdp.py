@@ -131,7 +131,7 @@ class RankGroup:
             _use_fused_accumulation(sharded)
             _clear_fsdp_mark(module)
             if memory is not None:
-                memory.place(module, prefixes[module], self.mesh)
+                memory.place(module, prefixes[module])
         self._broadcast_values(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
@@ -202,15 +202,6 @@ def replicated(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are not sharded: those of a frozen vision tower."""
     frozen = {id(parameter) for parameter in frozen_parameters(network) if not parameter.requires_grad}
     return ((name, parameter) for name, parameter in network.named_parameters() if id(parameter) in frozen)
-
-
-def shard_like(part: Tensor, parameter: Any) -> Tensor:
-    """Wrap this rank's shard as a DTensor of the parameter's full shape, sharded as it is, to save and load it."""
-    from torch.distributed.tensor import DTensor
-
-    made: Any = DTensor.from_local
-    shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
-    return made(part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def shard_of(name: str, tensor: Tensor) -> Shard:

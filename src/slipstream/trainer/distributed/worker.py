@@ -20,8 +20,8 @@ from slipstream import records
 from slipstream.algo.gradient_surgery import Combination
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
-from slipstream.trainer.distributed.engine_memory import WorkerMemory
-from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_like, shard_of
+from slipstream.trainer.distributed.engine_memory import WorkerMemory, shard_like
+from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_of
 from slipstream.trainer.learner import Sums, add_gradients, predictions, random_state, restore_state
 from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.layers import text_layers
