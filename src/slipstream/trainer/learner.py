@@ -146,12 +146,9 @@ def add_gradients(
             if model.replay is not None:
                 sums |= model.replay.counted()
             (loss if loss_scale == 1.0 else loss * loss_scale).backward()
-        for key, value in sums.items():
-            # Stays on the device: reading a number here would synchronize the GPU.
-            totals.values[key] = totals.values[key] + value.double() if key in totals.values else value.double()
-        totals.num_micro_batches += 1
-        totals.num_row_tokens += len(micro.token_ids_T)
-        totals.longest_row = max(totals.longest_row, len(micro.token_ids_T))
+        num_tokens = len(micro.token_ids_T)
+        # They stay on the device: reading a number here would synchronize the GPU.
+        totals.add(Sums({key: value.double() for key, value in sums.items()}, 1, num_tokens, num_tokens))
     if model.images is not None:
         with deterministic_on_cpu(model.device):
             model.images.backward()

@@ -210,7 +210,7 @@ def micro_batches(
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
     if packing:
-        groups = _prompt_groups(batch, targets, used, max_tokens, on_cpu=_is_cpu(device))
+        groups = _prompt_groups(batch, targets, used, max_tokens, device)
         rows = pack([_cost(batch, targets, group) for group in groups], max_tokens)
     else:
         groups = [[index] for index in used]
@@ -226,15 +226,13 @@ def even_rows(
     tokens; a row may be empty."""
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
-    if not packing:
-        lengths = [targets[index].length for index in used]
-        passes = pack_evenly(lengths, 1, parts)
-        return [[[[used[place]] for place in row] for row in step] for step in passes]
-    # A prompt group larger than a rank's part would leave other ranks idle.
-    total, longest = sum(targets[index].length for index in used), max((targets[i].length for i in used), default=1)
-    most = min(max_tokens, max(longest, -(-total // parts)))
-    groups = _prompt_groups(batch, targets, used, most, on_cpu=_is_cpu(device))
-    passes = pack_evenly([_cost(batch, targets, group) for group in groups], max_tokens, parts)
+    costs, groups = [targets[index].length for index in used], [[index] for index in used]
+    if packing:
+        # A prompt group larger than a rank's part would leave other ranks idle.
+        most = min(max_tokens, max(*costs, 1, -(-sum(costs) // parts)))
+        groups = _prompt_groups(batch, targets, used, most, device)
+        costs = [_cost(batch, targets, group) for group in groups]
+    passes = pack_evenly(costs, max_tokens if packing else 1, parts)
     return [[[groups[place] for place in row] for row in step] for step in passes]
 
 
@@ -253,16 +251,13 @@ def dummy_micro_batch(device: torch.device | str) -> MicroBatch:
     return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device)
 
 
-def _is_cpu(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cpu"
-
-
 def _prompt_groups(
-    batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, *, on_cpu: bool
+    batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, device: torch.device | str
 ) -> list[list[int]]:
     """Group sequences of equal prompts, each group at most `max_tokens` tokens; on a CPU also those whose prompts begin
     alike where that saves enough, which has not been measured on a GPU. A sequence whose continuation is too long for
     what it shares is a group alone (see `_LONGEST_SHARING`), and so is one that shares a single token."""
+    on_cpu = torch.device(device).type == "cpu"
     alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index in used:
         sequence, prompt = batch.sequences[index], targets[index].prompt

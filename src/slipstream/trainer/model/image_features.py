@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.algo.balancing import runs
 from slipstream.config.bounds import KEPT_FEATURES, TOWER_PATCHES
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
@@ -114,14 +115,8 @@ class ImageFeatures:
 
     def _chunks(self, images: Iterable[Media]) -> Iterator[list[Media]]:
         """The images in groups that the tower reads at once."""
-        most, chunk = _MOST_PATCHES // self._processor.patches_per_token, list[Media]()
-        for image in images:
-            if chunk and sum(each.num_tokens for each in chunk) + image.num_tokens > most:
-                yield chunk
-                chunk = []
-            chunk.append(image)
-        if chunk:
-            yield chunk
+        most = _MOST_PATCHES // self._processor.patches_per_token
+        return runs(images, lambda image: image.num_tokens, most)
 
     def _read(self, images: Sequence[Media]) -> list[Features]:
         device = next(self._network.parameters()).device

@@ -270,14 +270,12 @@ class BroadcastPublisher:
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
-        ticket = Ticket(version, "broadcast", location, parameters)
-        # An iterator: where tensors are gathered, the next are gathered while these are sent.
-        tensors = (tensor for _, tensor in weights)
+        ticket, sent = Ticket(version, "broadcast", location, parameters), weights
         if changes is not None:
-            ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
-            if changes.pays:
-                ticket = msgspec.structs.replace(ticket, delta=changes.delta)
-                tensors = (payload for payload in changes.payloads.values())
+            delta, sent = (changes.delta, changes.payloads.items()) if changes.pays else (None, weights)
+            ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction, delta=delta)
+        # An iterator: where tensors are gathered, the next are gathered while these are sent.
+        tensors = (tensor for _, tensor in sent)
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
         if self._rendezvous.backend == "gloo":
