@@ -255,8 +255,8 @@ def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, device: torch.device | str
 ) -> list[list[int]]:
     """Group sequences of equal prompts, each group at most `max_tokens` tokens; on a CPU also those whose prompts begin
-    alike where that saves enough, which has not been measured on a GPU. A sequence whose continuation is too long for
-    what it shares is a group alone (see `_LONGEST_SHARING`), and so is one that shares a single token."""
+    alike where that saves enough, which has not been measured on a GPU. A sequence is a group alone if its
+    continuation is too long for the shared part (see `_LONGEST_SHARING`), or if it shares a single token."""
     on_cpu = torch.device(device).type == "cpu"
     alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index in used:

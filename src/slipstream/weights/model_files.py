@@ -219,7 +219,7 @@ def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Each tensor's name, with the open file that has it."""
+    """Each tensor's name, with its open file."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)

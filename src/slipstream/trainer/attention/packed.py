@@ -129,8 +129,8 @@ def _ragged_attention(
     """Variable-length FlashAttention, torch's or a newer one (`flash4`), without padding; CUDA and half precision only.
     Returns the output `[T, H, D]` and the log-sum-exp of the scores `[H, T]`. `window` 0: all tokens.
 
-    Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
-    last of both: what a continuation needs. The gathered keys and values are recomputed in the backward pass,
+    FlashAttention (2.1 and later) aligns the causal mask with a segment's last query and key, as a continuation
+    needs it. The gathered keys and values are recomputed in the backward pass,
     not saved.
     """
     layout = layout_of(layout_id).ragged
@@ -146,7 +146,7 @@ def _ragged_attention(
 
 
 def _of_flash(layout: Ragged, scale: float, window: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that torch's two kernels share; no dropout."""
+    """The arguments common to torch's two kernels; no dropout."""
     ends = layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key
     left = window - 1 if window else -1
     return (*ends, 0.0, window == 0), {"scale": scale, "window_size_left": left, "window_size_right": 0}

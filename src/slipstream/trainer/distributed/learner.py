@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -111,10 +112,8 @@ class ShardedModel:
             return tuple(spec for each in self._gathered(what) for spec in describe([each]))
         batches = [answer.fingerprints for answer in self.all_do(Describe(self.name, what))]
         sums = [sum(each) for each in zip(*batches, strict=True)]
-        return tuple(
-            records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
-            for spec, total in zip(specs, sums, strict=True)
-        )
+        found = zip(specs, sums, strict=True)
+        return tuple(msgspec.structs.replace(spec, fingerprint=as_hex(total)) for spec, total in found)
 
     def _stored(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
         """`_find_specs`, cached: transformers takes milliseconds for each tensor."""

@@ -1,4 +1,4 @@
-"""What every trainer rank executes: rank 0's commands, applied to the rank's shard of a model and its optimizer.
+"""Rank 0's commands: every trainer rank applies them to its shard of a model and of its optimizer.
 
 A command is the same for all ranks except for the rows that each computes. Guarantees: all ranks make the same number
 of forward and backward passes (a rank without a row computes a dummy micro-batch), so that collectives match; rank 0
@@ -52,7 +52,7 @@ def rank_batch_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[RankBatch, lis
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """What every rank is to do. `model`: the name of the model, such as policy or critic."""
+    """An order to every rank. `model`: the name of the model, such as policy or critic."""
 
     doing: ClassVar[str] = ""
     """The verb for error messages."""
@@ -161,7 +161,7 @@ def encode(message: AnyCommand | Answer) -> bytes:
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """What `encode` was given; `kind`: `AnyCommand` or `Answer`. Raises `msgspec.DecodeError`."""
+    """Deserialize a message of this `kind`, `AnyCommand` or `Answer`. Raises `msgspec.DecodeError`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_unpacked)
 
 

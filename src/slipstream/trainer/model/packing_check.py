@@ -16,7 +16,7 @@ from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 
 
 class TriedModel(Protocol):
-    """What this check and that of float16 read of a `PolicyModel`."""
+    """A `PolicyModel`, as this check and the one of float16 see it."""
 
     network: nn.Module
     packing: bool

@@ -104,7 +104,7 @@ class Optimizer(ABC):
         if not self._parameters:
             raise TrainingError("the model has no trainable parameter: check what was frozen")
         self.loss_scale = LossScale(is_needed=any(each.dtype == torch.float16 for each in self._parameters.values()))
-        """What the caller multiplies the loss by."""
+        """The caller multiplies the loss by it."""
         self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))

@@ -265,7 +265,9 @@ class BroadcastPublisher:
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when the receivers do not take it within the timeout."""
-        self._renew_group()
+        if (num_replaced := self._joined()) != self._num_replaced:  # everybody joins a new group, by this ticket
+            self._num_replaced = num_replaced
+            self._new_group()
         weights = held(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
@@ -305,14 +307,6 @@ class BroadcastPublisher:
                 f"version {ticket.version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) "
                 f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {first_line(error)}"
             ) from error
-
-    def _renew_group(self) -> None:
-        """Leave the group when workers were replaced; the next ticket names a new one, which everybody joins."""
-        num_replaced = self._joined()
-        if num_replaced == self._num_replaced:
-            return
-        self._num_replaced = num_replaced
-        self._new_group()
 
     def _new_group(self) -> None:
         if self._group is not None:
