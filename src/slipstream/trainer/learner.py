@@ -65,8 +65,19 @@ def deterministic_on_cpu(device: torch.device) -> Generator[None]:
         flags.fill_uninitialized_memory = fills
 
 
-@torch.no_grad()
 def score(
+    model: PolicyModel,
+    sequences: Sequence[records.Sequence],
+    sampling: records.SamplingParams = UNPROCESSED,
+    *,
+    micro_batch_tokens: int,
+) -> Scores:
+    """Compute log-probabilities and entropies under `sampling`, without gradients, by any model."""
+    return Scores(*predicted(model, sequences, sampling, micro_batch_tokens))
+
+
+@torch.no_grad()
+def predicted(
     model: PolicyModel,
     sequences: Sequence[records.Sequence],
     sampling: records.SamplingParams | None,
@@ -172,7 +183,7 @@ class Reference:
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
         """See `Scorer`."""
-        return Scores(*score(self.model, sequences, sampling, self.micro_batch_tokens))
+        return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
 
 
 def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:
@@ -233,8 +244,8 @@ class Learner:
     def _predict(
         self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
     ) -> list[list[Tensor]]:
-        """See `score`."""
-        return score(self.model, sequences, sampling, micro_batch_tokens)
+        """See `predicted`."""
+        return predicted(self.model, sequences, sampling, micro_batch_tokens)
 
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
         """Set `old_logprobs`, the denominator of the importance ratio, before the first of several updates.

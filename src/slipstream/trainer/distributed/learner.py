@@ -68,7 +68,7 @@ class ShardedModel:
     def predictions(
         self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
     ) -> list[list[Tensor]]:
-        """See `learner.score`."""
+        """See `learner.predicted`."""
         shares, chosen = self.split_batch(StepBatch(list(sequences)), micro_batch_tokens)
         answers = self.others.run_on_all([Score(self.name, share, sampling) for share in shares], self.local.do)
         found = [[torch.zeros(0)] * len(sequences) for _ in range(1 if sampling is None else 2)]
