@@ -122,7 +122,7 @@ class _ShardedTrainer(SyncTrainer):
         from slipstream.trainer.distributed.worker import Negate
 
         answers = self._spread.all_do(Negate(POLICY, first, stride))
-        return sum(int(answer.numbers[0]) for answer in answers)
+        return sum(answer.num_bytes for answer in answers)
 
     def published(self) -> NamedWeights:
         return self._spread.weights("model")

@@ -31,9 +31,6 @@ def test_holds_the_fraction_and_mirrors(num_total, data):
 def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="num_right 3"):
         wilson_interval(3, 2)
-    for confidence in (0.0, 1.0):
-        with pytest.raises(ValueError, match="confidence"):
-            wilson_interval(1, 2, confidence=confidence)
 
 
 def test_quantiles_of_students_t():

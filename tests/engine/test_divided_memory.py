@@ -71,7 +71,7 @@ def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int
         config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
         crew = RankProcesses(config, test_ranks.SAMPLING, tmp_path / "logs", workers)
         parts = build_sharded(config, test_ranks.SAMPLING, crew, 0)
-        alone = parts.learner._local.memory._live.keys() - parts.learner._local.memory.dims.keys()
+        alone = parts.learner._sharded.local.memory._live.keys() - parts.learner._sharded.local.memory.dims.keys()
         assert any("embed" in name for name in alone) == (words is None)
         assert {name.split(".")[-2].split("_")[-1] for name in alone} <= {"layernorm", "norm", "tokens", "head"}
         how = {"folder": tmp_path, "source": model, "engine": live.engine, "num_workers": 2}

@@ -64,7 +64,7 @@ class Worker:
 def run(config, folder, workers=()):
     """Numbers of each step, the weights, and what they are proved by."""
     with trained(config, folder / "logs", workers) as (parts, _):
-        memory = parts.learner._local.memory
+        memory = parts.learner._sharded.local.memory
         assert (memory is not None) == bool(workers)
         rows = [one_step(parts, config, batch) for batch in BATCHES[:2]]
         parts.learner.save(folder)
@@ -117,7 +117,7 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
     stored, config = load_file(model / "model.safetensors"), make_config(model, 2)
     workers = [Worker(stored, rank) for rank in range(2)]
     with trained(config, tmp_path, workers) as (parts, _):
-        part = parts.learner._local
+        part = parts.learner._sharded.local
         assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
         assert {name.split(".")[-2] for name in part.memory.copied} >= {"embed_tokens", "norm", "k_proj"}
         assert not [name for name in part.memory.copied if "visual" in name]

@@ -99,7 +99,7 @@ def test_an_interrupted_run_is_the_same_bit_for_bit_and_its_moments_are_where_th
     make_learner, make_batch, tmp_path, kind
 ):
     def load(resumed, folder):
-        rule, given = resumed.optimizer._rules[0][0], []
+        rule, given = resumed.optimizer._rules[0], []
 
         def buffer(p, dtype):
             given.append(torch.zeros_like(p, dtype=dtype))

@@ -39,11 +39,8 @@ def as_one_of(group, monkeypatch):
     return seen
 
 
-def test_norms_and_sums_over_ranks(as_one_of):
-    assert as_one_of(0, 2, lambda own: torch.tensor([16.0], dtype=own.dtype)).norm(3.0) == 5.0
-    big = 2**53 + 1
-    assert as_one_of(0, 2, lambda own: torch.tensor([1, 2], dtype=own.dtype)).sums([big, 0]) == [big + 1, 2]
-    found = as_one_of(0, 2, lambda own: torch.tensor([1.0, 0.0], dtype=own.dtype)).products([1e-12, 0.1])
+def test_sums_over_ranks(as_one_of):
+    found = as_one_of(0, 2, lambda own: torch.tensor([1.0, 0.0], dtype=own.dtype)).sums([1e-12, 0.1])
     assert found == [1.0 + 1e-12, 0.1], "in float64"
 
 
@@ -142,10 +139,10 @@ def test_gradients_in_bfloat16_are_added_up_in_float32(make, make_batch, model_f
     batch, objective = make_batch(num=40, advantages=False), SFTObjective()
     learner, model = make(keeps_whole=True, dtype="bfloat16"), PolicyModel.load(model_folder, "bfloat16")
     optimizer = MasterAdamW(model.network.named_parameters())
-    ((share,), _) = learner._scorer.split_batch(batch, 100)
+    ((share,), _) = learner._sharded.split_batch(batch, 100)
     assert len(share.rows) > 15
     learner.forward_backward(batch, objective)
-    add_gradients(model, micro_batches_of(share.batch(), share.rows), objective, objective.counts(batch))
+    add_gradients(model, micro_batches_of(share.batch, share.rows), objective, objective.counts(batch))
     masters = learner.optimizer.masters()
     for name, master in optimizer.masters().items():
         difference = masters[name].grad - master.grad

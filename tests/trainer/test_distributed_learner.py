@@ -15,8 +15,8 @@ from slipstream.errors import ZeroGradientError
 from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.distributed import learner as module
 from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
-from slipstream.trainer.distributed.worker import Answer, Describe, Gather, Negate, PackedTensor, RankModel
-from slipstream.trainer.learner import Learner
+from slipstream.trainer.distributed.worker import Answer, Describe, Gather, Negate, RankModel
+from slipstream.trainer.learner import Learner, Sums
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
@@ -130,7 +130,7 @@ def test_its_scores_are_a_plain_ones(fp32_head, make, make_batch):
     for found, expected in (
         (ours.forward(sequences, SAMPLING), plain.forward(sequences, SAMPLING)),
         (ours.forward(sequences, micro_batch_tokens=40), plain.forward(sequences)),
-        (ShardedScorer("policy", ours._local, Alone(), 90).forward(sequences), plain.forward(sequences)),
+        (ShardedScorer(ours._sharded, 90).forward(sequences), plain.forward(sequences)),
     ):
         for kind in ("logprobs", "entropies"):
             torch.testing.assert_close(getattr(found, kind), getattr(expected, kind), atol=1e-5, rtol=1e-5)
@@ -161,7 +161,7 @@ def test_what_two_ranks_found_is_added_up(make, make_batch, monkeypatch):
     second = {"loss": torch.tensor(0.25), "clipped": torch.tensor(-1.0)}
     others = Two(
         *(
-            Answer({name: PackedTensor.of(value.double()) for name, value in values.items()}, numbers)
+            Answer(sums=Sums({name: value.double() for name, value in values.items()}, *numbers))
             for values, numbers in ((first, [3, 70, 40]), (second, [2, 50, 45]))
         )
     )
@@ -172,7 +172,7 @@ def test_what_two_ranks_found_is_added_up(make, make_batch, monkeypatch):
     assert sums.longest_row == 40, "rank 0's, whose memory it explains"
     shares = [command.batch for command in others.sent]
     assert asked == [(150, 2, {"packing": True, "device": torch.device("cpu")})]
-    assert sum(len(share.sequences) for share in shares) == 9
+    assert sum(len(share.batch.sequences) for share in shares) == 9
     assert len(shares[0].rows) == len(shares[1].rows)
     assert [command.divisors for command in others.sent] == [{"tokens": 7.0}] * 2
 
@@ -236,9 +236,9 @@ def test_a_consumer_of_weights_may_stop_early(make):
 def test_fingerprints_need_no_gathering_where_weights_are_stored_as_they_are(make):
     learner, plain = make(True), make(False)
     assert set(describe(learner.named_weights())) == set(describe(plain.named_weights()))
-    assert learner._others.heard == [Describe]
+    assert learner._sharded.others.heard == [Describe]
     assert dict(learner.named_weights()).keys() == dict(plain.named_weights()).keys()
-    assert learner._others.heard == [Describe, Gather]
+    assert learner._sharded.others.heard == [Describe, Gather]
 
 
 def test_experts_that_are_stored_one_by_one_are_gathered(make, save_model, tmp_path):
@@ -249,7 +249,7 @@ def test_experts_that_are_stored_one_by_one_are_gathered(make, save_model, tmp_p
     found, expected = dict(learner.named_weights()), dict(plain.named_weights())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert set(learner._others.heard) == {Gather}
+    assert set(learner._sharded.others.heard) == {Gather}
 
 
 def test_a_critics_values_are_a_plain_ones(group, model_folder, make_batch):
@@ -275,7 +275,7 @@ def test_benchmarks_change_columns_of_the_weights(make):
     learner = make(True)
     before = {name: tensor.clone() for name, tensor in learner.named_weights()}
     (answer,) = learner._sharded.all_do(Negate("policy", 1, 3))
-    assert answer.numbers == [0], "nothing is copied to an engine"
+    assert answer.num_bytes == 0, "nothing is copied to an engine"
     for name, tensor in learner.named_weights():
         signs = torch.ones(tensor.shape[-1])
         signs[1::3] = -1.0

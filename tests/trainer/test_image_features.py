@@ -199,7 +199,7 @@ def test_features_take_the_places_of_placeholders():
     places = image_places(row)
     assert places.tolist() == [1, 2, 5, 6, 7]
     first = torch.arange(15.0, dtype=torch.float64).view(5, WIDTH) + 1
-    found = [Features([part, 10 * part]) for part in first.split([2, 3])]
+    found = [Features([part, 10 * part], image.media) for part, image in zip(first.split([2, 3]), row, strict=True)]
     row = embed_images(embeds, places, found)
     expected = torch.zeros(8, WIDTH)
     expected[[1, 2, 5, 6, 7]] = first.float()
@@ -214,7 +214,9 @@ def test_features_take_the_places_of_placeholders():
 
 
 def test_a_decoder_is_told_of_deeper_features_only_where_there_are_some():
-    plain = embed_images(torch.zeros(2, WIDTH), torch.tensor([1]), [Features([torch.ones(1, WIDTH)])])
+    plain = embed_images(
+        torch.zeros(2, WIDTH), torch.tensor([1]), [Features([torch.ones(1, WIDTH)], image(1, 1).media)]
+    )
     assert plain.further() == {}
     assert RowEmbeddings(torch.zeros(2, WIDTH)).further() == {}
 

@@ -57,7 +57,7 @@ def test_a_rollout_weighs_the_same_however_many_sequences_it_has(seed, normalize
     for step in steps:
         if over_ranks:
             shares = [rank_batch_of(step, list(rank))[0] for rank in zip(*even_rows(step, 12, 2), strict=True)]
-            rows = [row for share in shares for row in micro_batches_of(share.batch(), share.rows) if row]
+            rows = [row for share in shares for row in micro_batches_of(share.batch, share.rows) if row]
         else:
             rows = micro_batches(step, 12)
         found |= weights_of(step, rows, normalize)

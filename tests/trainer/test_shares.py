@@ -13,7 +13,7 @@ from slipstream import records
 from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.distributed.worker import PackedTensor, rank_batch_of
+from slipstream.trainer.distributed.worker import Answer, decode, encode, rank_batch_of
 from slipstream.trainer.learner import add_gradients, predictions
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, ValueTargets, even_rows, micro_batches_of
@@ -75,8 +75,7 @@ def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, obj
         share, chosen = rank_batch_of(batch, [row[rank] for row in passes])
         assert len(share.rows) == len(passes)
         seen += chosen
-        own = share.batch()
-        rows = list(micro_batches_of(own, share.rows))
+        rows = list(micro_batches_of(share.batch, share.rows))
         assert all(row is None or len(row.token_ids_T) <= tokens or len(row.sequences) == 1 for row in rows)
         add_gradients(learner.model, rows, objective, divisors)
         found = predictions(learner.model, rows, SAMPLING)
@@ -115,7 +114,7 @@ def session_learner(model_folder):
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(2.5), torch.arange(6).reshape(2, 3), torch.rand(3, 1)])
 def test_a_packed_tensor_comes_out_as_it_was(tensor):
-    again = PackedTensor.of(tensor).tensor()
+    (again,) = decode(encode(Answer([tensor])), Answer).predictions
     assert again.dtype == tensor.dtype
     assert torch.equal(again, tensor)
 
@@ -131,10 +130,10 @@ def test_a_rank_gets_all_that_a_row_is_trained_on_and_not_where_it_is_from():
     batch = StepBatch([other, own, other], [1.0, 2.0, 3.0])
     share, chosen = rank_batch_of(batch, [[[1]], [[2]]])
     assert chosen == [1, 2]
-    found = share.batch()
+    found = share.batch
     assert found.advantages == [2.0, 3.0]
     assert (found.old_logprobs, found.reference_logprobs, found.value_targets) == (None, None, None)
     assert found.sequences[0] == msgspec.structs.replace(own, versions=[])
     assert share.rows == [[[0]], [[1]]]
     bare, _ = rank_batch_of(StepBatch([own]), [[[0]]])
-    assert bare.batch().advantages is None
+    assert bare.batch.advantages is None

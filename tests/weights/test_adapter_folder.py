@@ -171,8 +171,8 @@ def test_an_adapter_that_fits_is_one_of_the_same_kind_and_size(folder):
             check_adapter_fits(folder, other, SHAPES)
         assert str(error.value).endswith(said)
     rewrite(folder, use_dora=True)
-    with pytest.raises(ConfigError, match=r"is DoRA: set reference\.dora = true$"):
-        check_adapter_fits(folder, CONFIG, SHAPES, "reference")
+    with pytest.raises(ConfigError, match=r"is DoRA: set lora\.dora = true$"):
+        check_adapter_fits(folder, CONFIG, SHAPES)
 
 
 @pytest.mark.parametrize("num_other", [1, 3, 4])

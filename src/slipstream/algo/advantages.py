@@ -16,10 +16,6 @@ STD_EPSILON = 1e-4
 """Added to the standard deviation, as in TRL."""
 
 
-def _group_means(values_S: Tensor, groups_S: Tensor, sizes_G: Tensor) -> Tensor:
-    return torch.zeros_like(sizes_G).index_add_(0, groups_S, values_S) / sizes_G
-
-
 def _grouped(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor]:
     """The index of each reward's group, and the groups' sizes in float64."""
     if rewards_S.shape != group_ids_S.shape or rewards_S.ndim != 1:
@@ -41,7 +37,8 @@ def _centred(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor, Te
     rewards_S = rewards_S.to(torch.float64)
     # Without the shift equal rewards would not give exactly 0: 0.1 summed n times is not n * 0.1.
     shifted_S = rewards_S - _least(rewards_S, groups_S, sizes_G)[groups_S]
-    return shifted_S - _group_means(shifted_S, groups_S, sizes_G)[groups_S], groups_S, sizes_G
+    means_G = torch.zeros_like(sizes_G).index_add_(0, groups_S, shifted_S) / sizes_G
+    return shifted_S - means_G[groups_S], groups_S, sizes_G
 
 
 def group_mean(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -31,6 +34,20 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             bins.append([index])
             room.append(max_tokens - length)
     return bins
+
+
+def runs(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Consecutive items of at most the size `most` together; a larger one is alone."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        if part and size + size_of(item) > most:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += size_of(item)
+    if part:
+        yield part
 
 
 def split(num_items: int, parts: int) -> list[range]:

@@ -149,23 +149,13 @@ class HeadLogits:
     hidden_ND: Tensor
     weight_VD: Tensor
 
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return len(self.hidden_ND)
-
-    @property
-    def num_tokens(self) -> int:
-        """Size of the vocabulary."""
-        return len(self.weight_VD)
-
     def has_kernel(self, rules: _Rules) -> bool:
         """Whether the Triton kernel applies, to products of 16-bit numbers with float32 outputs."""
         narrow = self.hidden_ND.dtype == self.weight_VD.dtype and self.hidden_ND.dtype in (
             torch.bfloat16,
             torch.float16,
         )
-        return self.hidden_ND.is_cuda and narrow and _keeps_all(rules) and self.num_rows > 0
+        return self.hidden_ND.is_cuda and narrow and _keeps_all(rules) and len(self.hidden_ND) > 0
 
     def rows(self, rows: slice, wide_weight_VD: Tensor) -> Tensor:
         """Compute the logits of `rows`; `wide_weight_VD` is `wide_weight()`."""
@@ -177,7 +167,8 @@ class HeadLogits:
     def chunks(self) -> Iterator[slice]:
         """Slices of rows that are computed together; larger on a GPU, where each chunk also reads and writes the
         weight's gradient."""
-        return _chunks(self.num_rows, self.num_tokens // 8 if self.weight_VD.is_cuda else self.num_tokens)
+        num_tokens = len(self.weight_VD)
+        return _chunks(len(self.hidden_ND), num_tokens // 8 if self.weight_VD.is_cuda else num_tokens)
 
     def wide_weight(self) -> Tensor:
         """The weight for `rows`: on a GPU as it is, because bfloat16 GEMMs can have float32 outputs there, as in

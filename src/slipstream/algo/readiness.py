@@ -91,11 +91,6 @@ class Judgement:
         return self.verdict == "ready for RL"
 
 
-def num_context_full(rollouts: Sequence[Rollout]) -> int:
-    """How many of `rollouts` were truncated because the context was full."""
-    return sum(each.outcome == "truncated" and each.stop == "context_full" for each in rollouts)
-
-
 def has_signal(rewards: Sequence[float], reward_threshold: float | None = None) -> bool:
     """Whether the rewards of a group differ, those from `reward_threshold` on counted as 1 and others as 0 if it is
     given."""
@@ -180,7 +175,9 @@ def group_statistics(
         ),
         majority_answer=majority if num_majority > 1 else "",
         majority_fraction=num_majority / len(groups) if num_majority > 1 else 0.0,
-        context_full_fraction=num_context_full(usable) / len(usable),
+        context_full_fraction=statistics.fmean(
+            each.outcome == "truncated" and each.stop == "context_full" for each in usable
+        ),
     )
 
 

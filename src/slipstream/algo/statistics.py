@@ -10,26 +10,24 @@ from typing import NamedTuple
 
 _SAME = 1e-12
 """Differences that lie as close are equal but for rounding."""
+UPPER = 0.975
+"""Probability below the upper bound of an interval of 95 %."""
+_POWER = 0.8
 Measured = tuple[float, float, float]
 """A fraction, and the bounds of its interval."""
 
 
-def wilson_interval(num_right: int, num_total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a fraction (J. Am. Stat. Assoc. 22, 1927), which holds for small samples and for
-    fractions near 0 or 1. Without samples (0.0, 1.0)."""
+def wilson_interval(num_right: int, num_total: int) -> tuple[float, float]:
+    """Wilson's score interval (95 %) of a fraction (J. Am. Stat. Assoc. 22, 1927), which holds for small samples and
+    for fractions near 0 or 1. Without samples (0.0, 1.0)."""
     if not 0 <= num_right <= num_total:
         raise ValueError(f"num_right {num_right} is not between 0 and num_total {num_total}")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is {confidence}: use a value between 0 and 1")
-    if num_total == 0:
-        return 0.0, 1.0
-    low, high = wilson_of(num_right / num_total, num_total, confidence)
-    return low, high
+    return wilson_of(num_right / num_total, num_total) if num_total else (0.0, 1.0)
 
 
-def wilson_of(fraction: float, size: float, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_of(fraction: float, size: float) -> tuple[float, float]:
     """`wilson_interval` of a fraction that was measured on `size` samples, which need not be a whole number."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
+    z = NormalDist().inv_cdf(UPPER)
     scale = 1.0 + z * z / size
     centre = (fraction + z * z / (2 * size)) / scale
     half = z / scale * math.sqrt(fraction * (1 - fraction) / size + (z / (2 * size)) ** 2)
@@ -74,9 +72,7 @@ class PairedDifference(NamedTuple):
         return self.low > 0.0 or self.high < 0.0
 
 
-def paired_difference(
-    before: Sequence[float], after: Sequence[float], confidence: float = 0.95, power: float = 0.8
-) -> PairedDifference:
+def paired_difference(before: Sequence[float], after: Sequence[float]) -> PairedDifference:
     """The difference of two means over the same tasks, one number in each for each task, with Student's interval of
     their differences: what makes a task hard for both cancels.
 
@@ -89,11 +85,11 @@ def paired_difference(
         raise ValueError(f"{num_tasks} tasks have no difference with an interval: give two or more")
     value = math.fsum(differences) / num_tasks
     variance = math.fsum((difference - value) ** 2 for difference in differences) / (num_tasks - 1)
-    quantile = t_quantile(0.5 + confidence / 2.0, num_tasks - 1)
+    quantile = t_quantile(UPPER, num_tasks - 1)
     half = quantile * math.sqrt(variance / num_tasks)
     if max(differences) - min(differences) < _SAME:
         half = 3.0 / num_tasks
-    detectable = half * (1.0 + t_quantile(power, num_tasks - 1) / quantile)
+    detectable = half * (1.0 + t_quantile(_POWER, num_tasks - 1) / quantile)
     return PairedDifference(value, value - half, value + half, detectable, num_tasks)
 
 

@@ -81,32 +81,29 @@ def clipped_policy_loss(
 def clip_loss(inputs: LossInputs) -> PolicyLoss:
     """PPO's clipped surrogate for each token; with `clip_dual` = c, under a negative advantage at most `c |A|` (dual
     clip, arXiv 1912.09729, equation 5)."""
-    given = (inputs.old_logprobs_N, inputs.advantages_N, inputs.clip_low, inputs.clip_high)
-    loss_N, low_N, high_N = clipped_policy_loss(inputs.logprobs_N, *given)
-    counts = {"clip_fraction_low": low_N, "clip_fraction_high": high_N}
-    if inputs.clip_dual is not None:
-        bound_N = -inputs.clip_dual * inputs.advantages_N
-        dual_N = (inputs.advantages_N < 0) & (loss_N > bound_N)
-        loss_N = torch.where(dual_N, bound_N, loss_N)
-        counts["clip_fraction_dual"] = dual_N
-    return PolicyLoss(loss_N, inputs.logprobs_N.detach() - inputs.old_logprobs_N, counts)
+    policy = _clipped(inputs.logprobs_N - inputs.old_logprobs_N, inputs)
+    if inputs.clip_dual is None:
+        return policy
+    bound_N = -inputs.clip_dual * inputs.advantages_N
+    dual_N = (inputs.advantages_N < 0) & (policy.loss_N > bound_N)
+    loss_N = torch.where(dual_N, bound_N, policy.loss_N)
+    return PolicyLoss(loss_N, policy.log_ratio_N, {**policy.counts, "clip_fraction_dual": dual_N})
 
 
 def gspo_loss(inputs: LossInputs) -> PolicyLoss:
     """The clipped surrogate of `s = exp(mean of the sequence's log-ratios)`, the same for all its tokens (GSPO, arXiv
     2507.18071, equations 5 and 7)."""
-    log_ratio_N = inputs.sequence_means(inputs.logprobs_N - inputs.old_logprobs_N)
-    return _sequence_clipped(log_ratio_N, inputs)
+    return _clipped(inputs.sequence_means(inputs.logprobs_N - inputs.old_logprobs_N), inputs)
 
 
 def gspo_token_loss(inputs: LossInputs) -> PolicyLoss:
     """GSPO's ratio in value, with each token's own gradient: `sg[s] pi / sg[pi]` (GSPO-token, arXiv 2507.18071,
     equations 13 and 14). For advantages that differ within a sequence."""
     mean_N = inputs.sequence_means(inputs.logprobs_N.detach() - inputs.old_logprobs_N)
-    return _sequence_clipped(mean_N + (inputs.logprobs_N - inputs.logprobs_N.detach()), inputs)
+    return _clipped(mean_N + (inputs.logprobs_N - inputs.logprobs_N.detach()), inputs)
 
 
-def _sequence_clipped(log_ratio_N: Tensor, inputs: LossInputs) -> PolicyLoss:
+def _clipped(log_ratio_N: Tensor, inputs: LossInputs) -> PolicyLoss:
     loss_N, low_N, high_N = clipped_policy_loss(
         log_ratio_N, torch.zeros_like(log_ratio_N), inputs.advantages_N, inputs.clip_low, inputs.clip_high
     )

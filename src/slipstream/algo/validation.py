@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.algo.statistics import t_quantile, wilson_of
+from slipstream.algo.statistics import UPPER, t_quantile, wilson_of
 
 Floats = NDArray[np.float64]
 
@@ -172,7 +172,7 @@ def _figure(values: Floats, independent: float, *, is_fraction: bool) -> Figure:
     return Figure(mean, low, high)
 
 
-def fraction_interval(values: Floats, independent: float = 1.0, confidence: float = 0.95) -> tuple[float, float]:
+def fraction_interval(values: Floats, independent: float = 1.0) -> tuple[float, float]:
     """Interval of the mean of one number in [0, 1] for each task: Wilson's, for as many independent samples as have the
     variance that is seen among the tasks. For one sample a task that is Wilson's own interval.
 
@@ -180,13 +180,13 @@ def fraction_interval(values: Floats, independent: float = 1.0, confidence: floa
     """
     mean, variance, num_tasks = float(np.mean(values)), float(np.var(values)), len(values)
     worth = mean * (1.0 - mean) / variance if variance > 0.0 else 1.0
-    return wilson_of(mean, num_tasks * min(worth, max(1.0, independent)), confidence)
+    return wilson_of(mean, num_tasks * min(worth, max(1.0, independent)))
 
 
-def mean_interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
+def mean_interval(values: Floats) -> tuple[float, float]:
     """Student's interval of the mean of one number for each task; infinite for one task."""
     mean, num_tasks = float(np.mean(values)), len(values)
     if num_tasks < 2:
         return -math.inf, math.inf
-    half = t_quantile(0.5 + confidence / 2.0, num_tasks - 1) * float(np.std(values, ddof=1)) / math.sqrt(num_tasks)
+    half = t_quantile(UPPER, num_tasks - 1) * float(np.std(values, ddof=1)) / math.sqrt(num_tasks)
     return mean - half, mean + half

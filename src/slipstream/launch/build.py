@@ -205,7 +205,7 @@ def build_sharded(
     """Build all models sharded over the trainer's ranks: this rank's shards, and the connection to the others.
     `planned_bytes`: memory that the plan gives each rank."""
     from slipstream.trainer.critic import Critic
-    from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
+    from slipstream.trainer.distributed.learner import ShardedLearner, ShardedModel, ShardedScorer
 
     tokens = config.training.micro_batch_tokens
     with stage("start the ranks"):
@@ -214,8 +214,9 @@ def build_sharded(
         parts = build_parts(config, sampling, group, ranks.shared)
     learner = ShardedLearner(POLICY, parts[POLICY], ranks, micro_batch_tokens=tokens)
     learner.planned_bytes = planned_bytes
-    reference = ShardedScorer(REFERENCE, parts[REFERENCE], ranks, tokens) if REFERENCE in parts else None
-    critic = None
+    reference = critic = None
+    if REFERENCE in parts:
+        reference = ShardedScorer(ShardedModel(REFERENCE, parts[REFERENCE], ranks), tokens)
     if CRITIC in parts:
         critic = Critic(ShardedLearner(CRITIC, parts[CRITIC], ranks, micro_batch_tokens=tokens), config.critic)
     return Trained(learner, reference, critic)

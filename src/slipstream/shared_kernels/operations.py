@@ -46,7 +46,7 @@ def _sharpened(x: Tensor) -> tuple[Tensor, Tensor]:
     return _TWICE * (x + _CUBE * x**3), _TWICE * (1 + 3 * _CUBE * x * x)
 
 
-def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, *, backward: bool = False) -> Tensor:
+def rotate(x_THD: Tensor, cosine_TE: Tensor, sine_TE: Tensor, backward: bool = False) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864) of heads whose two halves belong together; of the angles the first
     D / 2 columns are read. `backward`: by the opposite angle. Without gradients."""
     if x_THD.is_cuda:
@@ -91,10 +91,6 @@ def _gate_backward(grad: Tensor, left: Tensor, up: Tensor, gelu: bool = False) -
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     return norm(x, weight, epsilon, offset=offset)[0]
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool = False) -> Tensor:
-    return rotate(x, cosine, sine, backward=backward)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -146,7 +142,7 @@ differentiable_gate = Operation(
 differentiable_rotate = Operation(
     "rotate",
     "(Tensor x, Tensor cosine, Tensor sine, bool backward=False) -> Tensor",
-    _rotate,
+    rotate,
     lambda x, *_: x.new_empty(x.shape),
     keep=_keep_rotate,
     backward=lambda ctx, grad: (

@@ -116,6 +116,7 @@ class BatchTrainer:
         if (batch.rollouts or metrics.get("dropped/no_tokens")) and not any(r.num_sampled for r in batch.rollouts):
             return BatchResult(metrics, no_signal=NoSignal.NO_TOKENS)
         is_full = metrics.get("rollout/stop_context_full_fraction", 0.0) > 0.5
+        no_variance = NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE
         penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
         credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
         metrics |= kl_metrics | credit.metrics
@@ -123,7 +124,7 @@ class BatchTrainer:
         if not planned:
             return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.ALL_TRUNCATED)
         if not credit.has_signal and self.critic is None:
-            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE)
+            return BatchResult(metrics, credit, no_variance)
         if self.critic is not None:
             metrics |= self.critic.train(planned)
             if batch.step < self.critic.config.warmup_steps:
@@ -131,7 +132,7 @@ class BatchTrainer:
         steps = [(index, step) for index, step in enumerate(planned) if step.has_signal]
         metrics["train/skipped_updates"] = float(len(planned) - len(steps))
         if not steps:
-            return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE)
+            return BatchResult(metrics, credit, no_variance)
         fill_logprobs([step for _, step in steps], algorithm, self.learner, self.reference, self.sampling)
         update_metrics, num_skipped = self.optimizer_steps(steps, batch.step)
         metrics["train/skipped_updates"] += num_skipped

@@ -7,6 +7,7 @@ advantages are written to `records.Sequence.advantages`, which take precedence o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +32,7 @@ from slipstream.trainer.packing import ValueTargets
 from slipstream.trainer.turn_credit import (
     check_turns,
     token_rewards,
+    turn_advantages,
     turn_signal_fraction,
     write_turn_advantages,
 )
@@ -96,10 +98,11 @@ def assign_credit(
     _check_finite(advantages_S, batch, config)
     carries_S = _carries_loss(rollouts, rewards_S, group_ids_S, config)
     if gives_turns:
-        advantages_K, has_signal = write_turn_advantages(
-            rollouts, earned_S, group_ids_S, config.scale_rewards, baseline, of_usable, carries_S
-        )
+        of_turns = partial(turn_advantages, rollouts, earned_S, group_ids_S, config.scale_rewards, baseline)
+        advantages_K = of_turns(of_usable)
         _check_finite(advantages_K, batch, config)
+        write_turn_advantages(rollouts, advantages_K, carries_S)
+        has_signal = bool((advantages_K if of_usable is None else of_turns()).any())
         advantages_S = torch.zeros_like(advantages_S)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
@@ -184,7 +187,7 @@ def _shaped(
 ) -> tuple[Tensor, dict[str, float]]:
     """Shaped rewards `[S]`, float64, and the mean contribution of each shaping term."""
     rewards_S = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-    metrics: dict[str, float] = {}
+    terms: dict[str, tuple[float, Tensor]] = {}
     right_S = None
     if config.reward_threshold is not None:
         right_S = rewards_S >= config.reward_threshold
@@ -192,19 +195,17 @@ def _shaped(
     if config.overlong_buffer > 0:
         longest_S = torch.tensor([max(map(_longest_turn, rollout.sequences), default=0) for rollout in rollouts])
         punishment_S = overlong_punishment(longest_S, max_tokens, config.overlong_buffer * max_tokens)
-        rewards_S = rewards_S + config.overlong_penalty * punishment_S
-        metrics["reward/overlong"] = config.overlong_penalty * punishment_S.mean().item()
+        terms["overlong"] = config.overlong_penalty, punishment_S
     if config.thinking_budget is not None and config.thinking_budget < max_tokens:
         thinking_S = torch.tensor([rollout.num_thinking for rollout in rollouts])
         punishment_S = overlong_punishment(thinking_S, max_tokens, float(max_tokens - config.thinking_budget))
-        rewards_S = rewards_S + config.thinking_penalty * punishment_S
-        metrics["reward/thinking"] = config.thinking_penalty * punishment_S.mean().item()
+        terms["thinking"] = config.thinking_penalty, punishment_S
     if config.length_penalty > 0 and right_S is not None:
         lengths_S = torch.tensor([rollout.num_sampled for rollout in rollouts])
-        shortness_S = length_reward(lengths_S, right_S, group_ids_S)
-        rewards_S = rewards_S + config.length_penalty * shortness_S
-        metrics["reward/length"] = config.length_penalty * shortness_S.mean().item()
-    return rewards_S, metrics
+        terms["length"] = config.length_penalty, length_reward(lengths_S, right_S, group_ids_S)
+    for weight, term_S in terms.values():
+        rewards_S = rewards_S + weight * term_S
+    return rewards_S, {f"reward/{name}": weight * term_S.mean().item() for name, (weight, term_S) in terms.items()}
 
 
 def _longest_turn(sequence: records.Sequence) -> int:

@@ -62,17 +62,10 @@ class ValueModel(PolicyModel):
         if row.images:
             hidden_ND = self.within(lambda: self.forward(self.embed(row), row)[row.predict_index_N])
             return self._head(hidden_ND.float())
-        segments = {"segments": row.layout} if self.packing else {}
         output = self._trunk(
-            input_ids=row.token_ids_T[None], position_ids=row.position_ids_T[None], use_cache=False, **segments
+            input_ids=row.token_ids_T[None], position_ids=row.position_ids_T[None], use_cache=False, **self._of_row(row)
         )
         return self._head(output.last_hidden_state[0, row.predict_index_N].float())
-
-
-def _values(model: PolicyModel, micro: MicroBatch) -> Tensor:
-    logits = model.logits(micro)
-    assert isinstance(logits, Tensor)
-    return logits[:, 0]
 
 
 class ValueObjective(OneForward):
@@ -93,7 +86,9 @@ class ValueObjective(OneForward):
         """See the class; raises TrainingError when a sequence has no targets."""
         if micro.old_values_N is None or micro.returns_N is None:
             raise TrainingError("a sequence has nothing for the critic to learn: give value targets for each sequence")
-        values_N = _values(model, micro)
+        logits_N1 = model.logits(micro)
+        assert isinstance(logits_N1, Tensor)
+        values_N = logits_N1[:, 0]
         loss_N, clipped_N = value_loss(values_N, micro.old_values_N, micro.returns_N, self._clip)
         loss = loss_N.sum() / divisors["tokens"]
         return loss, {"loss": loss.detach(), "clip_fraction": clipped_N.sum()}
@@ -113,8 +108,7 @@ class Critic:
 
     def values(self, batch: records.Batch) -> list[list[Tensor]]:
         """Per rollout and sequence, the values before each trainable token, `[N]`; float32 on the CPU."""
-        found = self.learner.values([sequence for rollout in batch.rollouts for sequence in rollout.sequences])
-        values_of = iter(found)
+        values_of = iter(self.learner.values([s for rollout in batch.rollouts for s in rollout.sequences]))
         return [[next(values_of) for _ in rollout.sequences] for rollout in batch.rollouts]
 
     def train(self, steps: Sequence[StepBatch]) -> dict[str, float]:

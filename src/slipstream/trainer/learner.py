@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.gradient_surgery import Combination
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError, one_line
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
@@ -64,7 +65,6 @@ def deterministic_on_cpu(device: torch.device) -> Generator[None]:
         flags.fill_uninitialized_memory = fills
 
 
-@torch.no_grad()
 def score(
     model: PolicyModel,
     sequences: Sequence[records.Sequence],
@@ -73,9 +73,20 @@ def score(
     micro_batch_tokens: int,
 ) -> Scores:
     """Compute log-probabilities and entropies under `sampling`, without gradients, by any model."""
+    return Scores(*predicted(model, sequences, sampling, micro_batch_tokens))
+
+
+@torch.no_grad()
+def predicted(
+    model: PolicyModel,
+    sequences: Sequence[records.Sequence],
+    sampling: records.SamplingParams | None,
+    micro_batch_tokens: int,
+) -> list[list[Tensor]]:
+    """By kind of prediction (see `predictions`) one tensor `[N]` for each sequence, by any model."""
     rows = micro_batches(StepBatch(list(sequences)), micro_batch_tokens, packing=model.packing, device=model.device)
     found = predictions(model, rows, sampling)
-    return Scores(*([found[index][part] for index in range(len(sequences))] for part in (0, 1)))
+    return [[found[index][kind] for index in range(len(sequences))] for kind in range(1 if sampling is None else 2)]
 
 
 @torch.no_grad()
@@ -110,7 +121,7 @@ def predictions(
 class Sums:
     """Sums over the micro-batches of a step; `values` on the device, float64."""
 
-    values: dict[str, Tensor]
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     num_micro_batches: int = 0
     num_row_tokens: int = 0
     longest_row: int = 0
@@ -134,7 +145,7 @@ def add_gradients(
     """Run forward and backward on each row and accumulate the gradients, of the loss times `loss_scale`; returns the
     sums of the objective's terms. For a row that is None the rank computes a dummy micro-batch with gradient zero, so
     that its collectives match."""
-    totals = Sums({})
+    totals = Sums()
     for micro in rows:
         # Around both passes: compiled layers require the same setting in the two.
         with deterministic_on_cpu(model.device):
@@ -146,12 +157,9 @@ def add_gradients(
             if model.replay is not None:
                 sums |= model.replay.counted()
             (loss if loss_scale == 1.0 else loss * loss_scale).backward()
-        for key, value in sums.items():
-            # Stays on the device: reading a number here would synchronize the GPU.
-            totals.values[key] = totals.values[key] + value.double() if key in totals.values else value.double()
-        totals.num_micro_batches += 1
-        totals.num_row_tokens += len(micro.token_ids_T)
-        totals.longest_row = max(totals.longest_row, len(micro.token_ids_T))
+        num_tokens = len(micro.token_ids_T)
+        # They stay on the device: reading a number here would synchronize the GPU.
+        totals.add(Sums({key: value.double() for key, value in sums.items()}, 1, num_tokens, num_tokens))
     if model.images is not None:
         with deterministic_on_cpu(model.device):
             model.images.backward()
@@ -196,8 +204,7 @@ def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row:
 
 
 class Learner:
-    """Trains `model` with `optimizer`. `micro_batch_tokens` bounds the memory and changes rounding only;
-    `planned_bytes` is the plan's estimate of the peak, reported beside the actual one."""
+    """Trains `model` with `optimizer`. `micro_batch_tokens` bounds the memory and changes rounding only."""
 
     def __init__(
         self,
@@ -205,12 +212,12 @@ class Learner:
         optimizer: Optimizer,
         *,
         micro_batch_tokens: int = 4096,
-        planned_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
-        self.planned_bytes = planned_bytes
+        self.planned_bytes: int | None = None
+        """The plan's estimate of the peak memory, reported beside the actual one."""
         self._longest_row = 0
         self._repeat: Callable[[], object] = lambda: None
         """Makes the last gradient again."""
@@ -228,15 +235,17 @@ class Learner:
         micro_batch_tokens: int | None = None,
     ) -> Scores:
         """Compute log-probabilities and entropies of the trainable tokens by the live weights."""
-        return score(self.model, sequences, sampling, micro_batch_tokens=micro_batch_tokens or self.micro_batch_tokens)
+        return Scores(*self._predict(sequences, sampling, micro_batch_tokens or self.micro_batch_tokens))
 
     def values(self, sequences: Sequence[records.Sequence]) -> list[Tensor]:
         """Compute a critic's values before each trainable token, `[N]` per sequence."""
-        rows = micro_batches(
-            StepBatch(list(sequences)), self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
-        )
-        found = predictions(self.model, rows, None)
-        return [found[index][0] for index in range(len(sequences))]
+        return self._predict(sequences, None, self.micro_batch_tokens)[0]
+
+    def _predict(
+        self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
+    ) -> list[list[Tensor]]:
+        """See `predicted`."""
+        return predicted(self.model, sequences, sampling, micro_batch_tokens)
 
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
         """Set `old_logprobs`, the denominator of the importance ratio, before the first of several updates.
@@ -262,16 +271,16 @@ class Learner:
         divisors = objective.counts(batch)
         conflicts: dict[str, float] = {}
         if by_task is None or len(tasks := batch.by_task()) < 2:
-            sums, found = self._add_gradients(batch, objective, divisors), (0.0, 1.0)
+            sums, found = self._add_gradients(batch, objective, divisors), Combination([], 0.0, 1.0)
         else:
             # Each with the divisors of all: without conflicts their sum is the gradient of the whole loss.
-            sums = Sums({})
+            sums = Sums()
             for task in tasks:
                 sums.add(self._add_gradients(task, objective, divisors))
                 self._keep_apart()
             found = self._combine(by_task)
         if by_task is not None:
-            conflicts = dict(zip(("task_conflict_fraction", "task_lowest_cosine"), found, strict=True))
+            conflicts = {"task_conflict_fraction": found.conflict_fraction, "task_lowest_cosine": found.lowest_cosine}
         values = {key: value.cpu() for key, value in sums.values.items()}
         experts = share_that_differs(values)
         metrics = objective.summarize(values, divisors) | experts
@@ -284,10 +293,9 @@ class Learner:
         """Keep the gradient so far apart, as one task's."""
         self.optimizer.set_aside()
 
-    def _combine(self, seed: str) -> tuple[float, float]:
-        """Combine the tasks' gradients; returns the fraction of pairs that conflict and the lowest cosine."""
-        found = self.optimizer.combine(seed)
-        return found.conflict_fraction, found.lowest_cosine
+    def _combine(self, seed: str) -> Combination:
+        """Combine the tasks' gradients."""
+        return self.optimizer.combine(seed)
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

@@ -135,7 +135,9 @@ class PolicyObjective(OneForward):
         config = self.config
         logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, self.sampling)
         inputs = self._inputs(micro, logprobs_N)
-        policy = self._policy_loss(inputs)
+        policy = self._loss(inputs)
+        if not isinstance(policy, PolicyLoss):
+            policy = PolicyLoss(policy, inputs.logprobs_N.detach() - inputs.old_logprobs_N)
         per_token_N, old_N = policy.loss_N, inputs.old_logprobs_N
         sums = {
             "entropy": entropy_N.detach().sum(),
@@ -200,12 +202,6 @@ class PolicyObjective(OneForward):
         if micro.teacher_logprobs_N is None:
             raise TrainingError("a sequence has no log-probabilities of the teacher: every rollout must be scored")
         return advantages_N + self._teacher_coef * (micro.teacher_logprobs_N - old_N.detach())
-
-    def _policy_loss(self, inputs: LossInputs) -> PolicyLoss:
-        result = self._loss(inputs)
-        if isinstance(result, PolicyLoss):
-            return result
-        return PolicyLoss(result, inputs.logprobs_N.detach() - inputs.old_logprobs_N)
 
     def _importance(self, micro: MicroBatch, old_N: Tensor, weighting: Weighting) -> tuple[Tensor, Tensor]:
         config = self.config

@@ -11,6 +11,7 @@ import msgspec
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.balancing import runs
 from slipstream.errors import MismatchError, TrainingError
 from slipstream.runlog import ROLLOUT_COUNTS, ROLLOUT_FLAGS
 from slipstream.trainer.learner import Scores
@@ -238,24 +239,10 @@ def held_out_loss(
     """The mean cross-entropy of all trainable tokens, in nats, as SFT's loss has it for a batch; and its exponential.
     `tokens_at_once` bounds the tokens of the sequences in one call of `forward`; `on_measured` gets their number."""
     total, count = 0.0, 0
-    for part in _parts(sequences, tokens_at_once):
+    for part in runs(sequences, len, tokens_at_once):
         for logprobs_N in forward(part).logprobs:
             total -= logprobs_N.double().sum().item()
             count += len(logprobs_N)
         on_measured(len(part))
     loss = total / count
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, _HIGHEST_EXPONENT))}
-
-
-def _parts(sequences: Iterable[records.Sequence], most: int) -> Iterator[list[records.Sequence]]:
-    """Consecutive sequences of at most `most` tokens together; a longer one is alone."""
-    part: list[records.Sequence] = []
-    num_tokens = 0
-    for sequence in sequences:
-        if part and num_tokens + len(sequence) > most:
-            yield part
-            part, num_tokens = [], 0
-        part.append(sequence)
-        num_tokens += len(sequence)
-    if part:
-        yield part

@@ -79,9 +79,11 @@ class StepBatch:
             return [self]
         names = sorted({name for name, s in zip(self.tasks, self.sequences, strict=True) if s.num_trainable})
         chosen = ([place for place, name in enumerate(self.tasks) if name == wanted] for wanted in names)
-        return [self._only(places) for places in chosen]
+        return [self.only(places) for places in chosen]
 
-    def _only(self, places: list[int]) -> StepBatch:
+    def only(self, places: list[int]) -> StepBatch:
+        """The sequences at `places`, with what belongs to each."""
+
         def of(values: list[T] | None) -> list[T] | None:
             return None if values is None else [values[place] for place in places]
 
@@ -89,6 +91,15 @@ class StepBatch:
         old, reference = of(self.old_logprobs), of(self.reference_logprobs)
         targets, tokens = of(self.value_targets), of(self.rollout_tokens)
         return StepBatch(sequences, of(self.advantages), old, reference, targets, rollout_tokens=tokens)
+
+    @property
+    def token_advantages(self) -> list[list[float] | None]:
+        """Per sequence, the advantages of its tokens."""
+        given = self.advantages or [None] * len(self.sequences)
+        return [
+            sequence.advantages if sequence.advantages is not None or whole is None else [whole] * len(sequence)
+            for sequence, whole in zip(self.sequences, given, strict=True)
+        ]
 
     @property
     def num_tokens(self) -> int:
@@ -199,7 +210,7 @@ def micro_batches(
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
     if packing:
-        groups = _prompt_groups(batch, targets, used, max_tokens, on_cpu=_is_cpu(device))
+        groups = _prompt_groups(batch, targets, used, max_tokens, device)
         rows = pack([_cost(batch, targets, group) for group in groups], max_tokens)
     else:
         groups = [[index] for index in used]
@@ -215,15 +226,13 @@ def even_rows(
     tokens; a row may be empty."""
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
-    if not packing:
-        lengths = [targets[index].length for index in used]
-        passes = pack_evenly(lengths, 1, parts)
-        return [[[[used[place]] for place in row] for row in step] for step in passes]
-    # A prompt group larger than a rank's part would leave other ranks idle.
-    total, longest = sum(targets[index].length for index in used), max((targets[i].length for i in used), default=1)
-    most = min(max_tokens, max(longest, -(-total // parts)))
-    groups = _prompt_groups(batch, targets, used, most, on_cpu=_is_cpu(device))
-    passes = pack_evenly([_cost(batch, targets, group) for group in groups], max_tokens, parts)
+    costs, groups = [targets[index].length for index in used], [[index] for index in used]
+    if packing:
+        # A prompt group larger than a rank's part would leave other ranks idle.
+        most = min(max_tokens, max(*costs, 1, -(-sum(costs) // parts)))
+        groups = _prompt_groups(batch, targets, used, most, device)
+        costs = [_cost(batch, targets, group) for group in groups]
+    passes = pack_evenly(costs, max_tokens if packing else 1, parts)
     return [[[groups[place] for place in row] for row in step] for step in passes]
 
 
@@ -242,16 +251,13 @@ def dummy_micro_batch(device: torch.device | str) -> MicroBatch:
     return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device)
 
 
-def _is_cpu(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cpu"
-
-
 def _prompt_groups(
-    batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, *, on_cpu: bool
+    batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, device: torch.device | str
 ) -> list[list[int]]:
     """Group sequences of equal prompts, each group at most `max_tokens` tokens; on a CPU also those whose prompts begin
-    alike where that saves enough, which has not been measured on a GPU. A sequence whose continuation is too long for
-    what it shares is a group alone (see `_LONGEST_SHARING`), and so is one that shares a single token."""
+    alike where that saves enough, which has not been measured on a GPU. A sequence is a group alone if its
+    continuation is too long for the shared part (see `_LONGEST_SHARING`), or if it shares a single token."""
+    on_cpu = torch.device(device).type == "cpu"
     alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index in used:
         sequence, prompt = batch.sequences[index], targets[index].prompt
@@ -344,74 +350,47 @@ def _micro_batch(
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
             target_ids += [ids[place] for place in target.positions]
     indices = [index for group in groups for index in group]
-    targets = [all_targets[index] for index in indices]
-    counts = [len(target.positions) for target in targets]
-    learned = batch.value_targets
-    old_values = None if learned is None else [each.old_values for each in learned]
-    returns = None if learned is None else [each.returns for each in learned]
+    own, places = batch.only(indices), [all_targets[index].positions for index in indices]
+    counts = list(map(len, places))
+
+    def of_tokens(values: list[list[float] | None]) -> Tensor | None:
+        """Values of the targets `[N]`, from those of each sequence's tokens; None if any sequence has none."""
+        known = [each for each in values if each is not None]
+        if len(known) < len(values):
+            return None
+        found = [each[place] for each, mine in zip(known, places, strict=True) for place in mine]
+        return to_device(torch.tensor(found, dtype=torch.float32), device)
+
+    def joined(values: list[Tensor] | None) -> Tensor | None:
+        return None if values is None else to_device(torch.cat(values), device)
+
+    def integers(values: list[int]) -> Tensor:
+        """Seven times as fast as torch.tensor: the GPU is idle until a step's first row is built."""
+        return to_device(torch.frombuffer(array("q", values), dtype=torch.int64), device)
+
+    learned, tokens, rotary = own.value_targets, own.rollout_tokens, images.rotary_ids()
     return MicroBatch(
-        token_ids_T=to_device(_integers(token_ids), device),
-        position_ids_T=to_device(_integers(position_ids), device),
+        token_ids_T=integers(token_ids),
+        position_ids_T=integers(position_ids),
         layout=segment_layout(lengths, device, prefixes, images.blocks()),
-        predict_index_N=to_device(_integers(predict_index), device),
-        target_ids_N=to_device(_integers(target_ids), device),
+        predict_index_N=integers(predict_index),
+        target_ids_N=integers(target_ids),
         sequence_index_N=to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device),
         sequences=indices,
         counts=counts,
-        behaviour_logprobs_N=_of_targets([s.logprobs for s in batch.sequences], indices, targets, device),
-        teacher_logprobs_N=_of_targets([s.teacher_logprobs for s in batch.sequences], indices, targets, device),
-        advantages_N=_advantages(batch, indices, targets, device),
-        old_logprobs_N=_joined(batch.old_logprobs, indices, device),
-        reference_logprobs_N=_joined(batch.reference_logprobs, indices, device),
-        old_values_N=_joined(old_values, indices, device),
-        returns_N=_joined(returns, indices, device),
-        rollout_tokens_S=None
-        if (tokens := batch.rollout_tokens) is None
-        else to_device(torch.tensor([tokens[index] for index in indices], dtype=torch.float32), device),
+        behaviour_logprobs_N=of_tokens([sequence.logprobs for sequence in own.sequences]),
+        teacher_logprobs_N=of_tokens([sequence.teacher_logprobs for sequence in own.sequences]),
+        advantages_N=of_tokens(own.token_advantages),
+        old_logprobs_N=joined(own.old_logprobs),
+        reference_logprobs_N=joined(own.reference_logprobs),
+        old_values_N=None if learned is None else joined([each.old_values for each in learned]),
+        returns_N=None if learned is None else joined([each.returns for each in learned]),
+        rollout_tokens_S=None if tokens is None else to_device(torch.tensor(tokens, dtype=torch.float32), device),
         images=images.found,
-        rotary_ids_3T=None if (rotary := images.rotary_ids()) is None else to_device(rotary, device),
-        boxes=row_boxes(
-            [batch.sequences[i].detection for i in indices], [t.positions for t in targets], predict_index, device
-        ),
+        rotary_ids_3T=None if rotary is None else to_device(rotary, device),
+        boxes=row_boxes([sequence.detection for sequence in own.sequences], places, predict_index, device),
         experts=choices.experts(device),
     )
-
-
-def _integers(values: list[int]) -> Tensor:
-    """An int64 tensor, seven times as fast as torch.tensor: the GPU is idle until a step's first row is built."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
-def _joined(values: list[Tensor] | None, indices: list[int], device: torch.device | str) -> Tensor | None:
-    return None if values is None else to_device(torch.cat([values[index] for index in indices]), device)
-
-
-def _of_targets(
-    all_logprobs: list[list[float] | None], indices: list[int], targets: list[_Targets], device: torch.device | str
-) -> Tensor | None:
-    """Log-probabilities of the targets `[N]`, from those of all tokens; None if any sequence has none."""
-    values: list[float] = []
-    for index, target in zip(indices, targets, strict=True):
-        logprobs = all_logprobs[index]
-        if logprobs is None:
-            return None
-        values += [logprobs[position] for position in target.positions]
-    return to_device(torch.tensor(values, dtype=torch.float32), device)
-
-
-def _advantages(
-    batch: StepBatch, indices: list[int], targets: list[_Targets], device: torch.device | str
-) -> Tensor | None:
-    values: list[float] = []
-    for index, target in zip(indices, targets, strict=True):
-        own = batch.sequences[index].advantages
-        if own is not None:
-            values += [own[position] for position in target.positions]
-        elif batch.advantages is not None:
-            values += [batch.advantages[index]] * len(target.positions)
-        else:
-            return None
-    return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def make_step_batches(

@@ -75,21 +75,9 @@ def turn_signal_fraction(rollouts: Sequence[records.Rollout], rewards_S: Tensor,
     return statistics.fmean(map(turns_have_signal, returns.values()))
 
 
-def write_turn_advantages(
-    rollouts: Sequence[records.Rollout],
-    rewards_S: Tensor,
-    group_ids_S: Tensor,
-    scale: Literal["std", "batch", "whiten", "none"],
-    baseline: Baseline,
-    penalties: Sequence[Sequence[Tensor]] | None,
-    carries_loss_S: Tensor,
-) -> tuple[Tensor, bool]:
+def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Tensor, carries_loss_S: Tensor) -> None:
     """Write each turn's advantage (see `turn_advantages`) to its sampled tokens (`records.Sequence.advantages`); 0
-    where a rollout carries no loss. Returns the advantages `[K]`, and whether rewards without `penalties` give any."""
-    advantages_K = turn_advantages(rollouts, rewards_S, group_ids_S, scale, baseline, penalties)
-    earned_K = advantages_K
-    if penalties is not None:
-        earned_K = turn_advantages(rollouts, rewards_S, group_ids_S, scale, baseline)
+    where a rollout carries no loss."""
     given = iter(advantages_K.tolist())
     for rollout, carries_loss in zip(rollouts, carries_loss_S.tolist(), strict=True):
         tokens = [[0.0] * len(sequence) for sequence in rollout.sequences]
@@ -99,7 +87,6 @@ def write_turn_advantages(
                 tokens[span.sequence][span.start : span.end] = [advantage] * (span.end - span.start)
         for sequence, values in zip(rollout.sequences, tokens, strict=True):
             sequence.advantages = values
-    return advantages_K, bool(earned_K.any())
 
 
 def turns_of(rollout: records.Rollout) -> list[records.TurnSpan]:

@@ -6,22 +6,22 @@ any other bridge the engine answers bit for bit as one that was started on the v
 """
 
 from slipstream.weights.base import Announce, Bridge, Publisher, Receiver, check_report
+from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.bridges.registry import (
     create_adapter_bridge,
-    create_adapter_publisher,
     create_bridge,
     create_publisher,
     receiver_of,
 )
 
 __all__ = [
+    "AdapterPublisher",
     "Announce",
     "Bridge",
     "Publisher",
     "Receiver",
     "check_report",
     "create_adapter_bridge",
-    "create_adapter_publisher",
     "create_bridge",
     "create_publisher",
     "receiver_of",

@@ -260,22 +260,21 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def check_adapter_fits(
-    folder: Path, wanted_config: AdapterConfig, shapes: dict[str, tuple[int, ...]], origin: str = "lora"
+    folder: Path, wanted_config: AdapterConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, str]:
     """Raise ConfigError unless the adapter in `folder` is of this kind, rank and alpha, and has exactly the tensors of
     `shapes`. Returns for each of its names the one in `shapes`, see `renamed`."""
     found = read_adapter_config(folder)
     if found.dora != wanted_config.dora:
         kind, setting = ("DoRA", "true") if found.dora else ("plain LoRA", "false")
-        raise ConfigError(f"the adapter in {folder} is {kind}: set {origin}.dora = {setting}")
+        raise ConfigError(f"the adapter in {folder} is {kind}: set lora.dora = {setting}")
     for name, wanted, there in (
         ("rank", wanted_config.rank, found.rank),
         ("alpha", wanted_config.alpha, found.alpha),
     ):
         if wanted != there:
             raise ConfigError(
-                f"{origin}.{name} = {wanted:g}, and the adapter in {folder} has {there:g}: "
-                f"set {origin}.{name} = {there:g}"
+                f"lora.{name} = {wanted:g}, and the adapter in {folder} has {there:g}: set lora.{name} = {there:g}"
             )
     stored = read_adapter_shapes(folder)
     own = renamed(stored, shapes)
@@ -290,7 +289,7 @@ def check_adapter_fits(
         problems += [f"{name} has shape {list(theirs[name])}, not {list(shapes[name])}" for name in other[:1]]
     if problems:
         raise ConfigError(
-            f"the adapter in {folder} does not fit model.path and {origin}.target_modules ({'; '.join(problems)}): its "
+            f"the adapter in {folder} does not fit model.path and lora.target_modules ({'; '.join(problems)}): its "
             f"own target_modules are {', '.join(sorted(found.target_modules))}"
         )
     return own

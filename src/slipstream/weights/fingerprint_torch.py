@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,26 +73,25 @@ def fingerprint(
         return 0
     bits = bits_of(tensor)
     sizes = tuple(tensor.shape) if sizes is None else sizes
+    places: Tensor | None = None
+    if strides is not None and not _is_contiguous(sizes, strides):
+        places = torch.full((1,), offset, dtype=torch.int64, device=bits.device)
+        for size, stride in zip(sizes, strides, strict=True):
+            places = (places[:, None] + torch.arange(size, device=bits.device) * stride).reshape(-1)
     total = 0
-    if strides is None or _is_contiguous(sizes, strides):
-        for start in range(0, bits.numel(), _CHUNK):
-            part = bits[start : start + _CHUNK]
-            index = torch.arange(offset + start, offset + start + part.numel(), device=bits.device)
-            total += _mix(index, part)
-        return total & MASK
-    index = torch.full((1,), offset, dtype=torch.int64, device=bits.device)
-    for size, stride in zip(sizes, strides, strict=True):
-        index = (index[:, None] + torch.arange(size, device=bits.device) * stride).reshape(-1)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK]
-        total += _mix(index[start : start + part.numel()], part)
+        end = start + part.numel()
+        index = torch.arange(offset + start, offset + end, device=bits.device) if places is None else places[start:end]
+        total += _mix(index, part)
     return total & MASK
 
 
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of these sizes."""
+    return torch.empty(sizes, device="meta").stride()
+
+
 def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    every = zip(sizes, strides, contiguous_strides(sizes), strict=True)
+    return all(size == 1 or stride == expected for size, stride, expected in every)

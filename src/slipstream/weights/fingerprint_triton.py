@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
+from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, contiguous_strides, fingerprint
 
 # Nothing of Triton is typed, and on a machine without a GPU a type checker does not find it.
 # ruff: noqa: ANN001
@@ -187,24 +187,15 @@ def _row(part: Slice) -> tuple[list[int], Tensor] | None:
     """
     tensor = part.tensor
     sizes = tuple(tensor.shape) if part.sizes is None else part.sizes
-    strides = _contiguous(sizes) if part.strides is None else part.strides
+    strides = contiguous_strides(sizes) if part.strides is None else part.strides
     view = _lines(sizes, tensor.stride(), strides) if sizes == tuple(tensor.shape) else None
     if view is None:
         tensor = tensor.contiguous()
-        view = _lines(sizes, _contiguous(sizes), strides)
+        view = _lines(sizes, contiguous_strides(sizes), strides)
     if view is None:
         return None
     address = tensor.data_ptr()
     return [address, tensor.numel(), part.offset, *view, int(address % 16 == 0)], tensor
-
-
-def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def _lines(sizes: Sequence[int], memory: Sequence[int], index: Sequence[int]) -> tuple[int, int, int, int] | None:

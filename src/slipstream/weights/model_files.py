@@ -189,15 +189,13 @@ def weights_digest(folder: Path) -> str:
     """Digest of every stored tensor's name, shape and dtype, and of two of its rows: different weights differ nearly
     everywhere, and reading all of them would take as long as loading them."""
     lines: list[str] = []
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                stored = tensors.get_slice(name)
-                shape = stored.get_shape()
-                indices = (0, shape[0] // 2) if shape else ()
-                rows = [stored[index : index + 1] for index in indices] or [tensors.get_tensor(name)]
-                content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
-                lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
+    for name, file in _stored(folder):
+        stored = file.get_slice(name)
+        shape = stored.get_shape()
+        indices = (0, shape[0] // 2) if shape else ()
+        rows = [stored[index : index + 1] for index in indices] or [file.get_tensor(name)]
+        content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
+        lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -217,23 +215,26 @@ def links_to_one_model(model: Path, folder: Path) -> Path:
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model in `folder`, one at a time."""
+    return ((name, file.get_tensor(name)) for name, file in _stored(folder))
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Each tensor's name, with its open file."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield name, file.get_tensor(name)
+                yield name, file
 
 
 def stored_parameters(folder: Path, dtype: str) -> tuple[ParameterSpec, ...]:
     """Names and shapes of the floating-point tensors of the model in `folder`, as they are when loaded in `dtype`; only
     headers are read, and the fingerprints are empty."""
-    found: list[ParameterSpec] = []
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                stored = file.get_slice(name)
-                if "F" in stored.get_dtype():
-                    found.append(ParameterSpec(name, tuple(stored.get_shape()), dtype, ""))
-    return tuple(found)
+    slices = ((name, file.get_slice(name)) for name, file in _stored(folder))
+    return tuple(
+        ParameterSpec(name, tuple(stored.get_shape()), dtype, "")
+        for name, stored in slices
+        if "F" in stored.get_dtype()
+    )
 
 
 def sync(path: Path) -> None:

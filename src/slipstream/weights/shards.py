@@ -9,7 +9,6 @@ gather.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.records import ParameterSpec
+from slipstream.weights.fingerprint_torch import contiguous_strides
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +55,7 @@ def part_of(whole: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
 
 def place_of(shard: Shard, rank: int, size: int) -> tuple[int, tuple[int, ...]]:
     """Offset of the shard of `rank` in the flattened whole, and the strides of its elements there."""
-    strides = tuple(math.prod(shard.shape[place + 1 :]) for place in range(len(shard.shape)))
+    strides = contiguous_strides(shard.shape)
     if shard.dim is None:
         return 0, strides
     return dealt(shard.shape[shard.dim], rank, size).start * strides[shard.dim], strides

@@ -42,9 +42,10 @@ def write_usage(folder: Path, source: Path, ends: EndTokens) -> None:
     if not generation:
         # Without the file, transformers takes these from the configuration.
         parts = (config, config.get("text_config") or {})
-        given = {name: part[name] for part in reversed(parts) for name in _SPECIAL if part.get(name) is not None}
-        generation = given
-    _add_ends(folder / GENERATION_CONFIG, generation, ends)
+        generation = {name: part[name] for part in reversed(parts) for name in _SPECIAL if part.get(name) is not None}
+    file = folder / GENERATION_CONFIG
+    if _with_ends(generation, ends) or not file.is_file():
+        _write(file, generation)
     if (folder / "config.json").is_file():
         own = _read(folder / "config.json")
         parts = [part for part in (own, own.get("text_config") or {}) if part.get("eos_token_id") is not None]
@@ -63,12 +64,6 @@ def copy_usage(source: Path, folder: Path) -> None:
 
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def _add_ends(file: Path, generation: dict[str, Any], ends: EndTokens) -> None:
-    changed = _with_ends(generation, ends)
-    if changed or not file.is_file():
-        _write(file, generation)
 
 
 def _with_ends(values: dict[str, Any], ends: EndTokens) -> bool:

@@ -31,11 +31,11 @@ def main(path: str) -> int:
     try:
         _serve(settings, parent)
     except BaseException as error:  # noqa: BLE001 (rank 0 must learn of any error)
-        from slipstream.trainer.distributed.worker import Answer
+        from slipstream.trainer.distributed.worker import Answer, encode
 
         traceback.print_exc()
         reason = first_line(error)
-        parent.send(msgspec.msgpack.encode(Answer(kind=type(error).__name__, error=reason)))
+        parent.send(encode(Answer(kind=type(error).__name__, error=reason)))
         return 1
     return 0
 
@@ -46,10 +46,10 @@ def _serve(settings: RankSettings, parent: lifeline.Parent) -> None:
     from slipstream.launch.build import POLICY, build_parts
     from slipstream.trainer import garbage_collection
     from slipstream.trainer.distributed.fsdp import RankGroup
-    from slipstream.trainer.distributed.worker import Answer, AnyCommand, Commit
+    from slipstream.trainer.distributed.worker import Answer, AnyCommand, Commit, decode, encode
 
     def answer(value: Answer) -> None:
-        parent.send(msgspec.msgpack.encode(value))
+        parent.send(encode(value))
 
     heartbeat.doing("loading its shard")
     config = PlannedConfig.model_validate_json(settings.config)
@@ -62,7 +62,7 @@ def _serve(settings: RankSettings, parent: lifeline.Parent) -> None:
     is_warm = False
     while True:
         heartbeat.doing("waiting for rank 0")
-        command: AnyCommand = msgspec.msgpack.decode(parent.receive(), type=AnyCommand)
+        command: AnyCommand = decode(parent.receive(), AnyCommand)
         heartbeat.doing(f"the command {type(command).__name__}")
         try:
             answer(parts[command.model].do(command))

@@ -165,9 +165,11 @@ class RankProcesses:
         self._answers(doing)
 
     def _send(self, commands: Sequence[AnyCommand]) -> None:
+        from slipstream.trainer.distributed.worker import encode
+
         for rank, command in zip(self._ranks, commands, strict=True):
             with contextlib.suppress(ChannelClosed):
-                rank.channel.send(msgspec.msgpack.encode(command), self._timeout_s)
+                rank.channel.send(encode(command), self._timeout_s)
 
     def _answers(self, doing: str, timeout_s: float | None = None) -> list[Answer]:
         longest_s = self._timeout_s if timeout_s is None else timeout_s
@@ -277,10 +279,10 @@ class RankProcesses:
 
 
 def _receive(rank: _Rank, timeout_s: float) -> Answer:
-    from slipstream.trainer.distributed.worker import Answer
+    from slipstream.trainer.distributed.worker import Answer, decode
 
     try:
-        return msgspec.msgpack.decode(rank.channel.receive(timeout_s), type=Answer)
+        return decode(rank.channel.receive(timeout_s), Answer)
     except msgspec.DecodeError as error:
         raise Garbage(str(error)) from error
 

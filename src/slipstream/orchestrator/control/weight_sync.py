@@ -30,7 +30,7 @@ from slipstream.orchestrator.matching.schedule import generates_for
 from slipstream.progress import Progress
 from slipstream.records import ApplyReport, Rollout, Ticket, Version
 from slipstream.runlog import EventLog, RunLog, sample_of
-from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher
+from slipstream.weights import AdapterPublisher, Announce, Publisher, create_publisher
 from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _publisher(
     if publishes_adapter(config):
         assert model.adapter is not None
         base = learner.base_weights()
-        return create_adapter_publisher(folder, model.adapter.config, base), learner.adapter_weights
+        return AdapterPublisher(folder, model.adapter.config, base), learner.adapter_weights
     assert name != "lora"
 
     def held() -> Version | None:

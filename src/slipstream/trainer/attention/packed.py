@@ -27,6 +27,7 @@ from slipstream.shared_kernels import flash3
 from slipstream.shared_kernels.operation import Operation
 from slipstream.trainer.attention import flash4
 from slipstream.trainer.attention.row_layout import (
+    Ragged,
     SegmentLayout,
     gather_slots,
     layout_of,
@@ -128,8 +129,8 @@ def _ragged_attention(
     """Variable-length FlashAttention, torch's or a newer one (`flash4`), without padding; CUDA and half precision only.
     Returns the output `[T, H, D]` and the log-sum-exp of the scores `[H, T]`. `window` 0: all tokens.
 
-    Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
-    last of both: what a continuation needs. The gathered keys and values are recomputed in the backward pass,
+    FlashAttention (2.1 and later) aligns the causal mask with a segment's last query and key, as a continuation
+    needs it. The gathered keys and values are recomputed in the backward pass,
     not saved.
     """
     layout = layout_of(layout_id).ragged
@@ -139,19 +140,16 @@ def _ragged_attention(
         return flash3.forward(query, keys, values, *ends, scale, window)
     if newer := flash4.find(query, key, window):
         return flash4.forward(newer, query, keys, values, layout, scale)
-    output, lse, *_ = _flash_forward(
-        query,
-        keys,
-        values,
-        *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
-        0.0,
-        window == 0,
-        return_debug_mask=False,
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0,
-    )
+    given, options = _of_flash(layout, scale, window)
+    output, lse, *_ = _flash_forward(query, keys, values, *given, return_debug_mask=False, **options)
     return output.contiguous(), lse
+
+
+def _of_flash(layout: Ragged, scale: float, window: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments common to torch's two kernels; no dropout."""
+    ends = layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key
+    left = window - 1 if window else -1
+    return (*ends, 0.0, window == 0), {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
 def _ragged_attention_backward(
@@ -169,27 +167,13 @@ def _ragged_attention_backward(
     layout = layout_of(layout_id).ragged
     keys, values = (gather_slots(each, layout.keys) for each in (key, value))
     if newer := flash4.find(query, key, window):
-        found = flash4.backward(newer, grad, query, keys, values, output, lse, layout, scale)
-        of_query, of_keys, of_values = found
+        of_query, of_keys, of_values = flash4.backward(newer, grad, query, keys, values, output, lse, layout, scale)
     else:
         # The state of a dropout that there is not.
         state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
-        of_query, of_keys, of_values = _flash_backward(
-            grad,
-            query,
-            keys,
-            values,
-            output,
-            lse,
-            *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
-            0.0,
-            window == 0,
-            state,
-            unused,
-            scale=scale,
-            window_size_left=window - 1 if window else -1,
-            window_size_right=0,
-        )
+        given, options = _of_flash(layout, scale, window)
+        states = (query, keys, values, output, lse)
+        of_query, of_keys, of_values = _flash_backward(grad, *states, *given, state, unused, **options)
     of_key, of_value = (sum_slots(of_slots, layout.keys).contiguous() for of_slots in (of_keys, of_values))
     return of_query.contiguous(), of_key, of_value
 

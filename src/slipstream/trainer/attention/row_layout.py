@@ -90,10 +90,6 @@ _layouts: WeakValueDictionary[int, SegmentLayout] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _new_layout_id() -> Tensor:
-    return torch.tensor(next(_numbers))
-
-
 # Not frozen: torch.compile guards on every field of a frozen dataclass, and would recompile for each row.
 @dataclass(eq=False)
 class SegmentLayout:
@@ -112,7 +108,7 @@ class SegmentLayout:
     _masks: dict[tuple[int, torch.dtype], list[Tensor | None]] = field(
         default_factory=dict[tuple[int, torch.dtype], list[Tensor | None]]
     )
-    layout_id: Tensor = field(default_factory=_new_layout_id)
+    layout_id: Tensor = field(default_factory=lambda: torch.tensor(next(_numbers)))
     """An id `[]` on the CPU, by which custom operations, whose arguments are tensors, look the layout up."""
 
     def __post_init__(self) -> None:

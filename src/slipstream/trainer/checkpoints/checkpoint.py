@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -38,6 +38,7 @@ from slipstream.weights.model_files import sync, told_of_the_disk
 from slipstream.weights.usage import EndTokens, write_usage
 
 if TYPE_CHECKING:
+    from slipstream.trainer.checkpoints.snapshot import Snapshot
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.learner import Learner
 
@@ -62,22 +63,6 @@ class Fingerprints(msgspec.Struct, frozen=True):
     parameters: tuple[ParameterSpec, ...]
 
 
-class SavesState(Protocol):
-    """Anything with a resume state in a folder: a learner, a critic, or a snapshot of one."""
-
-    def save(self, folder: Path) -> None:
-        """Write the resume state into `folder`."""
-        ...
-
-
-class SavesAll(SavesState, Protocol):
-    """Also with deployable weights: a learner, or a snapshot of one."""
-
-    def write_weights(self, folder: Path, source: Path) -> tuple[ParameterSpec, ...]:
-        """See `Learner.write_weights`."""
-        ...
-
-
 class CheckpointStore:
     """The checkpoints of one run in `folder`. Keeps the newest `keep` with their resume state, and the weights of the
     newest `keep_weights`. One writer at a time. `ends`: what `weights/` is to say of end tokens."""
@@ -97,10 +82,10 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        learner: SavesAll,
+        learner: Learner | Snapshot,
         source: Path,
         extra: dict[str, Any],
-        critic: SavesState | None = None,
+        critic: Critic | Snapshot | None = None,
         *,
         best: bool = False,
     ) -> Path:

@@ -60,13 +60,9 @@ class WorkerMemory:
             elif parameter.requires_grad:
                 self.copied.add(name)
 
-    def place(self, module: nn.Module, prefix: str, mesh: Any) -> None:
+    def place(self, module: nn.Module, prefix: str) -> None:
         """Replace the shards of `module`, just sharded by FSDP2, by the worker's tensors; `prefix` is its name in the
         network with a dot. FSDP2 takes over other tensors through `load_state_dict`."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as ShardPlacement
-
-        made: Any = DTensor.from_local
         replaced: dict[int, nn.Parameter] = {}
         state: dict[str, nn.Parameter] = {}
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -75,8 +71,7 @@ class WorkerMemory:
                 if name not in self.dims or name in self._placed:
                     continue
                 self._placed.add(name)
-                dim, shape, stride = ShardPlacement(self.dims[name]), parameter.shape, parameter.stride()
-                part = made(self._live[name], mesh, [dim], run_check=False, shape=shape, stride=stride)
+                part = shard_like(self._live[name], parameter)
                 replaced[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             # A tied parameter has both names.
             state[own_name] = replaced[id(parameter)]
@@ -102,6 +97,15 @@ class WorkerMemory:
     def _worker_slice(self, name: str, whole: Tensor) -> Tensor:
         dim, start = self._places[name]
         return whole.narrow(dim, start, self._live[name].shape[dim])
+
+
+def shard_like(part: Tensor, parameter: Any) -> Tensor:
+    """Wrap this rank's shard as a DTensor of the parameter's full shape, sharded as it is."""
+    from torch.distributed.tensor import DTensor
+
+    made: Any = DTensor.from_local
+    shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+    return made(part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _common_shard_dim(parts: Sequence[SharedTensor], shape: tuple[int, ...]) -> int | None:

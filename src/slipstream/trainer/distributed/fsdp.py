@@ -86,19 +86,7 @@ class RankGroup:
         except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
             _log.warning("aborting the ranks' collectives failed: %s: %s", type(error).__name__, error)
 
-    def norm(self, own: float) -> float:
-        """The norm over all ranks, from the norm of this rank's shards (an all-reduce of squares)."""
-        squares = torch.tensor([own], dtype=torch.float64, device=self.device).square()
-        torch.distributed.all_reduce(squares)
-        return squares.sqrt().item()
-
-    def sums(self, own: list[int]) -> list[int]:
-        """All-reduce: the element-wise sums over the ranks."""
-        counts = torch.tensor(own, dtype=torch.int64, device=self.device)
-        torch.distributed.all_reduce(counts)
-        return counts.tolist()
-
-    def products(self, own: list[float]) -> list[float]:
+    def sums(self, own: list[float]) -> list[float]:
         """All-reduce: the element-wise sums over the ranks, in float64."""
         sums = torch.tensor(own, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
@@ -143,7 +131,7 @@ class RankGroup:
             _use_fused_accumulation(sharded)
             _clear_fsdp_mark(module)
             if memory is not None:
-                memory.place(module, prefixes[module], self.mesh)
+                memory.place(module, prefixes[module])
         self._broadcast_values(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
@@ -201,15 +189,6 @@ class RankGroup:
         for module in sharded:
             module.reshard()
             module.set_reshard_after_forward(True, recurse=False)
-
-    def as_shard(self, part: Tensor, shape: torch.Size, dim: int) -> Tensor:
-        """Wrap this rank's shard as a DTensor of full shape `shape`, sharded along `dim`, to save and load it."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as ShardPlacement
-
-        stride = torch.empty(shape, device="meta").stride()
-        made: Any = DTensor.from_local
-        return made(part, self.mesh, [ShardPlacement(dim)], run_check=False, shape=shape, stride=stride)
 
 
 def saved_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

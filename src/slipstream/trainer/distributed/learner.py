@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.gradient_surgery import Combination
 from slipstream.trainer.distributed.worker import (
     Answer,
     AnyCommand,
@@ -56,40 +58,25 @@ class OtherRanks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ShardedScorer:
-    """Log-probabilities by a model that is sharded over the ranks; see `learner.Scorer`."""
+class ShardedModel:
+    """Rank 0's view of a model that is sharded over the ranks: its weights, and commands to all ranks."""
 
-    name: str
-    local: RankModel
-    others: OtherRanks
-    micro_batch_tokens: int
-
-    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
-        """See `learner.Scorer`."""
-        return self.scores(sequences, sampling, self.micro_batch_tokens)
-
-    def scores(
-        self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams, micro_batch_tokens: int
-    ) -> Scores:
-        """The same, in micro-batches of at most `micro_batch_tokens` tokens."""
-        return Scores(*self.predictions(sequences, sampling, micro_batch_tokens))
+    def __init__(self, name: str, local: RankModel, others: OtherRanks) -> None:
+        self.name, self.local, self.others = name, local, others
+        self._specs: dict[str, tuple[records.ParameterSpec, ...] | None] = {}
 
     def predictions(
         self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
     ) -> list[list[Tensor]]:
-        """By kind of prediction (see `learner.predictions`), one tensor `[N]` for each sequence."""
-        batch = StepBatch(list(sequences))
-        batches, chosen = self.split_batch(batch, micro_batch_tokens)
-        answers = self.others.run_on_all(
-            [Score(self.name, rank_batch, sampling) for rank_batch in batches], self.local.do
-        )
+        """See `learner.predicted`."""
+        shares, chosen = self.split_batch(StepBatch(list(sequences)), micro_batch_tokens)
+        answers = self.others.run_on_all([Score(self.name, share, sampling) for share in shares], self.local.do)
         found = [[torch.zeros(0)] * len(sequences) for _ in range(1 if sampling is None else 2)]
         for answer, indices in zip(answers, chosen, strict=True):
             counts = [sequences[index].num_trainable for index in indices]
-            for number, packed in answer.tensors.items():
-                for index, values in zip(indices, packed.tensor().split(counts), strict=True):
-                    found[int(number)][index] = values.clone()
+            for own, joined in zip(found, answer.predictions, strict=False):  # none of a rank without a row
+                for index, values in zip(indices, joined.split(counts), strict=True):
+                    own[index] = values.clone()
         return found
 
     def split_batch(self, batch: StepBatch, micro_batch_tokens: int) -> tuple[list[RankBatch], list[list[int]]]:
@@ -97,15 +84,7 @@ class ShardedScorer:
         model, size = self.local.model, self.local.group.size
         passes = even_rows(batch, micro_batch_tokens, size, packing=model.packing, device=model.device)
         dealt = [rank_batch_of(batch, [row[rank] for row in passes]) for rank in range(size)]
-        return [rank_batch for rank_batch, _ in dealt], [chosen for _, chosen in dealt]
-
-
-class ShardedModel:
-    """Rank 0's view of a model that is sharded over the ranks: its weights, and commands to all ranks."""
-
-    def __init__(self, name: str, local: RankModel, others: OtherRanks) -> None:
-        self.name, self.local, self.others = name, local, others
-        self._specs: dict[str, tuple[records.ParameterSpec, ...] | None] = {}
+        return [share for share, _ in dealt], [chosen for _, chosen in dealt]
 
     def all_do(self, command: AnyCommand) -> list[Answer]:
         """Have every rank execute `command`; returns their answers in rank order."""
@@ -133,10 +112,8 @@ class ShardedModel:
             return tuple(spec for each in self._gathered(what) for spec in describe([each]))
         batches = [answer.fingerprints for answer in self.all_do(Describe(self.name, what))]
         sums = [sum(each) for each in zip(*batches, strict=True)]
-        return tuple(
-            records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
-            for spec, total in zip(specs, sums, strict=True)
-        )
+        found = zip(specs, sums, strict=True)
+        return tuple(msgspec.structs.replace(spec, fingerprint=as_hex(total)) for spec, total in found)
 
     def _stored(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
         """`_find_specs`, cached: transformers takes milliseconds for each tensor."""
@@ -158,63 +135,54 @@ class ShardedModel:
         return tuple(specs)
 
 
+@dataclass(frozen=True)
+class ShardedScorer:
+    """Log-probabilities by a sharded model; see `learner.Scorer`."""
+
+    sharded: ShardedModel
+    micro_batch_tokens: int
+
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
+        """See `learner.Scorer`."""
+        return Scores(*self.sharded.predictions(sequences, sampling, self.micro_batch_tokens))
+
+
 class ShardedLearner(Learner):
     """A `Learner` whose model, called `name`, is sharded over the ranks."""
 
     def __init__(self, name: str, local: RankModel, others: OtherRanks, *, micro_batch_tokens: int) -> None:
         assert local.optimizer is not None
         super().__init__(local.model, local.optimizer, micro_batch_tokens=micro_batch_tokens)
-        self._name = name
-        self._local = local
-        self._others = others
-        self._scorer = ShardedScorer(name, local, others, micro_batch_tokens)
         self._sharded = ShardedModel(name, local, others)
-
-    def forward(
-        self,
-        sequences: Sequence[records.Sequence],
-        sampling: records.SamplingParams = UNPROCESSED,
-        *,
-        micro_batch_tokens: int | None = None,
-    ) -> Scores:
-        """See the base."""
-        return self._scorer.scores(sequences, sampling, micro_batch_tokens or self.micro_batch_tokens)
-
-    def values(self, sequences: Sequence[records.Sequence]) -> list[Tensor]:
-        """See the base."""
-        return self._scorer.predictions(sequences, None, self.micro_batch_tokens)[0]
+        self._predict = self._sharded.predictions
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
-        self._local.objective = objective
-        batches, _ = self._scorer.split_batch(batch, self.micro_batch_tokens)
-        sums = Sums({})
-        answers = self._others.run_on_all(
-            [Backward(self._name, rank_batch, divisors) for rank_batch in batches], self._local.do
-        )
-        sums.longest_row = int(answers[0].numbers[2])  # rank 0's, whose memory is reported with it
+        name, local, others = self._sharded.name, self._sharded.local, self._sharded.others
+        local.objective = objective
+        shares, _ = self._sharded.split_batch(batch, self.micro_batch_tokens)
+        answers = others.run_on_all([Backward(name, share, divisors) for share in shares], local.do)
+        sums = Sums()
         for answer in answers:
-            for name, packed in answer.tensors.items():
-                value = packed.tensor()
-                sums.values[name] = sums.values[name] + value if name in sums.values else value
-            sums.num_micro_batches += int(answer.numbers[0])
-            sums.num_row_tokens += int(answer.numbers[1])
+            sums.add(answer.sums)
+        sums.longest_row = answers[0].sums.longest_row  # rank 0's, whose memory is reported with it
         return sums
 
     def _keep_apart(self) -> None:
-        self._sharded.all_do(SetAside(self._name))
+        self._sharded.all_do(SetAside(self._sharded.name))
 
-    def _combine(self, seed: str) -> tuple[float, float]:
-        conflicts, lowest = self._sharded.all_do(Combine(self._name, seed))[0].numbers
-        return conflicts, lowest
+    def _combine(self, seed: str) -> Combination:
+        found = self._sharded.all_do(Combine(self._sharded.name, seed))[0].combination
+        assert found is not None
+        return found
 
     def _prepare(self, learning_rate: float) -> OptimStats:
-        rate, norm, *others = self._sharded.all_do(Prepare(self._name, learning_rate))[0].numbers
-        clipped, scale, overflowed = others
-        return OptimStats(rate, norm, bool(clipped), scale, bool(overflowed))
+        found = self._sharded.all_do(Prepare(self._sharded.name, learning_rate))[0].update
+        assert found is not None
+        return found
 
     def optim_commit(self) -> None:
         """See the base."""
-        self._sharded.all_do(Commit(self._name))
+        self._sharded.all_do(Commit(self._sharded.name))
 
     def named_weights(self) -> NamedWeights:
         """See the base; iterating gathers them. Models with an adapter, which would have to be merged, are refused by
@@ -233,8 +201,8 @@ class ShardedLearner(Learner):
     def save(self, folder: Path) -> None:
         """See the base; every rank writes its own shard."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._sharded.all_do(Save(self._name, str(folder.absolute())))
+        self._sharded.all_do(Save(self._sharded.name, str(folder.absolute())))
 
     def load(self, folder: Path) -> None:
         """See the base; `folder` may have been written by any number of ranks."""
-        self._sharded.all_do(Load(self._name, str(folder.absolute())))
+        self._sharded.all_do(Load(self._sharded.name, str(folder.absolute())))

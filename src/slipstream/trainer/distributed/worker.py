@@ -1,4 +1,4 @@
-"""What every trainer rank executes: rank 0's commands, applied to the rank's shard of a model and its optimizer.
+"""Rank 0's commands: every trainer rank applies them to its shard of a model and of its optimizer.
 
 A command is the same for all ranks except for the rows that each computes. Guarantees: all ranks make the same number
 of forward and backward passes (a rank without a row computes a dummy micro-batch), so that collectives match; rank 0
@@ -10,118 +10,49 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 from torch import Tensor
 
 from slipstream import records
+from slipstream.algo.gradient_surgery import Combination
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
-from slipstream.trainer.distributed.engine_memory import WorkerMemory
-from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_dim, shard_of
-from slipstream.trainer.learner import add_gradients, predictions, random_state, restore_state
+from slipstream.trainer.distributed.engine_memory import WorkerMemory, shard_like
+from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_of
+from slipstream.trainer.learner import Sums, add_gradients, predictions, random_state, restore_state
 from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import Optimizer, OptimStats, local_tensor
-from slipstream.trainer.packing import MicroBatch, Row, StepBatch, ValueTargets, micro_batches_of
+from slipstream.trainer.packing import MicroBatch, Row, StepBatch, micro_batches_of
 from slipstream.weights.adapter_folder import adapter_parameter
 from slipstream.weights.fingerprint import fingerprints
 from slipstream.weights.fingerprint_torch import Slice
 from slipstream.weights.shards import Shard, gathered, place_of
 
 
-class PackedTensor(msgspec.Struct, frozen=True):
-    """A tensor serialized for another process."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> PackedTensor:
-        """Serialize `tensor`, copied to the CPU."""
-        flat = tensor.detach().cpu().contiguous()
-        return cls(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), flat.numpy().tobytes())
-
-    def tensor(self) -> Tensor:
-        """Deserialize; a copy."""
-        dtype = getattr(torch, self.dtype)
-        if not self.data:
-            return torch.zeros(self.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
-
-
 class RankBatch(msgspec.Struct, frozen=True):
     """One rank's rows of a step batch, and the sequences in them."""
 
-    sequences: list[records.Sequence]
+    batch: StepBatch
     rows: list[Row]
-    """One row for each pass: prompt groups of indices into `sequences`."""
-    advantages: list[float] | None = None
-    old_logprobs: list[PackedTensor] | None = None
-    reference_logprobs: list[PackedTensor] | None = None
-    value_targets: list[tuple[PackedTensor, PackedTensor]] | None = None
-    rollout_tokens: list[int] | None = None
-
-    def batch(self) -> StepBatch:
-        """The sequences as a step batch."""
-        return StepBatch(
-            self.sequences,
-            self.advantages,
-            _unpacked(self.old_logprobs),
-            _unpacked(self.reference_logprobs),
-            None
-            if (pairs := self.value_targets) is None
-            else [ValueTargets(*map(PackedTensor.tensor, pair)) for pair in pairs],
-            rollout_tokens=self.rollout_tokens,
-        )
-
-
-def _unpacked(tensors: list[PackedTensor] | None) -> list[Tensor] | None:
-    return None if tensors is None else [packed.tensor() for packed in tensors]
+    """One row for each pass: prompt groups of indices into the batch's sequences."""
 
 
 def rank_batch_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[RankBatch, list[int]]:
     """Extract what a rank needs to compute `rows` of `batch`; also returns its sequences' indices in the batch."""
     chosen = [index for row in rows for group in row for index in group]
     place = {index: number for number, index in enumerate(chosen)}
-
-    def packed(tensors: list[Tensor] | None) -> list[PackedTensor] | None:
-        return None if tensors is None else [PackedTensor.of(tensors[index]) for index in chosen]
-
-    def without_text(sequence: records.Sequence) -> records.Sequence:
-        return records.Sequence(
-            sequence.token_ids,
-            sequence.mask,
-            sequence.logprobs,
-            advantages=sequence.advantages,
-            media=sequence.media,
-            teacher_logprobs=sequence.teacher_logprobs,
-            detection=sequence.detection,
-        )
-
-    targets = batch.value_targets
-    share = RankBatch(
-        [without_text(batch.sequences[index]) for index in chosen],
-        [[[place[index] for index in group] for group in row] for row in rows],
-        None if batch.advantages is None else [batch.advantages[index] for index in chosen],
-        packed(batch.old_logprobs),
-        packed(batch.reference_logprobs),
-        None
-        if targets is None
-        else [
-            (PackedTensor.of(targets[index].old_values), PackedTensor.of(targets[index].returns)) for index in chosen
-        ],
-        None if batch.rollout_tokens is None else [batch.rollout_tokens[index] for index in chosen],
-    )
-    return share, chosen
+    own = batch.only(chosen)
+    own.sequences = [msgspec.structs.replace(sequence, versions=[]) for sequence in own.sequences]
+    return RankBatch(own, [[[place[index] for index in group] for group in row] for row in rows]), chosen
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """What every rank is to do. `model`: the name of the model, such as policy or critic."""
+    """An order to every rank. `model`: the name of the model, such as policy or critic."""
 
     doing: ClassVar[str] = ""
     """The verb for error messages."""
@@ -212,11 +143,37 @@ AnyCommand = Score | Backward | SetAside | Combine | Prepare | Commit | Gather |
 class Answer(msgspec.Struct, frozen=True):
     """The result of a command. With an `error`, whose exception class is `kind`, the rank has exited."""
 
-    tensors: dict[str, PackedTensor] = {}
-    numbers: list[float] = []
+    predictions: list[Tensor] = []
+    """By kind, those of all the rank's sequences."""
+    sums: Sums = msgspec.field(default_factory=Sums)
+    combination: Combination | None = None
+    update: OptimStats | None = None
+    num_bytes: int = 0
+    """Copied to the engine."""
     fingerprints: list[int] = []
     kind: str = ""
     error: str = ""
+
+
+def encode(message: AnyCommand | Answer) -> bytes:
+    """Serialize a message for another process."""
+    return msgspec.msgpack.encode(message, enc_hook=_packed)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """Deserialize a message of this `kind`, `AnyCommand` or `Answer`. Raises `msgspec.DecodeError`."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_unpacked)
+
+
+def _packed(tensor: Any) -> tuple[str, list[int], bytes]:
+    flat = tensor.detach().cpu().contiguous()
+    return str(flat.dtype).removeprefix("torch."), list(flat.shape), flat.numpy().tobytes()
+
+
+def _unpacked(_kind: Any, packed: tuple[str, list[int], bytes]) -> Tensor:
+    name, shape, data = packed
+    dtype = getattr(torch, name)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.zeros(shape, dtype=dtype)
 
 
 @torch.no_grad()
@@ -247,9 +204,7 @@ class RankModel:
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.norm_over_ranks = self.group.norm
             self.optimizer.sums_over_ranks = self.group.sums
-            self.optimizer.products_over_ranks = self.group.products
 
     def do(self, command: AnyCommand) -> Answer:
         """Execute a command. A ZeroGradientError is raised on all ranks alike and discards only that gradient; after
@@ -262,12 +217,9 @@ class RankModel:
             case SetAside():
                 self._trained.set_aside()
             case Combine():
-                found = self._trained.combine(command.seed)
-                return Answer(numbers=[found.conflict_fraction, found.lowest_cosine])
+                return Answer(combination=self._trained.combine(command.seed))
             case Prepare():
-                stats = self.prepare(command.learning_rate)
-                flags = [float(stats.clipped), stats.loss_scale, float(stats.overflowed)]
-                return Answer(numbers=[stats.learning_rate, stats.grad_norm, *flags])
+                return Answer(update=self.prepare(command.learning_rate))
             case Commit():
                 self._trained.commit()
                 self._copy_to_engine()
@@ -284,7 +236,7 @@ class RankModel:
                 negate(self.model, command.first, command.stride)
                 if self.group.device.type == "cuda":
                     torch.cuda.synchronize()
-                return Answer(numbers=[self._copy_to_engine()])
+                return Answer(num_bytes=self._copy_to_engine())
         return Answer()
 
     @property
@@ -292,24 +244,23 @@ class RankModel:
         assert self.optimizer is not None
         return self.optimizer
 
-    def _score(self, rank_batch: RankBatch, sampling: records.SamplingParams | None) -> Answer:
-        batch = rank_batch.batch()
-        rows: Iterable[MicroBatch | None] = micro_batches_of(batch, rank_batch.rows, self.model.device)
+    def _score(self, share: RankBatch, sampling: records.SamplingParams | None) -> Answer:
+        rows: Iterable[MicroBatch | None] = micro_batches_of(share.batch, share.rows, self.model.device)
         if self.model.has_lazy_logits:
             rows = self.group.rows_gathered(self.model.roots, rows)
         found = predictions(self.model, rows, sampling)
-        columns = zip(*(found[index] for index in range(len(batch.sequences))), strict=True)
-        return Answer({str(number): PackedTensor.of(torch.cat(column)) for number, column in enumerate(columns)})
+        columns = zip(*(found[index] for index in range(len(share.batch.sequences))), strict=True)
+        return Answer(list(map(torch.cat, columns)))
 
-    def _backward(self, rank_batch: RankBatch, divisors: dict[str, float]) -> Answer:
+    def _backward(self, share: RankBatch, divisors: dict[str, float]) -> Answer:
         assert self.objective is not None
-        rows = micro_batches_of(rank_batch.batch(), rank_batch.rows, self.model.device)
+        rows = micro_batches_of(share.batch, share.rows, self.model.device)
         # Embeddings and LM head belong to no layer, are large, and are used at both ends of every pass.
         unsharded = [*self.model.roots, *(text_layers(self.model.network) if self.keeps_whole else ())]
-        rows = self.group.rows_unsharded(unsharded, rows, len(rank_batch.rows))
+        rows = self.group.rows_unsharded(unsharded, rows, len(share.rows))
         sums = add_gradients(self.model, rows, self.objective, divisors, self._trained.loss_scale.value)
-        tensors = {name: PackedTensor.of(value) for name, value in sums.values.items()}
-        return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens, sums.longest_row])
+        sums.values = {name: value.cpu() for name, value in sums.values.items()}
+        return Answer(sums=sums)
 
     def prepare(self, learning_rate: float) -> OptimStats:
         """See `Optimizer.prepare`; a gradient of zero is discarded."""
@@ -359,34 +310,33 @@ class RankModel:
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
-        optimizer, shapes, dims = self._trained, self._shapes(), self._dims()
+        optimizer, parameters = self._trained, dict(self.model.network.named_parameters())
         replicated: dict[str, Tensor] = {}
         shards: dict[str, Tensor] = {}
         for path, tensor in optimizer.state().items():
-            name = path.partition(".")[2]
-            shape = shapes.get(name)
-            if shape is None or not tensor.ndim:
+            parameter = parameters.get(path.partition(".")[2])
+            if parameter is None or not tensor.ndim:
                 replicated[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
-                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape, dims[name])
+                shards[f"{STATE_PREFIX}{path}"] = shard_like(tensor, parameter)
         write_shards(folder, shards, self.group.rank)
         if self.group.rank == 0:
             write_state(folder, {**replicated, **random_state(self.model.device)}, optimizer.step)
 
     def _load(self, folder: Path) -> None:
-        shapes, dims = self._shapes(), self._dims()
-        live = {name: local_tensor(parameter) for name, parameter in self.model.network.named_parameters()}
+        parameters = dict(self.model.network.named_parameters())
 
         def place(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
             name = path.removeprefix(STATE_PREFIX).partition(".")[2]
-            if not path.startswith(STATE_PREFIX) or not shape or shapes.get(name) is None:
+            parameter = parameters.get(name)
+            if not path.startswith(STATE_PREFIX) or not shape or parameter is None:
                 return None
-            if shapes[name] != shape:
+            if parameter.shape != shape:
                 raise TrainingError(
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
-                    f"{list(shapes[name])} here"
+                    f"{list(parameter.shape)} here"
                 )
-            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape, dims[name])
+            return shard_like(torch.empty_like(local_tensor(parameter), dtype=dtype), parameter)
 
         restore_state(self._trained, read_state(folder, place), self.model.device)
         self._copy_to_engine()
@@ -398,12 +348,3 @@ class RankModel:
             return 0
         named = self.model.network.named_parameters()
         return memory.write(shard_of(name, parameter) for name, parameter in named if name in memory.copied)
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        """The shape of each full parameter."""
-        return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}
-
-    def _dims(self) -> dict[str, int]:
-        """The dimension along which each sharded parameter is sharded."""
-        found = {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}
-        return {name: dim for name, dim in found.items() if dim is not None}

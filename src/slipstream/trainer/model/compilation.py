@@ -91,19 +91,15 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
     for layer, own, tried in zip(layers, plain, compiled, strict=True):
         layer.forward = _with_trial(layer, own, tried, problems)
     try:
-        for prompt, completion in _TRIAL_LENGTHS:
-            for row in _rows(model, prompt, completion):
-                with torch.no_grad():
-                    model.logits(row)
-                with deterministic_on_cpu(model.device):
-                    model.logits(row)
+        trials = [(prompt, completion, 2) for prompt, completion in _TRIAL_LENGTHS]
         for tokens in row_lengths(row_tokens, model.device):
             number = math.ceil(tokens / (model.max_model_len or tokens))
-            for row in _rows(model, tokens // number - 1, 1, number):
-                with torch.no_grad():
-                    model.logits(row)
-                with deterministic_on_cpu(model.device):
-                    model.logits(row)
+            trials.append((tokens // number - 1, 1, number))
+        for row in (row for trial in trials for row in _rows(model, *trial)):
+            with torch.no_grad():
+                model.logits(row)
+            with deterministic_on_cpu(model.device):
+                model.logits(row)
         summing = [each for layer in layers for each in fused_weight_gradients.fused_layers(layer)]
         if missed := sum(layer.weight.grad is None for layer in summing):
             problems.append(f"the products of {missed} of {len(summing)} linear layers gave their weights no gradient")
@@ -157,7 +153,7 @@ def _requiring_grad(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _rows(model: PolicyModel, prompt: int, completion: int, number: int = 2) -> Iterator[MicroBatch]:
+def _rows(model: PolicyModel, prompt: int, completion: int, number: int) -> Iterator[MicroBatch]:
     """`number` sequences of one length, packed into one row if the model packs."""
     mask = [place >= prompt for place in range(prompt + completion)]
     vocabulary = int(text_config(model.config).vocab_size)

@@ -5,33 +5,23 @@ Such a model computes NaN from some token on; the check names the first module t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream import records
 from slipstream.errors import ConfigError
+from slipstream.trainer.model.packing_check import TriedModel
 from slipstream.trainer.model.vision_towers import text_config
-from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 _LENGTH = 128
 """Tokens of a trial's sequence; the first one of a sequence often has the largest activations."""
 
 
-class _Model(Protocol):
-    network: nn.Module
-    packing: bool
-
-    @property
-    def config(self) -> Any: ...
-    @property
-    def device(self) -> torch.device: ...
-    def logits(self, row: MicroBatch) -> Any: ...
-
-
 @torch.no_grad()
-def check_float16(model: _Model) -> None:
+def check_float16(model: TriedModel) -> None:
     """Compute tokens from all over the vocabulary. Raises ConfigError if some output is not finite."""
     vocabulary, found = int(text_config(model.config).vocab_size), list[str]()
 

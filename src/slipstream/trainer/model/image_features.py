@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.algo.balancing import runs
 from slipstream.config.bounds import KEPT_FEATURES, TOWER_PATCHES
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
@@ -35,6 +36,7 @@ class Features:
     (DeepStack), each `[P, D]`."""
 
     parts: list[Tensor]
+    media: Media
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +53,6 @@ class ImageFeatures:
         self._trained = trained
         self._trusted = trust_remote_code
         self._kept: OrderedDict[tuple[str, tuple[int, int, int]], Features] = OrderedDict()
-        self._media: dict[tuple[str, tuple[int, int, int]], Media] = {}
         self.num_read = 0
         """Images that the tower has read."""
 
@@ -74,7 +75,7 @@ class ImageFeatures:
                 found = self._read(chunk)
             for media, features in zip(chunk, found, strict=True):
                 leaves = [part.clone().requires_grad_(self._trained) for part in features.parts]
-                self._kept[_key(media)], self._media[_key(media)] = Features(leaves), media
+                self._kept[_key(media)] = Features(leaves, media)
         for image in images:
             self._kept.move_to_end(_key(image.media))
         found = [self._kept[_key(image.media)] for image in images]
@@ -89,13 +90,12 @@ class ImageFeatures:
                 return
             if all(part.grad is None for part in self._kept[key].parts):
                 size -= self._kept.pop(key).num_bytes
-                del self._media[key]
 
     def backward(self) -> None:
         """Pass the gradients that rows left in the features through the tower."""
         if not self._trained:
             return
-        used = [self._media[key] for key, features in self._kept.items() if features.parts[0].grad is not None]
+        used = [features.media for features in self._kept.values() if features.parts[0].grad is not None]
         for chunk in self._chunks(used):
             outputs: list[Tensor] = []
             gradients: list[Tensor] = []
@@ -112,18 +112,11 @@ class ImageFeatures:
         """The tower has changed, or may have: forget its features."""
         if self._trained:
             self._kept.clear()
-            self._media.clear()
 
     def _chunks(self, images: Iterable[Media]) -> Iterator[list[Media]]:
         """The images in groups that the tower reads at once."""
-        most, chunk = _MOST_PATCHES // self._processor.patches_per_token, list[Media]()
-        for image in images:
-            if chunk and sum(each.num_tokens for each in chunk) + image.num_tokens > most:
-                yield chunk
-                chunk = []
-            chunk.append(image)
-        if chunk:
-            yield chunk
+        most = _MOST_PATCHES // self._processor.patches_per_token
+        return runs(images, lambda image: image.num_tokens, most)
 
     def _read(self, images: Sequence[Media]) -> list[Features]:
         device = next(self._network.parameters()).device
@@ -132,8 +125,9 @@ class ImageFeatures:
         self.num_read += len(images)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
         layers = [_by_image(layer, images) for layer in layers]
-        found = [Features([layer[place] for layer in layers]) for place in range(len(images))]
-        for media, features in zip(images, found, strict=True):
+        found = [Features([layer[place] for layer in layers], media) for place, media in enumerate(images)]
+        for features in found:
+            media = features.media
             if len(features.parts[0]) != media.num_tokens:
                 raise TrainingError(
                     f"the tower gives {len(features.parts[0])} features for image {media.uri:.80}, and the prompt has "

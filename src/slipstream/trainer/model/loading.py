@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, one_line
-from slipstream.trainer.model.vision_towers import auto_class, reads_images, text_config, unusable
+from slipstream.trainer.model.vision_towers import auto_class, read_config, reads_images, text_config
 from slipstream.weights.bridges.single_copy import CannotShare, SharedWeights, check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 
@@ -187,13 +187,7 @@ def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *,
 
 def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
     """Raise ConfigError unless the folder has the configuration of a causal language model, with or without images."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise unusable(str(folder), error) from error
-    _check_config(config, str(folder), packing)
+    _check_config(read_config(str(folder), trust_remote_code), str(folder), packing)
 
 
 def packing_obstacle(path: Path | str, trust_remote_code: bool = False) -> str:
@@ -204,10 +198,7 @@ def packing_obstacle(path: Path | str, trust_remote_code: bool = False) -> str:
 
 
 def _packing_obstacle(config: Any) -> str:
-    import transformers
-
-    text, (name, *_) = text_config(config), [*(getattr(config, "architectures", None) or []), ""]
-    network = getattr(transformers, name, None)
+    text, network = text_config(config), _network_class(config)
     kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"layers of kind {', '.join(sorted(kinds))}, in which packed sequences would see one another"
@@ -225,13 +216,20 @@ def _packing_obstacle(config: Any) -> str:
 def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
     """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
     sinks, so that models with these use "eager"."""
-    import transformers
+    from transformers import AutoConfig
 
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         return "eager", True
+    return "sdpa" if getattr(_network_class(config), "_supports_sdpa", True) else "eager", False
+
+
+def _network_class(config: Any) -> Any:
+    """Transformers' class of the configuration's first architecture; None without."""
+    import transformers
+
     (name, *_) = [*(getattr(config, "architectures", None) or []), ""]
-    return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager", False
+    return getattr(transformers, name, None)
 
 
 def _check_config(config: Any, path: str, packing: bool) -> None:

@@ -62,8 +62,10 @@ class LoraLinear(nn.Module):
 
     def merged_weight(self) -> Tensor:
         """`W + scaling * B A`, computed in float32 and rounded once."""
-        delta = self.scaling * (self.lora_B.float() @ self.lora_A.float())
-        return (self.weight.float() + delta).to(self.weight.dtype)
+        return self._sum().to(self.weight.dtype)
+
+    def _sum(self) -> Tensor:
+        return self.weight.float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class; without the second term while the adapter is off."""
@@ -81,21 +83,17 @@ class DoraLinear(LoraLinear):
         super().__init__(base_layer, rank, scaling)
         self.lora_magnitude = nn.Parameter(self._row_norms())
 
-    def _direction(self) -> Tensor:
-        """V, in float32."""
-        return self.weight.float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
-
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
         """|V| by row, rounded as `m` is, so that `m / |V|` is exactly 1 before the first update."""
-        return torch.linalg.vector_norm(self._direction(), dim=1).to(self.weight.dtype)
+        return torch.linalg.vector_norm(self._sum(), dim=1).to(self.weight.dtype)
 
     def _factor(self) -> Tensor:
         return self.lora_magnitude.float() / self._row_norms().float()
 
     def merged_weight(self) -> Tensor:
         """See `LoraLinear`."""
-        return (self._direction() * self._factor()[:, None]).to(self.weight.dtype)
+        return (self._sum() * self._factor()[:, None]).to(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""

@@ -15,10 +15,11 @@ from slipstream.trainer.model.vision_towers import text_config
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 
 
-class PackedModel(Protocol):
-    """What the check reads of a `PolicyModel`."""
+class TriedModel(Protocol):
+    """A `PolicyModel`, as this check and the one of float16 see it."""
 
     network: nn.Module
+    packing: bool
     max_model_len: int | None
 
     @property
@@ -42,7 +43,7 @@ class PackedModel(Protocol):
 
 
 @torch.no_grad()
-def check_isolation(model: PackedModel) -> None:
+def check_isolation(model: TriedModel) -> None:
     """Change the first of two packed sequences and compare the second one's logits before and after.
 
     Three cases: two sequences with nothing in common; the same with the first at the end of the context; two that share

@@ -178,19 +178,21 @@ class PolicyModel:
 
     def without_adapter(self) -> PolicyModel:
         """The base model: the same memory, computing without the adapter."""
-        base = copy.copy(self)
-        base._uses_adapter, base.replay = False, None
-        if self.images is not None:
-            base.images = self.images.frozen()
+        base = self._frozen()
+        base._uses_adapter = False
         return base
 
     def as_it_is(self) -> PolicyModel:
         """The policy with the adapter's values of now, which stay: the same memory, but for a copy of the adapter. To
         compute, it exchanges them with the live ones for a moment."""
         assert self.adapter is not None
+        frozen = self._frozen()
+        frozen._adapter_values = {name: tensor.detach().clone() for name, tensor in self.adapter.named_weights()}
+        return frozen
+
+    def _frozen(self) -> PolicyModel:
         frozen = copy.copy(self)
         frozen.replay = None
-        frozen._adapter_values = {name: tensor.detach().clone() for name, tensor in self.adapter.named_weights()}
         if self.images is not None:
             frozen.images = self.images.frozen()
         return frozen

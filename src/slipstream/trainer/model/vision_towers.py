@@ -30,7 +30,7 @@ def auto_class(config: Any) -> Any:
 def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
     """The network of a folder's or hub id's configuration on the meta device: for names, shapes and sizes. Raises
     ConfigError if there is no usable configuration."""
-    config = _read_config(path, trust_remote_code)
+    config = read_config(path, trust_remote_code)
     try:
         with torch.device("meta"):
             return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -38,7 +38,8 @@ def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
         raise unusable(path, error) from error
 
 
-def _read_config(path: str, trust_remote_code: bool) -> Any:
+def read_config(path: str, trust_remote_code: bool) -> Any:
+    """The configuration of a folder or hub id. Raises ConfigError if there is no usable one."""
     from transformers import AutoConfig
 
     try:
@@ -93,7 +94,7 @@ def names_in_towers(path: str, names: Iterable[str], *, trust_remote_code: bool 
     """Those of the module names that are in a vision tower of the model in `path`; see `blank_network`."""
     names = list(names)
     # A text-only model is not built for this.
-    if not names or not reads_images(_read_config(path, trust_remote_code)):
+    if not names or not reads_images(read_config(path, trust_remote_code)):
         return []
     return in_modules(names, tower_names(blank_network(path, trust_remote_code=trust_remote_code)))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from slipstream.trainer.optim.base import NamedParameters, Optimizer, RateOf, local_tensor, one_rate
+from slipstream.trainer.optim.base import ADAM_EPSILON, NamedParameters, Optimizer, RateOf, local_tensor, one_rate
 
 
 def round_to_bfloat16_(values: Tensor, generator: torch.Generator) -> None:
@@ -47,14 +47,13 @@ class RoundedAdamW(Optimizer):
         *,
         seed: int,
         betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         rate_of: RateOf = one_rate,
     ) -> None:
         super().__init__(named_parameters, max_grad_norm)
         self._seed = seed
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._betas, self._weight_decay = betas, weight_decay
         self._rate_of = rate_of
         self._memory: dict[str, dict[str, Any]] = {name: {} for name in self._parameters}
         self._pending: dict[str, Tensor] = {}
@@ -92,7 +91,7 @@ class RoundedAdamW(Optimizer):
                 beta2=self._betas[1],
                 lr=learning_rate * self._rate_of(name),
                 weight_decay=self._weight_decay if live.ndim > 1 else 0.0,
-                eps=self._eps,
+                eps=ADAM_EPSILON,
                 maximize=False,
             )
             holder.grad = None
@@ -114,7 +113,7 @@ class RoundedAdamW(Optimizer):
             updates=int(memory["step"]),
             rate=learning_rate * self._rate_of(name),
             betas=self._betas,
-            eps=self._eps,
+            eps=ADAM_EPSILON,
             weight_decay=self._weight_decay if live.ndim > 1 else 0.0,
             seed=self._noise(name) >> 1,
         )

@@ -28,6 +28,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 RateOf = Callable[[str], float]
 """By parameter name, the factor on the learning rate."""
 
+ADAM_EPSILON = 1e-8
 _SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Optimizer states that are floats in the shape of their parameter."""
 
@@ -90,12 +91,8 @@ class Optimizer(ABC):
         self.max_grad_norm = max_grad_norm
         self.step = 0
         """Optimizer steps made so far."""
-        self.norm_over_ranks: Callable[[float], float] | None = None
-        """For sharded parameters: all-reduces the norm of this rank's shards to the global norm."""
-        self.sums_over_ranks: Callable[[list[int]], list[int]] | None = None
-        """For sharded parameters: all-reduces sums of integers."""
-        self.products_over_ranks: Callable[[list[float]], list[float]] | None = None
-        """For sharded parameters: all-reduces inner products of this rank's shards."""
+        self.sums_over_ranks: Callable[[list[float]], list[float]] | None = None
+        """For sharded parameters: all-reduces sums over this rank's shards, in float64."""
         self._set_aside: list[dict[str, Tensor]] = []
         self._prepared = False
         self._parameters: dict[str, nn.Parameter] = {}
@@ -107,7 +104,7 @@ class Optimizer(ABC):
         if not self._parameters:
             raise TrainingError("the model has no trainable parameter: check what was frozen")
         self.loss_scale = LossScale(is_needed=any(each.dtype == torch.float16 for each in self._parameters.values()))
-        """What the caller multiplies the loss by."""
+        """The caller multiplies the loss by it."""
         self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
@@ -128,8 +125,8 @@ class Optimizer(ABC):
             raise TrainingError("optim_prepare without optim_commit: the last update is not written yet")
         gradients = [holder.grad for holder in self._holders.values() if holder.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
-        if self.norm_over_ranks is not None:
-            norm = self.norm_over_ranks(norm)
+        if self.sums_over_ranks is not None:
+            norm = math.sqrt(self.sums_over_ranks([norm * norm])[0])
         if norm == 0.0:
             raise ZeroGradientError(
                 f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
@@ -180,7 +177,7 @@ class Optimizer(ABC):
     def combine(self, seed: str) -> Combination:
         """Make the tasks' gradients one, by PCGrad; see `task_gradients.py`."""
         gradients, self._set_aside = self._set_aside, []
-        combined, found = combine(gradients, seed, self.products_over_ranks)
+        combined, found = combine(gradients, seed, self.sums_over_ranks)
         for name, gradient in combined.items():
             self._holders[name].grad = gradient
         return found
@@ -299,7 +296,7 @@ class Optimizer(ABC):
     def _explain(self, norm: float) -> str:
         """Describe in one sentence which gradient is not finite."""
         gradients = [holder.grad for holder in self._holders.values()]
-        bad = [0 if gradient is None else int((~torch.isfinite(gradient)).sum()) for gradient in gradients]
+        bad = [0.0 if gradient is None else float((~torch.isfinite(gradient)).sum()) for gradient in gradients]
         if self.sums_over_ranks is not None:
             bad = self.sums_over_ranks(bad)
         counts = dict(zip(self._holders, bad, strict=True))
@@ -307,7 +304,7 @@ class Optimizer(ABC):
         if not counts[worst]:
             return f"optimizer step {self.step} has a gradient whose norm is {norm}: lower the learning rate"
         return (
-            f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]} of "
+            f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]:.0f} of "
             f"{self._parameters[worst].numel()} values of {worst} are NaN or infinite"
         )
 
@@ -320,8 +317,9 @@ class MasterOptimizer(Optimizer):
     def __init__(self, named_parameters: NamedParameters, max_grad_norm: float, rate_of: RateOf) -> None:
         super().__init__(named_parameters, max_grad_norm)
         self._rate_of = rate_of
-        self._rules: list[tuple[torch.optim.Optimizer, str]] = []
-        self._rule_of: dict[str, int] = {}
+        self._rules: list[torch.optim.Optimizer] = []
+        self._rule_of: dict[str, tuple[torch.optim.Optimizer, str]] = {}
+        """By parameter name, its rule, and a key that the rule's states always have."""
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 master weights by parameter name; the `grad` of each is the accumulated gradient."""
@@ -341,18 +339,18 @@ class MasterOptimizer(Optimizer):
             master = self._holders[name]
             decay = weight_decay if master.ndim > 1 else 0.0
             groups.setdefault((self._rate_of(name), decay), []).append(master)
-            self._rule_of[name] = len(self._rules)
         if groups:
-            parameters = [
-                {"params": masters, "rate": rate, "weight_decay": decay} for (rate, decay), masters in groups.items()
-            ]
-            self._rules.append((make(parameters), mark))
+            rule = make(
+                [{"params": masters, "rate": rate, "weight_decay": decay} for (rate, decay), masters in groups.items()]
+            )
+            self._rules.append(rule)
+            self._rule_of |= dict.fromkeys(names, (rule, mark))
 
     def _make_holder(self, live: Tensor) -> Tensor:
         return live.float().clone()
 
     def _update(self, learning_rate: float) -> None:
-        for rule, _ in self._rules:
+        for rule in self._rules:
             for group in rule.param_groups:
                 group["lr"] = learning_rate * group["rate"]
             rule.step()
@@ -364,11 +362,11 @@ class MasterOptimizer(Optimizer):
         return self._holders
 
     def _memory_of(self, name: str) -> dict[str, Any]:
-        rule, _ = self._rules[self._rule_of[name]]
+        rule, _ = self._rule_of[name]
         return rule.state[self._holders[name]]
 
     def _mark_of(self, name: str) -> str:
-        return self._rules[self._rule_of[name]][1]
+        return self._rule_of[name][1]
 
 
 class MasterAdamW(MasterOptimizer):
@@ -382,22 +380,18 @@ class MasterAdamW(MasterOptimizer):
         named_parameters: NamedParameters,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         rate_of: RateOf = one_rate,
     ) -> None:
         super().__init__(named_parameters, max_grad_norm, rate_of)
-        make = partial(fused_adamw, betas=betas, eps=eps)
-        self._add_rule(make, "exp_avg", self._holders.keys(), weight_decay)
+        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", self._holders.keys(), weight_decay)
 
 
-def fused_adamw(
-    groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float = 1e-8
-) -> torch.optim.Optimizer:
+def fused_adamw(groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> torch.optim.Optimizer:
     """torch's AdamW on parameter groups, fused on CPU and CUDA."""
     devices = {tensor.device.type for group in groups for tensor in group["params"]}
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=devices <= {"cpu", "cuda"})
+    return torch.optim.AdamW(groups, betas=betas, eps=ADAM_EPSILON, fused=devices <= {"cpu", "cuda"})
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

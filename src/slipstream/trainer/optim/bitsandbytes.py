@@ -64,7 +64,7 @@ class _PagedAdamW(_BitsandbytesAdamW):
     def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
         if key not in ("state1", "state2"):
             return super()._placed(key, value, name)
-        rule: Any = self._rules[self._rule_of[name]][0]
+        rule: Any = self._rule_of[name][0]
         buffer: Tensor = rule.get_state_buffer(self._holders[name], dtype=value.dtype)
         return buffer.copy_(value)
 

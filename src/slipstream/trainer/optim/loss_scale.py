@@ -20,8 +20,6 @@ class LossScale:
     def __init__(self, *, is_needed: bool) -> None:
         self.is_needed = is_needed
         self.value = FIRST if is_needed else 1.0
-        self.num_overflows = 0
-        """Of this process."""
         self._num_good = 0
 
     def lower(self) -> bool:
@@ -29,7 +27,6 @@ class LossScale:
         if self.value <= 1.0:
             return False
         self.value /= 2.0
-        self.num_overflows += 1
         self._num_good = 0
         return True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
+import math
 import os
 import time
 from collections import deque
@@ -215,31 +215,28 @@ def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
 
 def num_bytes(spec: ParameterSpec) -> int:
     """Bytes of a parameter."""
-    count = 1
-    for size in spec.shape:
-        count *= size
-    return count * getattr(torch, spec.dtype).itemsize
+    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
 
 
 def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> list[list[ParameterSpec]]:
     """The parameters of each message, equal on both sides: every large one by itself, small ones in buckets; ordered by
     the last parameter of each message."""
-    found: list[tuple[int, list[ParameterSpec]]] = []
+    found: dict[int, list[ParameterSpec]] = {}
     bucket: list[ParameterSpec] = []
     total = last = 0
     for place, spec in enumerate(parameters):
         size = num_bytes(spec)
         if size >= rendezvous.direct_bytes:
-            found.append((place, [spec]))
+            found[place] = [spec]
             continue
         if bucket and total + size > rendezvous.bucket_bytes:
-            found.append((last, bucket))
+            found[last] = bucket
             bucket, total = [], 0
         bucket.append(spec)
         total, last = total + size, place
     if bucket:
-        found.append((last, bucket))
-    return [message for _, message in sorted(found, key=operator.itemgetter(0))]
+        found[last] = bucket
+    return [found[place] for place in sorted(found)]
 
 
 class BroadcastPublisher:
@@ -268,19 +265,19 @@ class BroadcastPublisher:
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when the receivers do not take it within the timeout."""
-        self._renew_group()
+        if (num_replaced := self._joined()) != self._num_replaced:  # everybody joins a new group, by this ticket
+            self._num_replaced = num_replaced
+            self._new_group()
         weights = held(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
-        ticket = Ticket(version, "broadcast", location, parameters)
-        # An iterator: where tensors are gathered, the next are gathered while these are sent.
-        tensors = (tensor for _, tensor in weights)
+        ticket, sent = Ticket(version, "broadcast", location, parameters), weights
         if changes is not None:
-            ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
-            if changes.pays:
-                ticket = msgspec.structs.replace(ticket, delta=changes.delta)
-                tensors = (payload for payload in changes.payloads.values())
+            delta, sent = (changes.delta, changes.payloads.items()) if changes.pays else (None, weights)
+            ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction, delta=delta)
+        # An iterator: where tensors are gathered, the next are gathered while these are sent.
+        tensors = (tensor for _, tensor in sent)
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
         if self._rendezvous.backend == "gloo":
@@ -310,14 +307,6 @@ class BroadcastPublisher:
                 f"version {ticket.version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) "
                 f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {first_line(error)}"
             ) from error
-
-    def _renew_group(self) -> None:
-        """Leave the group when workers were replaced; the next ticket names a new one, which everybody joins."""
-        num_replaced = self._joined()
-        if num_replaced == self._num_replaced:
-            return
-        self._num_replaced = num_replaced
-        self._new_group()
 
     def _new_group(self) -> None:
         if self._group is not None:

@@ -66,9 +66,4 @@ def create_adapter_bridge(
     *, folder: Path, engine: TakesWeights, adapter: AdapterConfig, base_weights: NamedWeights
 ) -> Bridge:
     """The bridge `lora`: only the adapter's tensors are published; the engine starts on the base."""
-    return Bridge("lora", create_adapter_publisher(folder, adapter, base_weights), engine)
-
-
-def create_adapter_publisher(folder: Path, adapter: AdapterConfig, base_weights: NamedWeights) -> Publisher:
-    """The trainer's half of the bridge `lora`."""
-    return AdapterPublisher(folder, adapter, base_weights)
+    return Bridge("lora", AdapterPublisher(folder, adapter, base_weights), engine)
