@@ -434,7 +434,7 @@ def make_step_batches(
                 ignores_silent
                 and advantages is not None
                 and advantages[index] == 0.0
-                and not _has_own_signal(sequences)
+                and all(each.advantages is None and each.teacher_logprobs is None for each in sequences)
             ):
                 num_silent += 1
                 if num_silent % _SILENT_SAMPLE != 1:
@@ -451,8 +451,3 @@ def make_step_batches(
         step.rollout_tokens = rollout_tokens if step.num_further else None
         steps.append(step)
     return steps * epochs
-
-
-def _has_own_signal(sequences: Iterable[records.Sequence]) -> bool:
-    """Whether tokens have their own advantages or a teacher's log-probabilities, besides the rollout's advantage."""
-    return any(each.advantages is not None or each.teacher_logprobs is not None for each in sequences)

@@ -152,12 +152,8 @@ def uses_its_own_attention(network: nn.Module) -> None:
     """Have the vision tower attend as transformers does: packed attention is causal."""
     for module in network.modules():
         config: Any = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation") and _is_vision(config):
+        if hasattr(config, "_attn_implementation") and "vision" in type(config).__name__.lower():
             config._attn_implementation = "sdpa"
-
-
-def _is_vision(config: Any) -> bool:
-    return "vision" in type(config).__name__.lower()
 
 
 @dataclass

@@ -24,15 +24,12 @@ def widen_residual(network: nn.Module) -> list[RemovableHandle]:
     dtype = embedding.weight.dtype
     if dtype == torch.float32:
         return []
-    readers = [module for part in text_parts(network) for module in part.modules() if _reads_the_stream(module)]
+    # They make the inputs of products. A norm of queries or keys reads no stream; its input is in `dtype` already.
+    kinds = ("RMSNorm", "RotaryEmbedding")
+    modules = (module for part in text_parts(network) for module in part.modules())
+    readers = [module for module in modules if type(module).__name__.endswith(kinds)]
     narrow = _narrowing(dtype)
     return [embedding.register_forward_hook(_widen), *(each.register_forward_hook(narrow) for each in readers)]
-
-
-def _reads_the_stream(module: nn.Module) -> bool:
-    """Whether it makes the input of products from the stream. A norm of queries or keys reads another, which is in
-    `dtype` already."""
-    return type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding"))
 
 
 def _widen(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
