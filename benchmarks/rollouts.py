@@ -40,6 +40,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.garbage_collection import fewer_collections, freeze
 from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.progress import Progress
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger, balance
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
@@ -59,6 +60,10 @@ class HeldEngine(ScriptedEngine):
             self.num_waiting += 1
             await self.gate.wait()
         return await super().generate(request)
+
+
+class NoProgress(Progress):
+    """Shows nothing."""
 
 
 @contextlib.asynccontextmanager
@@ -92,6 +97,8 @@ async def parts(
                 max_reward_failures=0.1,
                 needs_logprobs=True,
                 ledger=ledger,
+                progress=NoProgress(),
+                warn=print,
             )
             with fewer_collections():
                 yield batcher, tasks, engines
