@@ -89,7 +89,9 @@ def test_ledger_rows_and_counters_agree_on_what_became_of_every_group_and_token(
         drop = lambda reason, tokens: log.count(drop_metrics(reason, tokens))  # noqa: E731
         ledger = Ledger(log.folder, 1, 0, staleness=0, shape={}, on_drop=drop)
         batcher, totals = make_batcher(None, ledger=ledger), Counter()
-        log.listen(lambda step, row: [totals.update({(name, *labels): n}) for name, labels, n in counts_of(row)])
+        log.listeners.append(
+            lambda step, row: [totals.update({(name, *labels): n}) for name, labels, n in counts_of(row)]
+        )
         for step, (groups, ends, teaches) in enumerate(batches):
             made = [rollouts_of(f"{step}.{number}", kinds) for number, kinds in enumerate(groups)]
             for group in made:
@@ -148,7 +150,9 @@ async def test_the_ledger_learns_of_groups_that_are_left_out(tmp_path):
 @pytest.mark.parametrize(("number", "num_rollouts"), [(0, 4), (1, 0), (2, 0)])
 async def test_where_nothing_has_signal_the_first_part_alone_is_no_empty_one(number, num_rollouts):
     progress = Watching()
-    batcher = make_batcher(ScriptedEngine(say("b")), refills=refills_of(TASKS * 2), share=Share(number, 3), progress=progress)
+    batcher = make_batcher(
+        ScriptedEngine(say("b")), refills=refills_of(TASKS * 2), share=Share(number, 3), progress=progress
+    )
     batch = await batcher.make(3, VERSION, TASKS[:2])
     assert len(batch.rollouts) == num_rollouts
     assert progress.told == [("generate", 4)]

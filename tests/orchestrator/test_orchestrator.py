@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.event_loop import call
 from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import SingleTurn, Task
@@ -424,7 +425,7 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
     assert not rollout.done()
     module["let_go"].put(None)
     assert rollout.result(60).outcome == "done"
-    thread.call(versions._changed.__aenter__(), 60, "what was released")
+    call(thread, versions._changed.__aenter__(), 60, "what was released")
     assert versions._released == 1
     ((where, warning),) = told
     assert f"run, line 4 of {source}" in where
@@ -436,7 +437,7 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
 def test_a_loop_that_waits_is_nobodys_fault():
     thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(stack))
     told = []
-    thread.call(asyncio.sleep(2.0), 10, "nothing")
+    call(thread, asyncio.sleep(2.0), 10, "nothing")
     assert told == []
     thread.stop(asyncio.sleep(0))
 

@@ -5,7 +5,7 @@ A bound is where a value is certainly a typing error, or where a library below w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +28,15 @@ class Section(BaseModel):
 
 Problems = Iterator[tuple[str, str]]
 """(key, sentence) for each combination of settings that cannot be run."""
+Rule = tuple[bool, str, str]
+"""Whether it holds, the keys that then have no effect, with spaces between them, and the reason."""
+
+
+def without_effect(rules: Iterable[Rule]) -> dict[str, str]:
+    """The keys of the rules that hold, each with the reason."""
+    return {key: reason for holds, keys, reason in rules if holds for key in keys.split()}
+
+
 Auto = Literal["auto"]
 """The plan replaces it by a value."""
 Texts = Annotated[tuple[str, ...], Field(strict=False)]

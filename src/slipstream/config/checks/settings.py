@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.config.addresses import key_variable_problem
-from slipstream.config.bounds import Problems
+from slipstream.config.bounds import Problems, Rule, without_effect
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
 from slipstream.config.checks.matching import matching_inapplicable, matching_problems
@@ -46,12 +46,13 @@ OPTIONS_FIXED = {
     "skip_tokenizer_init": "stop strings need the tokenizer",
 }
 """vLLM's engine arguments that Slipstream sets itself, and why."""
-_OF_REWARDS = (
-    *("max_turns", "apart"),
-    *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "reward_processes"),
-    *("tool_timeout_s", "tool_concurrency", "fresh_worker", "user_namespace"),
-    "max_reward_failures",
+_OF_ENGINES = (
+    "sampling inference weights run.placement run.save_failures environment.max_turns environment.apart "
+    "environment.reward_timeout_s environment.reward_workers environment.reward_concurrency "
+    "environment.reward_memory_gib environment.reward_processes environment.tool_timeout_s "
+    "environment.tool_concurrency environment.fresh_worker environment.user_namespace environment.max_reward_failures"
 )
+"""Sections and keys without an effect where nothing is generated."""
 _OF_SINKS = {
     "sink_samples": {"tensorboard", "wandb", "trackio"},
     "project": {"wandb", "trackio"},
@@ -63,92 +64,153 @@ _OF_SINKS = {
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) that have no effect in this config, each with the reason."""
-    found: dict[str, str] = {}
-    algorithm, environment = config.algorithm, config.environment
-    if config.training.steps is not None:
-        found["training.epochs"] = "has no effect while training.steps is set"
-    if config.training.ranks == 1:
-        for name in ("reshard", "rank_timeout_s"):
-            found[f"training.{name}"] = "has no effect while training.ranks is 1"
-    if environment is not None and environment.fresh_worker:
-        for name in ("reward_concurrency", "tool_concurrency"):
-            found[f"environment.{name}"] = "has no effect with environment.fresh_worker: each has one call"
-    if config.training.optimizer != "muon":
-        found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
-    if not config.model.train_tower:
-        found["training.tower_learning_rate"] = "has no effect while model.train_tower is false"
-    if not uses_critic(config):
-        found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
-    for name, users in _OF_SINKS.items():
-        if not users & set(config.run.sinks):
-            found[f"run.{name}"] = f"has no effect without {' or '.join(sorted(users))} in run.sinks"
-    if config.run.metrics_port is not None:
-        found.pop("run.name", None)
-    if config.teacher is not None and config.teacher.url is None:
-        for name in ("name", "key_variable"):
-            found[f"teacher.{name}"] = "has no effect without teacher.url"
-    found |= mixture_inapplicable(config) | matching_inapplicable(config)
-    if config.run.streams != "redis":
-        found["redis"] = 'has no effect without run.streams = "redis"'
-    if isinstance(algorithm, RLConfig):
-        if config.data is not None:
-            found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
-        if not config.training.staleness:
-            if not config.training.overprovision:
-                found["training.order"] = "has no effect while training.staleness is 0: each batch is its own groups"
-            found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
-        elif config.lora is not None and bridge_of(config) in ("lora", "single_copy"):
-            found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
-        return found | _inapplicable_to(resolved(algorithm))
-    found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
-    found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
-    found["run.streams"] = "applies to grpo, not to sft, whose batches no engine makes"
-    if not rolls_out(config):
-        found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
-    found["run.keep_batches"] = "applies to grpo, not to sft, whose batches follow from data and seed"
-    found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
-    found["evaluation.beside"] = "applies to grpo, not to sft, whose engine has nothing but evaluations to make"
-    for name in ("staleness", "order", "overprovision"):
-        found[f"training.{name}"] = "applies to grpo, not to sft, whose batches no engine makes"
-    if config.data is not None and environment is not None:
-        if config.evaluation is None:
-            found["environment"] = "has no use when data is given and evaluation is off"
-        else:
-            found["environment.num_train_tasks"] = "has no effect when data is given"
-    if config.evaluation is None:
-        for name in ("eval_path", "eval_split", "eval_fraction"):
-            found[f"data.{name}"] = "has no effect while evaluation is off"
-    elif environment is None:
-        for name in ("num_tasks", "samples_per_task", "temperature", "threshold", "seed", "stop_at", "patience"):
-            found[f"evaluation.{name}"] = "has no effect without an environment, whose held-out tasks it is about"
-    if not uses_engine(config):
-        reason = "while evaluation is off" if config.evaluation is None else "without an environment to evaluate on"
-        without_engine = ("sampling", "inference", "weights", "run.placement", "run.save_failures")
-        without_rewards = (f"environment.{name}" for name in _OF_REWARDS)
-        for path in (*without_engine, *without_rewards):
-            found[path] = f"has no effect under sft {reason}"
-    return found
+    algorithm, environment, training, teacher = config.algorithm, config.environment, config.training, config.teacher
+    has_fresh_workers = environment is not None and environment.fresh_worker
+    labels = {"name"} if config.run.metrics_port is not None else set[str]()
+    rules: list[Rule] = [
+        (training.steps is not None, "training.epochs", "has no effect while training.steps is set"),
+        (
+            training.ranks == 1,
+            "training.reshard training.rank_timeout_s",
+            "has no effect while training.ranks is 1",
+        ),
+        (
+            has_fresh_workers,
+            "environment.reward_concurrency environment.tool_concurrency",
+            "has no effect with environment.fresh_worker: each has one call",
+        ),
+        (
+            training.optimizer != "muon",
+            "training.muon_momentum",
+            'has no effect without training.optimizer = "muon"',
+        ),
+        (
+            not config.model.train_tower,
+            "training.tower_learning_rate",
+            "has no effect while model.train_tower is false",
+        ),
+        (
+            not uses_critic(config),
+            "critic",
+            'has no effect without algorithm.advantage = "gae", the recipe ppo',
+        ),
+        *(
+            (
+                users.isdisjoint(config.run.sinks) and name not in labels,
+                f"run.{name}",
+                f"has no effect without {' or '.join(sorted(users))} in run.sinks",
+            )
+            for name, users in _OF_SINKS.items()
+        ),
+        (
+            teacher is not None and teacher.url is None,
+            "teacher.name teacher.key_variable",
+            "has no effect without teacher.url",
+        ),
+        (config.run.streams != "redis", "redis", 'has no effect without run.streams = "redis"'),
+    ]
+    found = without_effect(rules) | mixture_inapplicable(config) | matching_inapplicable(config)
+    further = _under_rl(config, algorithm) if isinstance(algorithm, RLConfig) else _under_sft(config)
+    return found | without_effect(further)
 
 
-def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
-    """Keys of [algorithm], in which no value is `auto`, that have no effect, each with the reason."""
-    found: dict[str, str] = {}
-    if algorithm.kl_coef == 0:
-        for name in ("kl_estimator", "kl_in"):
-            found[f"algorithm.{name}"] = "has no effect while algorithm.kl_coef is 0"
-    if algorithm.importance_sampling == "none":
-        for name in ("importance_cap", "importance_floor"):
-            found[f"algorithm.{name}"] = 'has no effect while algorithm.importance_sampling is "none"'
-    if algorithm.loss == "policy_gradient":
-        for name in ("clip_low", "clip_high"):
-            found[f"algorithm.{name}"] = 'has no effect on algorithm.loss = "policy_gradient", which clips nothing'
-    if algorithm.loss in BUILT_IN["loss"] and algorithm.loss != "clip":
-        found["algorithm.clip_dual"] = f'has no effect on algorithm.loss = "{algorithm.loss}", only on "clip"'
-    if algorithm.thinking_budget is None:
-        found["algorithm.thinking_penalty"] = "has no effect while algorithm.thinking_budget is not set"
-    if algorithm.overlong_buffer == 0:
-        found["algorithm.overlong_penalty"] = "has no effect while algorithm.overlong_buffer is 0"
-    return found
+def _under_rl(config: RunConfig, algorithm: RLConfig) -> list[Rule]:
+    final, takes_turns = resolved(algorithm), not config.training.staleness
+    has_adapters = config.lora is not None and bridge_of(config) in ("lora", "single_copy")
+    return [
+        (
+            config.data is not None,
+            "data",
+            f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment",
+        ),
+        (
+            takes_turns and not config.training.overprovision,
+            "training.order",
+            "has no effect while training.staleness is 0: each batch is its own groups",
+        ),
+        (
+            takes_turns,
+            "weights.in_flight",
+            "has no effect while training.staleness is 0, as no request runs in an update",
+        ),
+        (
+            has_adapters and not takes_turns,
+            "weights.in_flight",
+            "has no effect on adapters: completions end with the one that they began with",
+        ),
+        (
+            final.kl_coef == 0,
+            "algorithm.kl_estimator algorithm.kl_in",
+            "has no effect while algorithm.kl_coef is 0",
+        ),
+        (
+            final.importance_sampling == "none",
+            "algorithm.importance_cap algorithm.importance_floor",
+            'has no effect while algorithm.importance_sampling is "none"',
+        ),
+        (
+            final.loss == "policy_gradient",
+            "algorithm.clip_low algorithm.clip_high",
+            'has no effect on algorithm.loss = "policy_gradient", which clips nothing',
+        ),
+        (
+            final.loss in BUILT_IN["loss"] and final.loss != "clip",
+            "algorithm.clip_dual",
+            f'has no effect on algorithm.loss = "{final.loss}", only on "clip"',
+        ),
+        (
+            final.thinking_budget is None,
+            "algorithm.thinking_penalty",
+            "has no effect while algorithm.thinking_budget is not set",
+        ),
+        (
+            final.overlong_buffer == 0,
+            "algorithm.overlong_penalty",
+            "has no effect while algorithm.overlong_buffer is 0",
+        ),
+    ]
+
+
+def _under_sft(config: RunConfig) -> list[Rule]:
+    evaluates, environment = config.evaluation is not None, config.environment
+    has_both = config.data is not None and environment is not None
+    reason = "without an environment to evaluate on" if evaluates else "while evaluation is off"
+    return [
+        (True, "run.max_steps_without_signal", "applies to grpo, not to sft"),
+        (True, "teacher", "applies to distill and other recipes of reinforcement learning, not to sft"),
+        (True, "run.streams", "applies to grpo, not to sft, whose batches no engine makes"),
+        (
+            not rolls_out(config),
+            "run.save_samples",
+            "applies to grpo, not to sft, which samples nothing to train on",
+        ),
+        (True, "run.keep_batches", "applies to grpo, not to sft, whose batches follow from data and seed"),
+        (True, "weights.in_flight", "applies to grpo, not to sft, which samples nothing to train on"),
+        (
+            True,
+            "evaluation.beside",
+            "applies to grpo, not to sft, whose engine has nothing but evaluations to make",
+        ),
+        (
+            True,
+            "training.staleness training.order training.overprovision",
+            "applies to grpo, not to sft, whose batches no engine makes",
+        ),
+        (has_both and not evaluates, "environment", "has no use when data is given and evaluation is off"),
+        (has_both and evaluates, "environment.num_train_tasks", "has no effect when data is given"),
+        (
+            not evaluates,
+            "data.eval_path data.eval_split data.eval_fraction",
+            "has no effect while evaluation is off",
+        ),
+        (
+            evaluates and environment is None,
+            "evaluation.num_tasks evaluation.samples_per_task evaluation.temperature evaluation.threshold "
+            "evaluation.seed evaluation.stop_at evaluation.patience",
+            "has no effect without an environment, whose held-out tasks it is about",
+        ),
+        (not uses_engine(config), _OF_ENGINES, f"has no effect under sft {reason}"),
+    ]
 
 
 def reason_against(path: str, reasons: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ from slipstream.orchestrator.failure_rate import (
     warn_of_no_tokens,
 )
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.teacher import Scores
+from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.patience import is_cancelled
 from slipstream.progress import Progress
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
@@ -67,7 +67,7 @@ class Batcher:
     parts: Collection[str] = ()
     """Of a mixture."""
     refills: Refills | None = None
-    teacher: Scores | None = None
+    teacher: RunTeacher | None = None
     """Scores each rollout as soon as it has ended."""
     share: Share = field(default_factory=Share)
     """Which groups of each batch are made here."""
