@@ -32,12 +32,15 @@ import psutil
 import uvloop
 
 from benchmarks.scripted_engine import ScriptedEngine
+from slipstream.algo.readiness import group_has_signal
 from slipstream.config import EnvironmentConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.idle_time import IdleTime
+from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.garbage_collection import fewer_collections, freeze
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.progress import Progress
@@ -99,6 +102,13 @@ async def parts(
                 ledger=ledger,
                 progress=NoProgress(),
                 warn=print,
+                staleness=0,
+                has_signal=group_has_signal,
+                parts=(),
+                refills=None,
+                teacher=None,
+                share=Share(),
+                idle=IdleTime(),
             )
             with fewer_collections():
                 yield batcher, tasks, engines

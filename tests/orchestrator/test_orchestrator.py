@@ -13,6 +13,7 @@ import pytest
 from benchmarks.event_loop import call
 from benchmarks.scripted_engine import ScriptedEngine
 
+from slipstream.algo.readiness import group_has_signal
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
 from slipstream.errors import (
@@ -25,6 +26,8 @@ from slipstream.errors import (
 )
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.idle_time import IdleTime
+from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import handle as handle_module
@@ -118,7 +121,8 @@ def make_batcher(engine, environment=None, runner=None, ledger=None, **options):
         folder = Path(tempfile.mkdtemp(dir=LEDGERS.name))
         ledger = Ledger(folder, 0, 0, staleness=options.get("staleness", 0), shape={})
     fixed = {"group_size": 2, "sampling": SAMPLING, "seed": 0, "max_reward_failures": 0.1, "needs_logprobs": True}
-    told = {"progress": Watching(), "warn": lambda text: None, "ledger": ledger}
+    told = {"progress": Watching(), "warn": lambda text: None, "ledger": ledger, "share": Share(), "idle": IdleTime()}
+    told |= {"staleness": 0, "has_signal": group_has_signal, "parts": (), "refills": None, "teacher": None}
     return Batcher(runner or make_runner(engine, environment), **(fixed | told | options))
 
 

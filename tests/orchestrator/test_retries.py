@@ -33,7 +33,13 @@ class Flaky(ScriptedEngine):
 
 def runner_of(engine, most=5, budget_s=60.0, **options):
     told, engine.exhausted = [], []
-    retries = Retries(most, budget_s, told.append, lambda: engine.exhausted.append(True))
+
+    def count(values):
+        for name in values:
+            reason = name.removeprefix("retry/")
+            (engine.exhausted if reason == "exhausted" else told).append(reason)
+
+    retries = Retries(most, budget_s, count)
     return make_runner(engine, retries=retries, **options), told
 
 

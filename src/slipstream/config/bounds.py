@@ -26,8 +26,16 @@ class Section(BaseModel):
     )
 
 
-Problems = Iterator[tuple[str, str]]
-"""(key, sentence) for each combination of settings that cannot be run."""
+Problems = Iterator[str | tuple[str, str]]
+"""A sentence for each combination of settings that cannot be run, which begins with a key; or another key with it."""
+
+
+def keyed(problems: Iterable[str | tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The key of each problem, and the sentence."""
+    for problem in problems:
+        yield (problem.partition(" ")[0], problem) if isinstance(problem, str) else problem
+
+
 Rule = tuple[bool, str, str]
 """Whether it holds, the keys that then have no effect, with spaces between them, and the reason."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config.bounds import keyed
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
@@ -203,7 +204,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         gpus=gpus,
     )
     plan = draft_plan(config, facts)
-    for _, sentence in mixture_problems(plan.config):  # what is derived may be less than a part asks for
+    for _, sentence in keyed(mixture_problems(plan.config)):  # what is derived may be less than a part asks for
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []

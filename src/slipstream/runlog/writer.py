@@ -345,11 +345,11 @@ def report_of(
     error: BaseException | None, attempt: tuple[int, float, int], step: int, scrubbed: Callable[[str], str] = str
 ) -> ExitReport:
     """How a run ended, in `attempt` (see `last_attempt`); `scrubbed` removes secrets from texts."""
-    status = _status_of(error)
+    status, exit_code, failure_class, retriable = _ending_of(error)
     is_bug = status == "failed" and not isinstance(error, SlipstreamError)
     return ExitReport(
         status=status,
-        exit_code=exit_code_of(error),
+        exit_code=exit_code,
         error=type(error).__name__ if error else "",
         message=scrubbed(str(error)) if error else "",
         step=step,
@@ -358,8 +358,8 @@ def report_of(
         lineage=attempt[0],
         versions=versions(),
         restarts=attempt[2],
-        failure_class=_failure_class_of(error),
-        retriable=_is_retriable(error),
+        failure_class=failure_class,
+        retriable=retriable,
         traceback=scrubbed("".join(traceback.format_exception(error))) if is_bug else "",
     )
 
@@ -415,42 +415,25 @@ def refuse_used(folder: Path) -> None:
         raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 
 
-def _status_of(error: BaseException | None) -> ExitStatus:
-    if isinstance(error, Interrupted | KeyboardInterrupt):
-        return "interrupted"
-    return "failed" if exit_code_of(error) else "finished"
-
-
 def exit_code_of(error: BaseException | None) -> int:
     """Exit code of a run that ends with `error`, or without one."""
+    return _ending_of(error)[1]
+
+
+def _ending_of(error: BaseException | None) -> tuple[ExitStatus, int, FailureClass | Literal[""], bool]:
+    """How a run ends with `error`: status, exit code, class of the failure, and whether it is retriable."""
     match error:
-        case None:
-            return 0
+        case None | SystemExit(code=None | 0 | ""):
+            return "finished", 0, "", False
+        case SystemExit(code=int(code)):
+            return "failed", code, "bug", False
         case KeyboardInterrupt():
-            return Interrupted.exit_code
+            return "interrupted", Interrupted.exit_code, "stopped", True
         case SlipstreamError():
-            return error.exit_code
-        case SystemExit() if not error.code or isinstance(error.code, int):
-            return error.code or 0
+            status = "interrupted" if isinstance(error, Interrupted) else "failed" if error.exit_code else "finished"
+            return status, error.exit_code, error.failure_class, error.is_retriable
         case _:
-            return SlipstreamError.exit_code
-
-
-def _failure_class_of(error: BaseException | None) -> FailureClass | Literal[""]:
-    """What kind of thing `error` is; empty where the run finished."""
-    match error:
-        case None | SystemExit(code=None | 0):
-            return ""
-        case SlipstreamError():
-            return error.failure_class
-        case KeyboardInterrupt():
-            return "stopped"
-        case _:
-            return "bug"
-
-
-def _is_retriable(error: BaseException | None) -> bool:
-    return error.is_retriable if isinstance(error, SlipstreamError) else isinstance(error, KeyboardInterrupt)
+            return "failed", SlipstreamError.exit_code, "bug", False
 
 
 def _indented(report: ExitReport) -> bytes:

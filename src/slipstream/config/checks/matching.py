@@ -43,7 +43,7 @@ def matching_inapplicable(config: RunConfig) -> dict[str, str]:
 
 
 def matching_problems(config: RunConfig) -> Problems:
-    """(key, sentence) for each combination with [matching] that cannot be run."""
+    """A sentence for each combination with [matching] that cannot be run."""
     matching = config.matching
     if matching is None:
         return
@@ -70,13 +70,11 @@ def matching_problems(config: RunConfig) -> Problems:
         yield "environment.mixture", "[matching] trains on one environment, and there is a mixture: name one of them"
     if config.model.fp32_head is True:
         yield (
-            "model.fp32_head",
             "model.fp32_head = true never has the logits of coordinate tokens as a whole, which [matching] reads: set "
-            "it to false",
+            "it to false"
         )
     if 0.0 < matching.temperature < _LEAST_TEMPERATURE:
         yield (
-            "matching.temperature",
             f"matching.temperature = {matching.temperature:g} is below {_LEAST_TEMPERATURE}, which vLLM would raise it "
-            "to: use 0, which is greedy, or more",
+            "to: use 0, which is greedy, or more"
         )

@@ -221,7 +221,7 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
 
 
 def contradictions(config: RunConfig) -> Problems:
-    """(key, sentence) for each combination of settings that cannot be run."""
+    """A sentence for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from mixture_problems(config)
     yield from matching_problems(config)
@@ -231,14 +231,13 @@ def contradictions(config: RunConfig) -> Problems:
         drawn = config.sampling if config.matching is None else config.matching
         yield from config.evaluation.problems(drawn.temperature)
     if not config.model.path.strip():
-        yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
+        yield 'model.path = "" is empty: give a local folder or a hub id'
     yield from _variables(config)
     yield from _optimizer(config)
     if config.training.offload_activations and config.training.gradient_checkpointing in (False, "selective"):
         yield (
-            "training.offload_activations",
             "training.offload_activations moves the inputs of layers that are computed again: set "
-            "training.gradient_checkpointing = true, or leave it out",
+            "training.gradient_checkpointing = true, or leave it out"
         )
     yield from _lora(config)
     yield from _critic(config)
@@ -250,7 +249,7 @@ def contradictions(config: RunConfig) -> Problems:
     yield from exact_problems(config)
     warn, stop = config.weights.probe_warn, config.weights.probe_stop
     if warn != "auto" and stop != "auto" and stop <= warn:
-        yield "weights.probe_stop", probe_limits(warn, stop)
+        yield probe_limits(warn, stop)
 
 
 def probe_limits(warn: float, stop: float) -> str:
@@ -264,58 +263,49 @@ def probe_limits(warn: float, stop: float) -> str:
 def _policy_gradient(algorithm: RLConfig) -> Problems:
     if algorithm.old_policy == "engine" and algorithm.importance_sampling not in ("auto", "none"):
         yield (
-            "algorithm.importance_sampling",
             f'algorithm.importance_sampling = "{algorithm.importance_sampling}" corrects what algorithm.old_policy = '
-            '"engine" has in its ratio already: remove one of the two',
+            '"engine" has in its ratio already: remove one of the two'
         )
     final = resolved(algorithm)
     if float(final.importance_floor) >= float(final.importance_cap):
         yield (
-            "algorithm.importance_floor",
             f"algorithm.importance_floor = {final.importance_floor:g} is not below algorithm.importance_cap = "
-            f"{final.importance_cap:g}: lower the first or raise the second",
+            f"{final.importance_cap:g}: lower the first or raise the second"
         )
     if algorithm.group_size == 1 and final.advantage in ("group_mean", "leave_one_out"):
         yield (
-            "algorithm.group_size",
             f"algorithm.group_size = 1 must be at least 2: algorithm.advantage = {final.advantage!r} compares the "
-            "completions of a prompt with each other",
+            "completions of a prompt with each other"
         )
     if algorithm.group_size == 1 and final.max_refills:
         yield (
-            "algorithm.max_refills",
             f"algorithm.max_refills = {final.max_refills} draws further tasks until the rewards in each group differ, "
-            "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups",
+            "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups"
         )
     if final.advantage == "none" and final.max_refills:
         yield (
-            "algorithm.max_refills",
             f"algorithm.max_refills = {final.max_refills} leaves out groups whose rewards agree, and under "
-            'algorithm.advantage = "none" rewards teach nothing in any: set it to 0',
+            'algorithm.advantage = "none" rewards teach nothing in any: set it to 0'
         )
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
-            "algorithm.length_penalty",
             f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
-            " the reward that counts as correct is not set: set algorithm.reward_threshold",
+            " the reward that counts as correct is not set: set algorithm.reward_threshold"
         )
     if algorithm.credit == "turn" and algorithm.reward_threshold is not None:
         yield (
-            "algorithm.credit",
             'algorithm.credit = "turn" needs the rewards themselves, and algorithm.reward_threshold replaces their sum '
-            "by right or wrong: leave one of them out",
+            "by right or wrong: leave one of them out"
         )
     if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
         yield (
-            "algorithm.best_of",
             f"algorithm.best_of = {algorithm.best_of} is more than algorithm.group_size = {algorithm.group_size}: use "
-            "less, or leave it out",
+            "less, or leave it out"
         )
     if algorithm.clip_dual is not None and final.loss == "clip" and algorithm.clip_dual <= 1 + float(final.clip_high):
         yield (
-            "algorithm.clip_dual",
             f"algorithm.clip_dual = {algorithm.clip_dual:g} is not above 1 + clip_high = {1 + float(final.clip_high):g}"
-            ": use 3, as is usual",
+            ": use 3, as is usual"
         )
 
 
@@ -326,9 +316,8 @@ def _critic(config: RunConfig) -> Problems:
     scale = config.algorithm.scale_rewards
     if scale in ("std", "batch"):
         yield (
-            "algorithm.scale_rewards",
             f'algorithm.scale_rewards = "{scale}" divides by a spread of rewards, and a critic\'s advantages '
-            '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"',
+            '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"'
         )
 
 
@@ -346,22 +335,18 @@ def _teacher(config: RunConfig) -> Problems:
         return
     if (teacher.path is None) == (teacher.url is None):
         both = "both given" if teacher.path is not None else "neither given"
-        yield "teacher.path", f"teacher.path and teacher.url are {both}: give one of them"
+        yield f"teacher.path and teacher.url are {both}: give one of them"
     if teacher.path is not None and not teacher.path.strip():
-        yield "teacher.path", 'teacher.path = "" is empty: give a model folder or a hub id'
+        yield 'teacher.path = "" is empty: give a model folder or a hub id'
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
-        yield "teacher.url", f'teacher.url = "{teacher.url}" is no address: write http://host:8000/v1'
+        yield f'teacher.url = "{teacher.url}" is no address: write http://host:8000/v1'
     if teacher.url is not None and config.sampling.temperature != 1.0:
         yield (
-            "sampling.temperature",
             f"sampling.temperature = {config.sampling.temperature:g} is not what a server at teacher.url scores at, "
-            "which is always 1: use 1, or give the teacher as teacher.path",
+            "which is always 1: use 1, or give the teacher as teacher.path"
         )
     if teacher.path == config.model.path and (config.lora is None or config.lora.path is None):
-        yield (
-            "teacher.path",
-            f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one',
-        )
+        yield f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one'
 
 
 def _variables(config: RunConfig) -> Problems:
@@ -374,15 +359,14 @@ def _variables(config: RunConfig) -> Problems:
         named["redis.password_variable"] = (config.redis.password_variable,)
     for setting, names in named.items():
         if problem := key_variable_problem(setting, *names):
-            yield setting, problem
+            yield problem
 
 
 def _optimizer(config: RunConfig) -> Problems:
     if config.training.optimizer == "adamw_bf16" and config.model.dtype not in ("auto", "bfloat16"):
         yield (
-            "training.optimizer",
             f'training.optimizer = "adamw_bf16" rounds weights to bfloat16, and model.dtype = "{config.model.dtype}" '
-            'does not: use model.dtype = "bfloat16", or "adamw"',
+            'does not: use model.dtype = "bfloat16", or "adamw"'
         )
 
 
@@ -391,25 +375,24 @@ def _lora(config: RunConfig) -> Problems:
     if lora is None:
         if config.weights.bridge == "lora":
             sentence = 'weights.bridge = "lora" needs an adapter to publish, and there is no [lora]: set lora.rank'
-            yield "weights.bridge", sentence
+            yield sentence
         return
     if lora.dora and config.weights.bridge in ("lora", "single_copy"):
         yield (
-            "lora.dora",
             f'lora.dora = true needs an engine with the adapter merged, and weights.bridge = "{config.weights.bridge}" '
-            'publishes it alone, which vLLM does not load: use weights.bridge = "disk", "broadcast" or "restart"',
+            'publishes it alone, which vLLM does not load: use weights.bridge = "disk", "broadcast" or "restart"'
         )
     if not isinstance(lora.target_modules, str) and not all(name.strip(". ") for name in lora.target_modules):
-        yield "lora.target_modules", "lora.target_modules has an empty name: remove it"
+        yield "lora.target_modules has an empty name: remove it"
     if lora.path is not None and not lora.path.strip():
-        yield "lora.path", 'lora.path = "" is empty: give the folder of an adapter, or leave it out'
+        yield 'lora.path = "" is empty: give the folder of an adapter, or leave it out'
 
 
 def _sources(config: RunConfig) -> Problems:
     if config.environment is not None:
         if not config.environment.name.strip():
             remedy = "give reasoning_gym/<task> or path/to/file.py:Class"
-            yield "environment.name", f'environment.name = "" is empty: {remedy}'
+            yield f'environment.name = "" is empty: {remedy}'
     elif config.algorithm.kind != "sft":
         yield (
             "algorithm.kind",
@@ -423,9 +406,8 @@ def _sources(config: RunConfig) -> Problems:
         )
     elif config.evaluation is not None and not config.data.has_eval:
         yield (
-            "evaluation",
             "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name, or "
-            "data.eval_path for the loss of held-out rows",
+            "data.eval_path for the loss of held-out rows"
         )
     if config.data is not None:
         yield from config.data.problems()
@@ -442,9 +424,8 @@ def _delta(config: RunConfig) -> Problems:
         "lora": "publishes the adapter alone, of which every element changes",
     }
     yield (
-        "weights.delta",
         f'weights.delta = true sends the changes of a whole model, and weights.bridge = "{bridge}" {reasons[bridge]}: '
-        'remove it, or set weights.bridge to "disk" or "broadcast"',
+        'remove it, or set weights.bridge to "disk" or "broadcast"'
     )
 
 
@@ -452,42 +433,35 @@ def _engine(config: RunConfig) -> Problems:
     sampling, inference = config.sampling, config.inference
     if inference.sleep is True and config.training.staleness:
         yield (
-            "inference.sleep",
             "inference.sleep = true stops the engine while a batch is trained on, and training.staleness has it "
-            "generate then: turn off one of them",
+            "generate then: turn off one of them"
         )
     if inference.sleep is True and config.run.placement == "separate":
         yield (
-            "inference.sleep",
             'inference.sleep = true frees the engine\'s GPU for the trainer, which run.placement = "separate" has on '
-            "another: turn off one of them",
+            "another: turn off one of them"
         )
     if "" in sampling.stop:
-        yield (
-            "sampling.stop",
-            "sampling.stop has an empty text, which would end every completion at once: remove it",
-        )
+        yield "sampling.stop has an empty text, which would end every completion at once: remove it"
     if config.algorithm.kind != "sft" and sampling.top_k == 1:
         yield (
-            "sampling.top_k",
             "sampling.top_k = 1 draws the same completion for a whole group, which has no signal: "
-            "use 0 for no limit, or more than 1",
+            "use 0 for no limit, or more than 1"
         )
     longest, room = sampling.max_tokens, inference.max_model_len
     if room == 1:
-        yield "inference.max_model_len", "inference.max_model_len = 1 holds no prompt with a completion: use at least 2"
+        yield "inference.max_model_len = 1 holds no prompt with a completion: use at least 2"
     elif isinstance(longest, int) and isinstance(room, int) and longest >= room:
         yield (
-            "sampling.max_tokens",
             f"sampling.max_tokens = {longest} leaves no room for a prompt in "
-            f"inference.max_model_len = {room}: lower the first or raise the second",
+            f"inference.max_model_len = {room}: lower the first or raise the second"
         )
     for name in inference.options:
         option = name.replace("-", "_")
         if own := OPTIONS_WITH_OWN_KEY.get(option):
-            yield f"inference.options.{name}", f"inference.options.{name} has a key of its own: set {own} instead"
+            yield f"inference.options.{name} has a key of its own: set {own} instead"
         elif reason := OPTIONS_FIXED.get(option):
-            yield f"inference.options.{name}", f"inference.options.{name} is set by Slipstream ({reason}): remove it"
+            yield f"inference.options.{name} is set by Slipstream ({reason}): remove it"
 
 
 def foreign_key(name: str, kind: str) -> str:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.algo.readiness import SignalRule, group_has_signal
+from slipstream.algo.readiness import SignalRule
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, losses, task_counts
 from slipstream.orchestrator.batches.idle_time import IdleTime
@@ -61,17 +61,17 @@ class Batcher:
     ledger: Ledger
     progress: Progress
     warn: Callable[[str], None]
-    staleness: int = 0
+    staleness: int
     """How many versions older than the newest possible one a token may be."""
-    has_signal: SignalRule = group_has_signal
-    parts: Collection[str] = ()
+    has_signal: SignalRule
+    parts: Collection[str]
     """Of a mixture."""
-    refills: Refills | None = None
-    teacher: RunTeacher | None = None
+    refills: Refills | None
+    teacher: RunTeacher | None
     """Scores each rollout as soon as it has ended."""
-    share: Share = field(default_factory=Share)
+    share: Share
     """Which groups of each batch are made here."""
-    idle: IdleTime = field(default_factory=IdleTime)
+    idle: IdleTime
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
     _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
