@@ -65,10 +65,6 @@ class HeldEngine(ScriptedEngine):
         return await super().generate(request)
 
 
-class NoProgress(Progress):
-    """Shows nothing."""
-
-
 @contextlib.asynccontextmanager
 async def parts(
     task_name: str, tokenizer: AnsweringTokenizer, num_rollouts: int, num_replicas: int
@@ -100,7 +96,7 @@ async def parts(
                 max_reward_failures=0.1,
                 needs_logprobs=True,
                 ledger=ledger,
-                progress=NoProgress(),
+                progress=cast(Progress, SimpleNamespace(advance=lambda n=1: None)),
                 warn=print,
                 staleness=0,
                 has_signal=group_has_signal,
@@ -129,7 +125,7 @@ async def measure(
             started, used = time.perf_counter(), time.process_time()
             batch = await batcher.make(step, Version(0, step), tasks)
             seconds, used = time.perf_counter() - started, time.process_time() - used
-            batcher.trained(step + 1)
+            batcher.ledger.trained(step + 1)
             assert len(batch.rollouts) == len(tasks) * GROUP_SIZE, batch.dropped
             right = statistics.fmean(rollout.reward >= 1.0 for rollout in batch.rollouts)
             if step:  # the first fills caches
@@ -154,7 +150,7 @@ async def hold(task_name: str, tokenizer: AnsweringTokenizer, num_rollouts: int,
         gate.set()
         batch = await making
         seconds = time.perf_counter() - begun
-        batcher.trained(1)
+        batcher.ledger.trained(1)
         right = statistics.fmean(rollout.reward >= 1.0 for rollout in batch.rollouts)
         return (
             f"{num_held:,} rollouts held at once after {held_s:.1f} s, {held_mib:,.0f} MiB; an engine died with "

@@ -108,7 +108,7 @@ async def test_no_try_begins_after_the_budget(monkeypatch, lasts_s, tries):
     runner, _ = runner_of(engine, 5, BUDGET * 300.0)
     rollout = await run(runner)
     assert (rollout.outcome, len(engine.requests)) == ("engine_error", tries)
-    assert engine.exhausted == [True]
+    assert engine.exhausted == ["exhausted"]
     assert clock[0] <= max(lasts_s, (BUDGET + 1) * 300.0)
 
 

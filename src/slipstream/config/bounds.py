@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 Problems = Iterator[str | tuple[str, str]]
-"""A sentence for each combination of settings that cannot be run, which begins with a key; or another key with it."""
+"""A sentence for each impossible combination of settings. It begins with a key, or another key comes with it."""
 
 
 def keyed(problems: Iterable[str | tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -37,11 +37,11 @@ def keyed(problems: Iterable[str | tuple[str, str]]) -> Iterator[tuple[str, str]
 
 
 Rule = tuple[bool, str, str]
-"""Whether it holds, the keys that then have no effect, with spaces between them, and the reason."""
+"""Whether it holds, the keys without an effect then, with spaces between them, and the reason."""
 
 
 def without_effect(rules: Iterable[Rule]) -> dict[str, str]:
-    """The keys of the rules that hold, each with the reason."""
+    """The keys of all rules in force, each with the reason."""
     return {key: reason for holds, keys, reason in rules if holds for key in keys.split()}
 
 
