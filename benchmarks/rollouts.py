@@ -27,6 +27,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import uvloop
