@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.event_loop import call
 from slipstream.errors import EngineError
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
@@ -68,7 +69,7 @@ class Pair:
             new_model(self.model, hidden_size=64, num_layers=2, seed=3)
         self.weights = Weights(self.model)
         self.thread = EventLoopThread(lambda: False)
-        self.engine = self.thread.call(self._start(), 300, "the engine")
+        self.engine = call(self.thread, self._start(), 300, "the engine")
         self.bridge = self.to(bridge, timeout_s)
         self.step = 0
 
@@ -124,7 +125,7 @@ class Pair:
             ]
             return await asyncio.gather(*(self.engine.generate(request) for request in requests))
 
-        return self.thread.call(all_of_them(), TIMEOUT_S, "the engine")
+        return call(self.thread, all_of_them(), TIMEOUT_S, "the engine")
 
     def close(self) -> None:
         """Stop the engine."""
@@ -148,7 +149,7 @@ class Two(Pair):
         """A bridge to both."""
 
         def joined() -> int:
-            return self.thread.call(self.engine.joined(), START_S, "both engines")
+            return call(self.thread, self.engine.joined(), START_S, "both engines")
 
         folder = self.folder / f"weights-{bridge}"
         return create_bridge(

@@ -30,6 +30,7 @@ import psutil
 from fault_engines import GROUP_TIMEOUT_S, PROMPTS, START_S, TIMEOUT_S, Asking, Pair, Two, Weights
 from rich.progress import track
 
+from benchmarks.event_loop import call
 from slipstream.errors import EngineError, SlipstreamError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Ticket
@@ -94,7 +95,7 @@ def replica_killed(times: int, folder: Path) -> Outcomes:
             two.publish()
         killer.join()
         time.sleep(0.5)  # until it is found by those who ask
-        held = two.thread.call(two.engine.held(), START_S, "both engines")
+        held = call(two.thread, two.engine.held(), START_S, "both engines")
         outcomes.seconds.append(time.monotonic() - began)
         meanwhile = [at for at, _ in asking.answered if at > began]
         time.sleep(0.2)
@@ -120,7 +121,7 @@ def replica_killed_without_files(times: int, folder: Path) -> Outcomes:
         time.sleep(0.5)
         two.publish()
         outcomes.seconds.append(time.monotonic() - began)
-        held = two.thread.call(two.engine.held(), START_S, "both engines")
+        held = call(two.thread, two.engine.held(), START_S, "both engines")
         outcomes.expect(holds=held is not None and held.step == two.step, otherwise=f"they hold {held}")
         outcomes.expect(holds=len(two.engine.each) == 2, otherwise="one is out of service")
         _note_answers(asking, outcomes, two.weights)

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from shapes import SHAPES, shaped_model
 
+from benchmarks.event_loop import call
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.thread import EventLoopThread
@@ -93,7 +94,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         await engine.wait_ready()
         return engine
 
-    engine = thread.call(start(), 300, "the engine")
+    engine = call(thread, start(), 300, "the engine")
     bridge = create_bridge(
         options.bridge,
         folder=folder / "weights",
@@ -101,12 +102,12 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         engine=engine,
         timeout_s=TIMEOUT_S,
         between_gpus=is_apart,
-        go_on=lambda version: thread.call(engine.go_on(version, TIMEOUT_S), TIMEOUT_S, "the engine to go on"),
+        go_on=lambda version: call(thread, engine.go_on(version, TIMEOUT_S), TIMEOUT_S, "the engine to go on"),
     )
     live: dict[str, torch.Tensor] = {}
     if options.bridge == "single_copy":
         parameters = stored_parameters(model, options.dtype)
-        (shared,) = thread.call(engine.share(parameters, TIMEOUT_S), 300, "the engine")
+        (shared,) = call(thread, engine.share(parameters, TIMEOUT_S), 300, "the engine")
         live = open_weights(shared)
     answers: dict[str, list[Completion]] = {}
     prompts: dict[str, list[int]] = {}
@@ -137,7 +138,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         under_way = []
         began = time.monotonic()
         if bridge.fence is not None:
-            thread.call(engine.fence(TIMEOUT_S), 300, "the engine")
+            call(thread, engine.fence(TIMEOUT_S), 300, "the engine")
             for name, weight in weights.items():
                 live[name].copy_(weight)
             if on_gpu:

@@ -27,19 +27,25 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import uvloop
 
 from benchmarks.scripted_engine import ScriptedEngine
+from slipstream.algo.readiness import group_has_signal
 from slipstream.config import EnvironmentConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.idle_time import IdleTime
+from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.garbage_collection import fewer_collections, freeze
 from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.progress import Progress
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger, balance
 from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
@@ -92,6 +98,15 @@ async def parts(
                 max_reward_failures=0.1,
                 needs_logprobs=True,
                 ledger=ledger,
+                progress=cast(Progress, SimpleNamespace(advance=lambda n=1: None)),
+                warn=print,
+                staleness=0,
+                has_signal=group_has_signal,
+                parts=(),
+                refills=None,
+                teacher=None,
+                share=Share(),
+                idle=IdleTime(),
             )
             with fewer_collections():
                 yield batcher, tasks, engines
@@ -112,7 +127,7 @@ async def measure(
             started, used = time.perf_counter(), time.process_time()
             batch = await batcher.make(step, Version(0, step), tasks)
             seconds, used = time.perf_counter() - started, time.process_time() - used
-            batcher.trained(step + 1)
+            batcher.ledger.trained(step + 1)
             assert len(batch.rollouts) == len(tasks) * GROUP_SIZE, batch.dropped
             right = statistics.fmean(rollout.reward >= 1.0 for rollout in batch.rollouts)
             if step:  # the first fills caches
@@ -137,7 +152,7 @@ async def hold(task_name: str, tokenizer: AnsweringTokenizer, num_rollouts: int,
         gate.set()
         batch = await making
         seconds = time.perf_counter() - begun
-        batcher.trained(1)
+        batcher.ledger.trained(1)
         right = statistics.fmean(rollout.reward >= 1.0 for rollout in batch.rollouts)
         return (
             f"{num_held:,} rollouts held at once after {held_s:.1f} s, {held_mib:,.0f} MiB; an engine died with "

@@ -161,7 +161,7 @@ def test_the_end_of_an_attempt_that_was_killed_is_its_own(tmp_path, monkeypatch)
     with RunLog.create(tmp_path / "run") as log:
         log.metrics(1, {"train/loss": 1.0})
         log.metrics(2, {"train/loss": 1.0})
-        log.leave_open()
+        log.has_exit = True
     with RunLog.create(log.folder, resume=True, is_over=True) as ends:
         ends.exit(EngineError("killed"), step=2)
     report = runlog.read_exit(log.folder)
@@ -316,7 +316,7 @@ def test_a_mean_over_the_rows_of_what_only_some_have_is_one_over_all_from_the_fi
 def test_numbers_that_come_later_are_of_their_step_and_have_nothing_of_the_next_row(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         heard = []
-        log.listen(lambda step, row: heard.append((step, dict(row))))
+        log.listeners.append(lambda step, row: heard.append((step, dict(row))))
         log.metrics(1, {"reward/mean": 0.5})
         log.metrics(2, {"reward/mean": 0.75})
         log.note({"update/bytes": 8.0})
@@ -337,8 +337,8 @@ def test_numbers_that_come_later_are_of_their_step_and_have_nothing_of_the_next_
 def test_warnings_and_samples_are_told_to_who_listens(tmp_path):
     told, samples = [], []
     with RunLog.create(tmp_path / "run") as log:
-        log.on_warning(told.append)
-        log.on_sample(samples.append)
+        log.warning_listeners.append(told.append)
+        log.sample_listeners.append(samples.append)
         log.resolved('[environment]\napi_key = "hunter2-secret"\n')
         log.warning("look", step=3)
         log.metrics(1, {"train/loss": math.nan})

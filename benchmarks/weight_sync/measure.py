@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.event_loop import call
 from slipstream.config import (
     LoraConfig,
     ModelConfig,
@@ -35,7 +37,7 @@ from slipstream.launch.build import share_weights
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_plan
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.orchestrator.control.executor import share
-from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.orchestrator.thread import EventLoopThread, wait_for
 from slipstream.plan.deadlines import LEAST_S
 from slipstream.plan.deployable import ServeOptions, deployed_engine, find_deployable
 from slipstream.plan.machine import measure_gpus, usable_cpus
@@ -216,12 +218,12 @@ def _running(
         wait_s = options.timeout_s + _GRACE_S
         workers: tuple[SharedWeights, ...] = ()
         if shares:
-            thread.call(engine.wait_ready(), wait_s, "the engine")
+            call(thread, engine.wait_ready(), wait_s, "the engine")
             what = "the engine to share its weights"
-            workers = share_weights(config, lambda command: thread.call(share(engine, command), wait_s, what))
+            workers = share_weights(config, lambda command: call(thread, share(engine, command), wait_s, what))
         with sync_trainer(config, workers, folder / "ranks", stop) as trainer:
             if name != "restart" and not shares:
-                thread.call(engine.wait_ready(), wait_s, "the engine")
+                call(thread, engine.wait_ready(), wait_s, "the engine")
             yield _Sides(trainer, engine, thread, stop)
     finally:
         if not thread.stop(engine.stop()):
@@ -236,7 +238,7 @@ def _bridge(name: BridgeName, config: PlannedConfig, folder: Path, sides: _Sides
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
     timeout_s, apply_s = config.inference.start_timeout_s, config.weights.apply_timeout_s
-    call = sides.thread.call
+    in_loop = partial(call, sides.thread)
     whole: Literal["disk", "restart", "broadcast", "single_copy"]
     assert name not in ("lora", "single_copy+lora")
     whole = "disk" if name == "disk+delta" else "broadcast" if name == "broadcast+delta" else name
@@ -248,8 +250,8 @@ def _bridge(name: BridgeName, config: PlannedConfig, folder: Path, sides: _Sides
         timeout_s=apply_s,
         num_workers=engine_workers(config),
         between_gpus=_between_gpus(config, sides.trainer),
-        held=(lambda: call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
-        go_on=lambda version: call(engine.go_on(version, apply_s), apply_s, "the engine to go on"),
+        held=(lambda: in_loop(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
+        go_on=lambda version: in_loop(engine.go_on(version, apply_s), apply_s, "the engine to go on"),
     )
 
 
@@ -307,7 +309,7 @@ class _Load:
     def first_token(self) -> None:
         """Send a new request and wait for its first token."""
         timeout_s = self._options.timeout_s
-        self._thread.call(self._engine.generate(self._request(1)), timeout_s, "the engine's first token")
+        call(self._thread, self._engine.generate(self._request(1)), timeout_s, "the engine's first token")
 
     def _request(self, num_tokens: int) -> GenerateRequest:
         number = next(self._numbers)
@@ -388,7 +390,7 @@ class _Measurement:
         began = time.perf_counter()
         commit_s = 0.0
         if self._bridge.fence is not None:
-            self._thread.call(_await_fence(self._bridge.fence, timeout_s), timeout_s, "the engine to pause")
+            call(self._thread, _await_fence(self._bridge.fence, timeout_s), timeout_s, "the engine to pause")
             fenced = time.perf_counter()
             copied_bytes = self._change(step)
             commit_s = time.perf_counter() - fenced
@@ -407,7 +409,12 @@ class _Measurement:
                 raise cause from error
             raise
         publish_s = time.perf_counter() - published
-        report = self._thread.wait(under_way[0], timeout_s, f"the engine to apply version {ticket.version.name}")
+        report = wait_for(
+            under_way[0],
+            timeout_s,
+            f"the engine to apply version {ticket.version.name}",
+            should_stop=self._thread.should_stop,
+        )
         check_report(report, ticket)
         total_s = time.perf_counter() - began
         stall_s = report.stall_s

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
+from benchmarks.event_loop import call
 
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
@@ -47,7 +48,7 @@ class LiveEngine:
         stop(self)
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
-        return self.thread.call(work, timeout_s, "the engine under test")
+        return call(self.thread, work, timeout_s, "the engine under test")
 
     def bring(self, bridge: Bridge, weights: Any, step: int, lineage: int = 0) -> tuple[Ticket, ApplyReport]:
         """Publish weights, which the engine takes meanwhile."""
@@ -152,7 +153,7 @@ def create(
             silence_s=60.0,
         )
 
-    return LiveEngine(thread.call(create(), 10, "the engine object"), thread, model, events)
+    return LiveEngine(call(thread, create(), 10, "the engine object"), thread, model, events)
 
 
 def create_replicas(
@@ -185,7 +186,7 @@ def create_replicas(
         ]
         return EngineReplicas(engines, num_places=settings.max_num_seqs, on_event=note)
 
-    return kind(thread.call(create(), 10, "the engine objects"), thread, model, events)
+    return kind(call(thread, create(), 10, "the engine objects"), thread, model, events)
 
 
 def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:

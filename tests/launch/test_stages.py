@@ -35,7 +35,7 @@ def test_stages_before_and_after_there_is_a_folder_and_those_of_the_first_rows(t
         pass
     with RunLog.create(tmp_path / "run") as log:
         stages.attach(log, shown)
-        log.listen(stages.on_row)
+        log.listeners.append(stages.on_row)
         with stages.stage("load"):
             pass
         with pytest.raises(RuntimeError), stages.stage("fails"):

@@ -198,7 +198,7 @@ def test_a_restart_that_the_trainer_has_written_itself(supervised):
         """
         if number == 0:
             log.event("restart", number=1, step=2, trained_s=4.0)
-            log.leave_open()
+            log.has_exit = True
             sys.exit(75)
         """
     )

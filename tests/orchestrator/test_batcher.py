@@ -16,7 +16,6 @@ from slipstream.launch.generation import drop_metrics
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Rollout, Sequence, Version, VersionSpan
 from slipstream.runlog import COUNTS, RunLog, read_metrics
 from slipstream.runlog.ledger import Ledger, balance
@@ -24,27 +23,14 @@ from slipstream.sinks.prometheus import counts_of
 from slipstream.trainer.metrics import rollout_metrics, skipped_batch
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
-from .test_orchestrator import END, TASKS, Odd, make_batcher, say
+from .test_orchestrator import END, TASKS, Odd, Watching, make_batcher, say
 
 VERSION = Version(0, 3)
 
 
-class Counting(Hooks):
-    """Counts what it is told."""
-
-    def __init__(self):
-        self.rounds, self.num_ended = [], 0
-
-    def round_began(self, num_rollouts):
-        self.rounds.append(num_rollouts)
-
-    def rollout_ended(self):
-        self.num_ended += 1
-
-
 async def test_each_batch_counts_its_own_tokens_seconds_and_rollouts():
-    hooks, engine = Counting(), ScriptedEngine(say("b"))
-    batcher = make_batcher(engine, hooks=hooks)
+    progress, engine = Watching(), ScriptedEngine(say("b"))
+    batcher = make_batcher(engine, progress=progress)
     for step, tasks in ((3, TASKS), (4, TASKS[:1])):
         began = time.monotonic()
         batch = await batcher.make(step, Version(0, step), tasks)
@@ -54,7 +40,7 @@ async def test_each_batch_counts_its_own_tokens_seconds_and_rollouts():
         seconds = batch.metrics["time/generate_s"]
         assert batch.metrics["throughput/rollouts_per_s"] == pytest.approx(num / seconds)
         assert batch.metrics["throughput/generated_tokens_per_s"] == pytest.approx(2 * num / seconds)
-    assert hooks.num_ended == 8
+    assert progress.num_ended == 8
 
 
 async def test_a_group_that_an_earlier_attempt_finished_is_not_made_again(tmp_path):
@@ -63,14 +49,14 @@ async def test_a_group_that_an_earlier_attempt_finished_is_not_made_again(tmp_pa
     earlier.begin("3.1")
     earlier.finish("3.1", [Rollout(f"3.1.{n}", "t1", "3.1", [sequence], 1.0, "done") for n in range(2)])
     earlier._data.close()  # it was killed
-    hooks, engine = Counting(), ScriptedEngine(say("b"))
+    progress, engine = Watching(), ScriptedEngine(say("b"))
     asked, engine.version = [], Version(1, 3)
     engine.on_request = lambda request: asked.append(request.group_id)
-    batcher = make_batcher(engine, hooks=hooks, ledger=Ledger(tmp_path, 1, 3, staleness=0, shape={}))
+    batcher = make_batcher(engine, progress=progress, ledger=Ledger(tmp_path, 1, 3, staleness=0, shape={}))
     batch = await batcher.make(3, Version(1, 3), TASKS)
     assert sorted(asked) == ["3.0", "3.0", "3.2", "3.2"]
     assert [rollout.id for rollout in batch.rollouts][2:4] == ["3.1.0", "3.1.1"]
-    assert hooks.num_ended == 6, "progress counts what is there already"
+    assert progress.num_ended == 6, "progress counts what is there already"
     assert batch.metrics["tokens/generated"] == 4 * 2
     seconds = batch.metrics["time/generate_s"]
     assert batch.metrics["throughput/generated_tokens_per_s"] == pytest.approx(4 * 2 / seconds)
@@ -103,7 +89,9 @@ def test_ledger_rows_and_counters_agree_on_what_became_of_every_group_and_token(
         drop = lambda reason, tokens: log.count(drop_metrics(reason, tokens))  # noqa: E731
         ledger = Ledger(log.folder, 1, 0, staleness=0, shape={}, on_drop=drop)
         batcher, totals = make_batcher(None, ledger=ledger), Counter()
-        log.listen(lambda step, row: [totals.update({(name, *labels): n}) for name, labels, n in counts_of(row)])
+        log.listeners.append(
+            lambda step, row: [totals.update({(name, *labels): n}) for name, labels, n in counts_of(row)]
+        )
         for step, (groups, ends, teaches) in enumerate(batches):
             made = [rollouts_of(f"{step}.{number}", kinds) for number, kinds in enumerate(groups)]
             for group in made:
@@ -111,7 +99,7 @@ def test_ledger_rows_and_counters_agree_on_what_became_of_every_group_and_token(
                 ledger.finish(group[0].group_id, group)
             reasons = {group[0].group_id: end for group, end in zip(made, ends, strict=False) if end != "batch"}
             for group_id, reason in reasons.items():
-                batcher.drop(group_id, reason)
+                ledger.drop(group_id, reason)
             chosen = [group for group in made if group[0].group_id not in reasons]
             batch = batcher.batch(step, Version(1, step), made, chosen, reasons, {}, Generated.of(made, 1.0))
             row = batch.metrics | rollout_metrics(batch)
@@ -161,11 +149,13 @@ async def test_the_ledger_learns_of_groups_that_are_left_out(tmp_path):
 
 @pytest.mark.parametrize(("number", "num_rollouts"), [(0, 4), (1, 0), (2, 0)])
 async def test_where_nothing_has_signal_the_first_part_alone_is_no_empty_one(number, num_rollouts):
-    hooks = Counting()
-    batcher = make_batcher(ScriptedEngine(say("b")), refills=refills_of(TASKS * 2), share=Share(number, 3), hooks=hooks)
+    progress = Watching()
+    batcher = make_batcher(
+        ScriptedEngine(say("b")), refills=refills_of(TASKS * 2), share=Share(number, 3), progress=progress
+    )
     batch = await batcher.make(3, VERSION, TASKS[:2])
     assert len(batch.rollouts) == num_rollouts
-    assert hooks.rounds == [4]
+    assert progress.told == [("generate", 4)]
     assert batch.metrics["rollout/drawn_groups"] == 4
 
 

@@ -11,9 +11,8 @@ from slipstream.algo.readiness import group_has_signal
 from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
 from slipstream.orchestrator.batches.dynamic_sampling import MAX_TASKS, Refills, choose, task_counts
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Message, Rollout, TurnSpan, Version
-from tests.orchestrator.test_orchestrator import END, Odd, make_batcher
+from tests.orchestrator.test_orchestrator import END, Odd, Watching, make_batcher
 
 
 def task(letter):
@@ -36,14 +35,14 @@ def answer(prompt, seed):
 
 async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_failures=0.5):
     """The batch whose tasks are the letters `first`, and the tasks that each round began."""
-    begun, hooks = [], Hooks()
-    hooks.round_began = lambda num_rollouts: begun.append(num_rollouts // group_size)
+    progress = Watching()
     offered = [[task(letter) for letter in letters] for letters in refills]
     has_signal = partial(group_has_signal, reward_threshold=threshold)
     refills = Refills(lambda step, number: offered[number - 1], max_refills, has_signal)
-    how = {"group_size": group_size, "max_reward_failures": max_failures, "refills": refills, "hooks": hooks}
+    how = {"group_size": group_size, "max_reward_failures": max_failures, "refills": refills, "progress": progress}
     batcher = make_batcher(ScriptedEngine(answer), Worth(), **how)
-    return await batcher.make(3, Version(0, 3), [task(letter) for letter in first]), begun
+    batch = await batcher.make(3, Version(0, 3), [task(letter) for letter in first])
+    return batch, [num_rollouts // group_size for _, num_rollouts in progress.told]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from benchmarks.event_loop import call
 
 from slipstream.errors import DeadlineError, EnvironmentFault, Interrupted
 from slipstream.orchestrator.control import commands
@@ -55,7 +56,7 @@ class Beside:
         async def done():
             self.end.set()
 
-        self.thread.call(done(), 5, "it")
+        call(self.thread, done(), 5, "it")
 
 
 @pytest.fixture
@@ -109,5 +110,5 @@ def test_the_wait_for_it_has_a_deadline_and_ends_with_the_run(beside):
     with pytest.raises(Interrupted, match="stopped while waiting for the evaluation of step 4"):
         stopped.orchestrator.take_evaluation(waits=True)
     for each in (late, stopped):
-        each.thread.call(asyncio.sleep(0.01), 5, "it", may_stop=False)
+        call(each.thread, asyncio.sleep(0.01), 5, "it", may_stop=False)
         assert each.was_cancelled

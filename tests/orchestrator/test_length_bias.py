@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from slipstream.data.draws import Draws
 from slipstream.orchestrator.batches.orders import ReadyFirst
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.runlog.ledger import Ledger, balance
 from tests import quick_time
@@ -54,7 +53,7 @@ async def run(engine, folder, *, seed, staleness, steps, taken, overprovision=0.
     versions, ledger = versions_of(engine), Ledger(folder, 0, 0, staleness=staleness, shape={})
     batcher = make_batcher(engine, staleness=staleness, ledger=ledger)
     batcher.seed, batcher.sampling = seed, SamplingParams(max_tokens=2 * LONGEST, stop_token_ids=(END,))
-    batches = ReadyFirst(batcher, versions, tasks_of_step, Hooks(), SIZE, Draws(), overprovision)
+    batches = ReadyFirst(batcher, versions, tasks_of_step, SIZE, Draws(), overprovision)
     queue = asyncio.Queue(staleness + 1)
     making = asyncio.create_task(batches.make_all(0, steps, queue.put))
     trained = []

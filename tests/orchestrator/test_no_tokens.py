@@ -7,7 +7,6 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream.envs import Environment, Episode, Message, Score, Task
 from slipstream.orchestrator.evaluate import evaluate
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Version
 from slipstream.runlog.ledger import Ledger, balance
 from tests.orchestrator.test_orchestrator import SAMPLING, make_batcher, make_runner, say
@@ -51,10 +50,8 @@ def runner_of(environment, **options):
 
 
 def batcher_of(environment, warnings, ledger=None, **options):
-    hooks = Hooks()
-    hooks.warn = warnings.append
-    how = {"group_size": 4, "max_reward_failures": 0.0, "needs_logprobs": False, "hooks": hooks, "ledger": ledger}
-    return make_batcher(None, runner=runner_of(environment, **options), **how)
+    how = {"group_size": 4, "max_reward_failures": 0.0, "needs_logprobs": False, "warn": warnings.append}
+    return make_batcher(None, runner=runner_of(environment, **options), ledger=ledger, **how)
 
 
 @pytest.mark.parametrize("kind", [Silent, Together])

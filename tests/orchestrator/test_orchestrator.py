@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import queue
+import tempfile
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.event_loop import call
 from benchmarks.scripted_engine import ScriptedEngine
 
+from slipstream.algo.readiness import group_has_signal
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
 from slipstream.errors import (
@@ -22,16 +26,19 @@ from slipstream.errors import (
 )
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.idle_time import IdleTime
+from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import handle as handle_module
 from slipstream.orchestrator.control.handle import LocalCaller, Orchestrator, Waits
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
-from slipstream.orchestrator.hooks import Hooks, TrainerHooks
+from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.orchestrator.versions import Versions
+from slipstream.progress import Progress
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -44,6 +51,7 @@ from slipstream.records import (
     VersionSpan,
 )
 from slipstream.runlog import sample_of
+from slipstream.runlog.ledger import Ledger
 from tests.inline_scorer import InlineScorer
 
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
@@ -89,9 +97,33 @@ def make_runner(engine, environment=None, scorer=None, **options):
     return RolloutRunner(environment, scorer or InlineScorer(environment), Letters(), engine, **options)
 
 
-def make_batcher(engine, environment=None, runner=None, **options):
+LEDGERS = tempfile.TemporaryDirectory()
+
+
+class Watching(Progress):
+    """Keeps phases and ends as they come, and counts what has ended."""
+
+    def __init__(self):
+        self.told, self.num_ended = [], 0
+
+    def phase(self, name, total=None):
+        self.told.append((name, total))
+
+    def advance(self, n=1):
+        self.num_ended += n
+
+    def end_phase(self):
+        self.told.append("ended")
+
+
+def make_batcher(engine, environment=None, runner=None, ledger=None, **options):
+    if ledger is None:
+        folder = Path(tempfile.mkdtemp(dir=LEDGERS.name))
+        ledger = Ledger(folder, 0, 0, staleness=options.get("staleness", 0), shape={})
     fixed = {"group_size": 2, "sampling": SAMPLING, "seed": 0, "max_reward_failures": 0.1, "needs_logprobs": True}
-    return Batcher(runner or make_runner(engine, environment), **(fixed | options))
+    told = {"progress": Watching(), "warn": lambda text: None, "ledger": ledger, "share": Share(), "idle": IdleTime()}
+    told |= {"staleness": 0, "has_signal": group_has_signal, "parts": (), "refills": None, "teacher": None}
+    return Batcher(runner or make_runner(engine, environment), **(fixed | told | options))
 
 
 def attempt(runner, seed=1):
@@ -272,9 +304,8 @@ async def test_rollouts_that_the_engine_lost_are_the_engines_failure_and_a_warni
                 return Completion(request.id, [], None, "abort", error="passed its deadline of 300 s")
             return await super().generate(request)
 
-    warnings, hooks = [], Hooks()
-    hooks.warn = warnings.append
-    batcher = make_batcher(TooSlow(say("b")), max_reward_failures=0.5, hooks=hooks)
+    warnings = []
+    batcher = make_batcher(TooSlow(say("b")), max_reward_failures=0.5, warn=warnings.append)
     assert (await batcher.make(4, Version(0, 4), TASKS)).dropped == {"engine_error": 2}
     (warning,) = warnings
     assert "2 of 6 rollouts of step 4 were lost in the engine" in warning
@@ -398,7 +429,7 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
     assert not rollout.done()
     module["let_go"].put(None)
     assert rollout.result(60).outcome == "done"
-    thread.call(versions._changed.__aenter__(), 60, "what was released")
+    call(thread, versions._changed.__aenter__(), 60, "what was released")
     assert versions._released == 1
     ((where, warning),) = told
     assert f"run, line 4 of {source}" in where
@@ -410,7 +441,7 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
 def test_a_loop_that_waits_is_nobodys_fault():
     thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(stack))
     told = []
-    thread.call(asyncio.sleep(2.0), 10, "nothing")
+    call(thread, asyncio.sleep(2.0), 10, "nothing")
     assert told == []
     thread.stop(asyncio.sleep(0))
 

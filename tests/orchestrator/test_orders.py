@@ -15,12 +15,11 @@ from slipstream.orchestrator.batches.batcher import group_name
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Message, Rollout, Sequence, Task, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
 from tests import quick_time
-from tests.orchestrator.test_orchestrator import END, Odd, make_batcher, say, ticket
+from tests.orchestrator.test_orchestrator import END, Odd, Watching, make_batcher, say, ticket
 from tests.quick_time import event_loop_policy  # noqa: F401 (a fixture)
 
 SIZE = 3
@@ -66,9 +65,9 @@ async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s
     """All batches of a run whose trainer takes one after the other."""
     versions, batcher = versions_of(engine), make_batcher(engine, staleness=staleness, **options)
     if order == "data":
-        batches = InDataOrder(batcher, versions, tasks_of_step, Hooks())
+        batches = InDataOrder(batcher, versions, tasks_of_step)
     else:
-        batches = ReadyFirst(batcher, versions, tasks_of_step, Hooks(), SIZE, draws or Draws(), overprovision)
+        batches = ReadyFirst(batcher, versions, tasks_of_step, SIZE, draws or Draws(), overprovision)
     queue = asyncio.Queue(staleness + 1)
     made = asyncio.create_task(batches.make_all(first, steps, queue.put))
     trained = []
@@ -270,45 +269,33 @@ def test_draws_go_on_where_an_earlier_attempt_ended():
         again.use([1])
 
 
-class Marks(Hooks):
-    """When rounds begin and batches end."""
-
-    def __init__(self):
-        self.told = []
-
-    def round_began(self, num_rollouts):
-        self.told.append(num_rollouts)
-
-    def batch_ended(self):
-        self.told.append("ended")
-
-
-def orders_of(batcher, versions, hooks):
+def orders_of(batcher, versions):
     return {
-        "data": InDataOrder(batcher, versions, tasks_of_step, hooks),
-        "ready": ReadyFirst(batcher, versions, tasks_of_step, hooks, SIZE, Draws()),
+        "data": InDataOrder(batcher, versions, tasks_of_step),
+        "ready": ReadyFirst(batcher, versions, tasks_of_step, SIZE, Draws()),
     }
 
 
 @pytest.mark.parametrize("order", ["data", "ready"])
 async def test_nothing_begins_before_the_first_version_is_released(order):
-    engine, hooks, made = ScriptedEngine(say("b")), Marks(), asyncio.Queue()
+    engine, progress, made = ScriptedEngine(say("b")), Watching(), asyncio.Queue()
     versions = versions_of(engine)
-    making = asyncio.create_task(orders_of(make_batcher(engine), versions, hooks)[order].make_all(0, 2, made.put))
+    batcher = make_batcher(engine, progress=progress)
+    making = asyncio.create_task(orders_of(batcher, versions)[order].make_all(0, 2, made.put))
     await asyncio.sleep(0.02)
     assert (making.done(), engine.num_requests) == (False, 0)
     for step in range(2):
         await release(versions, step)
         assert (await asyncio.wait_for(made.get(), 10)).step == step
     await asyncio.wait_for(making, 10)
-    assert hooks.told == [2 * SIZE, "ended"] * 2
+    assert progress.told == [("generate", 2 * SIZE), "ended"] * 2
 
 
 async def test_no_more_groups_run_than_the_batches_need_unless_it_is_asked_for():
     engine, made = Uneven(say("b"), longest_s=0.05), asyncio.Queue()
     versions = versions_of(engine)
     await release(versions, 0)
-    await asyncio.wait_for(orders_of(make_batcher(engine), versions, Hooks())["ready"].make_all(0, 1, made.put), 10)
+    await asyncio.wait_for(orders_of(make_batcher(engine), versions)["ready"].make_all(0, 1, made.put), 10)
     assert engine.most_running == 2 * SIZE
     assert len(made.get_nowait().draws) == SIZE
 
@@ -325,7 +312,7 @@ async def test_a_batch_that_waits_for_its_oldest_group_says_so():
     now, let_go, made, engine = [0.0], asyncio.Event(), asyncio.Queue(), Waiting(say("b"))
     idle = IdleTime(clock=lambda: now[0])
     versions, batcher = versions_of(engine), make_batcher(engine, staleness=1, idle=idle)
-    making = asyncio.create_task(orders_of(batcher, versions, Hooks())["ready"].make_all(0, 3, made.put))
+    making = asyncio.create_task(orders_of(batcher, versions)["ready"].make_all(0, 3, made.put))
     for step in range(2):
         idle.released(step)
         await release(versions, step)

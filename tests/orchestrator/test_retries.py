@@ -33,7 +33,13 @@ class Flaky(ScriptedEngine):
 
 def runner_of(engine, most=5, budget_s=60.0, **options):
     told, engine.exhausted = [], []
-    retries = Retries(most, budget_s, told.append, lambda: engine.exhausted.append(True))
+
+    def count(values):
+        for name in values:
+            reason = name.removeprefix("retry/")
+            (engine.exhausted if reason == "exhausted" else told).append(reason)
+
+    retries = Retries(most, budget_s, count)
     return make_runner(engine, retries=retries, **options), told
 
 
@@ -102,7 +108,7 @@ async def test_no_try_begins_after_the_budget(monkeypatch, lasts_s, tries):
     runner, _ = runner_of(engine, 5, BUDGET * 300.0)
     rollout = await run(runner)
     assert (rollout.outcome, len(engine.requests)) == ("engine_error", tries)
-    assert engine.exhausted == [True]
+    assert engine.exhausted == ["exhausted"]
     assert clock[0] <= max(lasts_s, (BUDGET + 1) * 300.0)
 
 

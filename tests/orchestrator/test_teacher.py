@@ -10,7 +10,7 @@ from benchmarks.scripted_engine import ScriptedEngine
 from slipstream import openai_client
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.orchestrator import teacher
-from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, Teacher
+from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, score
 from slipstream.records import Completion, Rollout, SamplingParams, Sequence
 
 from ..web_server import serving
@@ -71,7 +71,7 @@ async def test_a_teacher_is_asked_for_what_was_sampled_and_what_is_before_it():
     masks = ([False, True, False, True, False], [False, False], [True], [False, True])
     sequences = [Sequence(list(range(len(mask))), mask) for mask in masks]
     rollout, source = Rollout("a", "t", "g", sequences, 1.0, "done"), Asked()
-    await Teacher(source).score(rollout)
+    await score(source, rollout)
     assert source.asked == [[0, 1, 2, 3], [0], [0, 1]]
     scores = [sequence.teacher_logprobs for sequence in sequences]
     assert scores == [[0.0, -2.0, 0.0, -4.0, 0.0], [0.0, 0.0], [-1.0], [0.0, -2.0]]
@@ -87,7 +87,7 @@ async def test_a_rollout_that_is_refused_is_not_trained_on(answer):
             return answer
 
     rollout = Rollout("a", "t", "g", [Sequence([1, 2, 3], [True, True, False], [0.0] * 3)], 1.0, "done")
-    await Teacher(Says()).score(rollout)
+    await score(Says(), rollout)
     assert rollout.outcome == "engine_error"
     assert rollout.error.startswith("the teacher ")
 

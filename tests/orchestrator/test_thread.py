@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 
 import pytest
+from benchmarks.event_loop import call
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted
 from slipstream.orchestrator import thread as module
@@ -87,9 +88,9 @@ def test_a_thread_ends_with_its_last_work_and_all_others_cancelled(begun):
 
 def test_a_call_that_a_stop_request_may_not_end_is_carried_out():
     thread = EventLoopThread(lambda: True)
-    assert thread.call(asyncio.sleep(0.1, 3), 10, "it", may_stop=False) == 3
+    assert call(thread, asyncio.sleep(0.1, 3), 10, "it", may_stop=False) == 3
     with pytest.raises(Interrupted, match="stopped while waiting for it"):
-        thread.call(asyncio.sleep(600), 1e6, "it")
+        call(thread, asyncio.sleep(600), 1e6, "it")
     assert thread.stop(asyncio.sleep(0))
 
 
@@ -102,7 +103,7 @@ def test_what_is_still_needed_for_the_end_is_not_cancelled():
     async def last():
         found.append(await task)
 
-    found, task = [], thread.call(begin(), 10, "it")
+    found, task = [], call(thread, begin(), 10, "it")
     assert thread.stop(last())
     assert found == ["closed"]
 

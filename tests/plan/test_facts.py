@@ -6,6 +6,7 @@ import torch
 
 from slipstream.config import LoraConfig, ModelConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError
+from slipstream.plan import machine
 from slipstream.plan.machine import gpu_capability, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.plan.measure import gather_facts, measure_adapter, measure_data, read_model
 from slipstream.records import Message, Sequence, Task
@@ -65,28 +66,28 @@ class TestData:
     tasks = (task("abc", "ab"), task("abcdef", "a"), task("a", "abcd"))
 
     def test_grpo(self):
-        facts = measure_data(self.tasks, LetterTokenizer(), [task("x" * 9, "y")])
+        facts = measure_data(self.tasks, LetterTokenizer(), [task("x" * 9, "y")], max_prompt_tokens=6)
         assert facts.num_train_tasks == 3
         assert facts.max_answer_tokens == 5
         assert facts.max_sequence_tokens is None
 
     def test_sft(self):
-        facts = measure_data(self.tasks, LetterTokenizer(), [task("xy", "y")], lengths=[9, 11, 4])
+        facts = measure_data(self.tasks, LetterTokenizer(), [task("xy", "y")], lengths=[9, 11, 4], max_prompt_tokens=6)
         assert facts.num_train_tasks == 3
         assert (facts.max_sequence_tokens, facts.num_eval_rows) == (11, 0)
 
     def test_sft_with_held_out_rows(self):
         rows = {"lengths": [9, 11], "eval_lengths": [7, 12, 3]}
-        facts = measure_data([], LetterTokenizer(), **rows)
+        facts = measure_data([], LetterTokenizer(), **rows, max_prompt_tokens=6)
         assert facts.num_train_tasks == 2
         assert facts.max_answer_tokens is None
         assert (facts.max_sequence_tokens, facts.num_eval_rows) == (12, 3)
 
     def test_no_gold_answers(self):
-        facts = measure_data([task("a", None)], LetterTokenizer())
+        facts = measure_data([task("a", None)], LetterTokenizer(), max_prompt_tokens=6)
         assert facts.max_answer_tokens is None
         turns = [Message("assistant", "abcde"), Message("tool", "a" * 20), Message("assistant", "abc")]
-        facts = measure_data([task("a", None)], LetterTokenizer(), gold=lambda _: turns)
+        facts = measure_data([task("a", None)], LetterTokenizer(), gold=lambda _: turns, max_prompt_tokens=6)
         assert facts.max_answer_tokens == 6, "the longest turn of the policy"
 
 
@@ -199,16 +200,22 @@ class TestMachine:
         for name, text in files.items():
             (groups / name).parent.mkdir(parents=True, exist_ok=True)
             (groups / name).write_text(text.replace("{cpus}", "2").replace("{bytes}", "1000") + "\n")
-        assert usable_cpus(groups, member) == 2
-        assert usable_memory_bytes(groups, member) == 1000
+        monkeypatch.setattr(machine, "_GROUPS", groups)
+        monkeypatch.setattr(machine, "_MEMBERSHIP", member)
+        assert usable_cpus() == 2
+        assert usable_memory_bytes() == 1000
 
     @pytest.mark.parametrize("quota", ["max 100000", "-1 100000", "50000 100000", ""])
     def test_a_quota_leaves_a_core_at_least(self, tmp_path, monkeypatch, quota):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
         (tmp_path / "memory.max").write_text("max\n")
-        assert usable_cpus(tmp_path, tmp_path / "none") == (1 if quota.startswith("5") else 64)
-        assert usable_memory_bytes(tmp_path, tmp_path / "none") == usable_memory_bytes(tmp_path / "none")
+        monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "none")
+        monkeypatch.setattr(machine, "_GROUPS", tmp_path / "none")
+        whole = usable_memory_bytes()
+        monkeypatch.setattr(machine, "_GROUPS", tmp_path)
+        assert usable_cpus() == (1 if quota.startswith("5") else 64)
+        assert usable_memory_bytes() == whole
 
     def test_gpus(self):
         count, memory = measure_gpus()
@@ -225,7 +232,7 @@ class TestMachine:
 
 def test_gather(tmp_path):
     settings = config(RLConfig(), model=ModelConfig(path=folder_with(tmp_path, SHAPE)))
-    facts = gather_facts(settings, [task("abc", "ab")], LetterTokenizer(), max_prompt_tokens=6)
+    facts = gather_facts(settings, measure_data([task("abc", "ab")], LetterTokenizer(), max_prompt_tokens=6))
     assert (facts.num_cpus, facts.model.hidden_size, facts.data.max_prompt_tokens) == (usable_cpus(), 128, 6)
 
 

@@ -20,7 +20,7 @@ def rows(*sizes):
 def run(folder, *sizes, time, model="org/name", resume=False):
     """A run in `folder` that recorded these rows, the last at `time`."""
     with RunLog.create(folder, resume=resume) as log:
-        log.listen(record_memory(log, model))
+        log.listeners.append(record_memory(log, model))
         for step, row in enumerate(rows(*sizes)):
             log.metrics(step, row)
     os.utime(folder / "events.jsonl", (time, time))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.config import Loaded, LoraConfig, with_values
+from slipstream.config.bounds import keyed
 from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
 from slipstream.config.traits import BY_BITSANDBYTES
@@ -144,4 +145,4 @@ def test_some_need_a_library(monkeypatch, name):
 
 def test_weights_in_float32_are_not_rounded():
     config = with_values(GRPO, {"training.optimizer": "adamw_bf16", "model.dtype": "float32"})
-    assert [key for key, _ in contradictions(config)] == ["training.optimizer"]
+    assert [key for key, _ in keyed(contradictions(config))] == ["training.optimizer"]

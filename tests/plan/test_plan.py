@@ -26,6 +26,7 @@ from slipstream.config import (
     load_config,
     with_values,
 )
+from slipstream.config.bounds import keyed
 from slipstream.config.checks import contradictions, inapplicable, reason_against
 from slipstream.config.parse.keys import leaves
 from slipstream.config.planned import PlannedInference
@@ -198,7 +199,7 @@ def test_what_does_not_fit_into_float16_is_refused_before_anything_starts():
     text = refusal({"model.dtype": "float16"}, architecture="Gemma3ForCausalLM")
     assert text.startswith("Gemma3ForCausalLM computes values that float16 cannot hold, and vLLM refuses it: set")
     values = {"model.dtype": "float16", "training.optimizer": "adamw_bf16"}
-    ((_, rounding),) = contradictions(with_values(GRPO, values))
+    (rounding,) = contradictions(with_values(GRPO, values))
     assert 'rounds weights to bfloat16, and model.dtype = "float16" does not' in rounding
     assert plan({"model.dtype": "float16"}).config.model.dtype == "float16"
 
@@ -299,7 +300,7 @@ def test_exact_decides_what_it_needs():
 def test_exact_refuses_what_nothing_has_shown_to_be_exact(values, sentence):
     apart = {name: values.pop(name) for name in list(values) if "." not in name}
     config = with_values(GRPO, {"run.exact": True} | values).model_copy(update=apart)
-    found = [text for _, text in contradictions(config)]
+    found = [text for _, text in keyed(contradictions(config))]
     assert any(re.search(sentence, text) for text in found), found
 
 
@@ -571,7 +572,7 @@ class TestGPU:
 
 
 def refusal_of_file(values):
-    return " ".join(sentence for _, sentence in contradictions(with_values(GRPO, values)))
+    return " ".join(sentence for _, sentence in keyed(contradictions(with_values(GRPO, values))))
 
 
 def test_several_engines_on_a_cpu():

@@ -9,6 +9,7 @@ import torch
 from slipstream.config import with_values
 from slipstream.errors import ConfigError, EngineError, RankError
 from slipstream.launch.recovery.out_of_memory import who_ran_out
+from slipstream.plan import machine
 from slipstream.plan.derive import make_plan
 from slipstream.plan.facts import Shortage
 from slipstream.plan.machine import count_oom_kills
@@ -114,16 +115,22 @@ def test_a_real_allocator_is_understood():
     assert who_ran_out(caught.value, oom_killed=False) == "trainer"
 
 
-def test_kills_are_counted_for_the_own_group_first(tmp_path):
-    groups, membership, machine = tmp_path / "groups", tmp_path / "membership", tmp_path / "vmstat"
-    machine.write_text("pgfault 12\noom_kill 40\n")
+def test_kills_are_counted_for_the_own_group_first(tmp_path, monkeypatch):
+    groups, membership, counters = tmp_path / "groups", tmp_path / "membership", tmp_path / "vmstat"
+
+    def count(groups=groups, membership=membership, counters=counters):
+        for name, path in (("_GROUPS", groups), ("_MEMBERSHIP", membership), ("_COUNTERS", counters)):
+            monkeypatch.setattr(machine, name, path)
+        return count_oom_kills()
+
+    counters.write_text("pgfault 12\noom_kill 40\n")
     membership.write_text("0::/mine\n")
-    assert count_oom_kills(groups, tmp_path / "none", machine) == 40
+    assert count(membership=tmp_path / "none") == 40
     (groups / "mine").mkdir(parents=True)
     (groups / "mine" / "memory.events").write_text("low 0\noom 5\noom_kill 3\noom_group_kill 0\n")
-    assert count_oom_kills(groups, membership, machine) == 3
-    assert count_oom_kills(groups, membership, tmp_path / "none") == 3
-    assert count_oom_kills(tmp_path / "none", membership, tmp_path / "none") == 0
+    assert count() == 3
+    assert count(counters=tmp_path / "none") == 3
+    assert count(groups=tmp_path / "none", counters=tmp_path / "none") == 0
 
 
 def began(folder, config, *, ends=None, resume=False):
@@ -141,7 +148,7 @@ def test_one_that_started_again_by_itself_was_not_killed(tmp_path, monkeypatch):
     with RunLog.create(tmp_path / "run") as log:
         log.event("start", memory=memory_at_start(plan().config))
         log.event("restart", number=1)
-        log.leave_open()
+        log.has_exit = True
     monkeypatch.setattr(shortages, "count_oom_kills", lambda: 5)
     assert find_shortages(tmp_path / "run") == ((), ())
 

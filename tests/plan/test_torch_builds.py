@@ -10,16 +10,18 @@ from slipstream.plan.preflight import torch_builds
 from slipstream.plan.preflight.torch_builds import can_import, check_torch_builds
 
 
-def check(is_usable=False, **versions):
-    def version_of(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    check_torch_builds(version_of, lambda name: is_usable)
-
-
 def test_builds_for_cuda_beside_a_torch_for_the_cpu_are_named(monkeypatch):
+    def check(is_usable=False, **versions):
+        def version_of(name):
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(importlib.metadata, "version", version_of)
+            patched.setattr(torch_builds, "can_import", lambda name: is_usable)
+            check_torch_builds()
+
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(ConfigError, match=r"torchvision 0\.28\.0 cannot .* `pip uninstall torchvision` "):
         check(torch="2.13.0+cpu", torchvision="0.28.0", torchaudio="2.11.0+cpu")

@@ -180,8 +180,8 @@ with RunLog.create(folder, resume=first > 0) as log:
                  '[run]\\nproject = "sorting"  # default\\nname = "the first"  # default\\nentity = "us"  # default\\n')
     run = run_of(folder, log.lineage, read_settings(folder))
     with MetricSinks([sys.argv[2]], run, log, close_timeout_s=150) as sinks:
-        log.listen(sinks.put)
-        log.on_sample(sinks.put_sample)
+        log.listeners.append(sinks.put)
+        log.sample_listeners.append(sinks.put_sample)
         log.sample({"step": first, "completion": "hunter2-secret is out", "prompt": "say", "reward": 1.0})
         for step, row in enumerate(json.loads(sys.argv[3]), start=first):
             log.metrics(step, row)
@@ -394,7 +394,7 @@ def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path):
         RunLog.create(tmp_path / "run") as log,
         MetricSinks(["good"], run_of(log.folder, 0, {}), log, targets={"good": good}) as sinks,
     ):
-        log.listen(sinks.put)
+        log.listeners.append(sinks.put)
         log.metrics(0, {"a/b": 1.0, "a/nan": float("nan")})
     assert good.rows == [(0, {"a/b": 1.0})]
     assert read_metrics(tmp_path / "run")[0]["a/b"] == 1.0

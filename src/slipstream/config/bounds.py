@@ -5,7 +5,7 @@ A bound is where a value is certainly a typing error, or where a library below w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,8 +26,25 @@ class Section(BaseModel):
     )
 
 
-Problems = Iterator[tuple[str, str]]
-"""(key, sentence) for each combination of settings that cannot be run."""
+Problems = Iterator[str | tuple[str, str]]
+"""A sentence for each impossible combination of settings. It begins with a key, or another key comes with it."""
+
+
+def keyed(problems: Iterable[str | tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The key of each problem, and the sentence."""
+    for problem in problems:
+        yield (problem.partition(" ")[0], problem) if isinstance(problem, str) else problem
+
+
+Rule = tuple[bool, str, str]
+"""Whether it holds, the keys without an effect then, with spaces between them, and the reason."""
+
+
+def without_effect(rules: Iterable[Rule]) -> dict[str, str]:
+    """The keys of all rules in force, each with the reason."""
+    return {key: reason for holds, keys, reason in rules if holds for key in keys.split()}
+
+
 Auto = Literal["auto"]
 """The plan replaces it by a value."""
 Texts = Annotated[tuple[str, ...], Field(strict=False)]

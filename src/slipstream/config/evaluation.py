@@ -44,18 +44,16 @@ class EvaluationConfig(Section):
     `checkpoints/best` leads to it."""
 
     def problems(self, training_temperature: float) -> Problems:
-        """(key, sentence) for each contradiction; `training_temperature` is that of [sampling]."""
+        """A sentence for each contradiction; `training_temperature` is that of [sampling]."""
         temperature = training_temperature if self.temperature == "auto" else self.temperature
         if self.samples_per_task > 1 and temperature == 0.0:
             yield (
-                "evaluation.samples_per_task",
                 f"evaluation.samples_per_task = {self.samples_per_task} at temperature 0 samples the same completion "
-                "every time: set evaluation.temperature, or use 1",
+                "every time: set evaluation.temperature, or use 1"
             )
         for name, value in (("stop_at", self.stop_at), ("patience", self.patience)):
             if value is not None and not self.every:
                 yield (
-                    f"evaluation.{name}",
                     f"evaluation.{name} = {value:g} has no effect while evaluation.every is 0, which evaluates only "
-                    "before the first and after the last step: set evaluation.every",
+                    "before the first and after the last step: set evaluation.every"
                 )

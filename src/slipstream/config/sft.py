@@ -66,28 +66,21 @@ class DataConfig(Section):
         return bool(self.eval_path or self.eval_split or self.eval_fraction)
 
     def problems(self) -> Problems:
-        """(key, sentence) for each contradiction."""
+        """A sentence for each contradiction."""
         for name in ("path", "eval_path"):
             value = getattr(self, name)
             if value is not None and not value.strip():
-                yield f"data.{name}", f'data.{name} = "" is empty: give the path of a file or folder of rows'
+                yield f'data.{name} = "" is empty: give the path of a file or folder of rows'
         if self.eval_fraction and (self.eval_path or self.eval_split):
             other = "eval_path" if self.eval_path else "eval_split"
             yield (
-                "data.eval_fraction",
                 f"data.eval_fraction = {self.eval_fraction:g} holds out rows of data.path, and data.{other} names "
-                "those to hold out: give one of the two",
+                "those to hold out: give one of the two"
             )
         if self.eval_split and self.eval_split == (self.split or "train") and not self.eval_path:
-            yield (
-                "data.eval_split",
-                f'data.eval_split = "{self.eval_split}" is the split that is trained on: name another one',
-            )
+            yield f'data.eval_split = "{self.eval_split}" is the split that is trained on: name another one'
         if self.subset and _is_file(self.path):
-            yield (
-                "data.subset",
-                f'data.subset = "{self.subset}" is a part of a data set, and data.path is a file: remove it',
-            )
+            yield f'data.subset = "{self.subset}" is a part of a data set, and data.path is a file: remove it'
 
 
 class SFTConfig(Section):

@@ -77,7 +77,6 @@ class Children:
         self._exits = contextlib.ExitStack()
         self.engine: RunEngine | None = None
         self.teacher: RunTeacher | None = None
-        self._ranks: RankProcesses | None = None
         self._scorer: ScorerPool | None = None
         self._environment: Environment | None = None
         """Set once its `setup` has begun."""
@@ -100,9 +99,6 @@ class Children:
     def kill(self) -> None:
         """End all processes at once, from any thread."""
         with contextlib.ExitStack() as stack:  # the others too when one of them raises
-            for child in (self.engine, self.teacher, self._ranks):
-                if child is not None:
-                    stack.callback(child.kill)
             for kill in self._kills:
                 stack.callback(kill)
 
@@ -125,6 +121,7 @@ class Children:
             folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
             plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=run.orchestrator)
             self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
+            self.killed_by(self.engine.kill)
             self.at_exit(self.engine.kill)
             run.stages.watch(self.engine)
             for replica, path in enumerate(self.engine.sockets, plan.first_number):
@@ -142,14 +139,16 @@ class Children:
         """Begin to start the teacher."""
         run = self._run
         self.teacher = launch_teacher(run.prepared, run.folder, run.log, run.make_engine)
+        self.killed_by(self.teacher.kill)
         self.at_exit(self.teacher.kill)
         return self.teacher
 
     def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankProcesses:
         """Start the trainer's ranks 1 and up; `shared`: the engine's weights that they train in place, if any."""
-        self._ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared)
-        self.at_exit(self._ranks.close)
-        return self._ranks
+        ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared)
+        self.killed_by(ranks.kill)
+        self.at_exit(ranks.close)
+        return ranks
 
     def create_scorer(self) -> ScorerPool:
         """Create the pool of reward workers, which the caller enters in the event loop."""

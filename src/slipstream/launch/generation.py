@@ -36,7 +36,6 @@ from slipstream.orchestrator.evaluate import Evaluation, evaluate, refuse_other_
 from slipstream.orchestrator.failure_rate import check_failures, warn_of_losses
 from slipstream.orchestrator.failures import Failures
 from slipstream.orchestrator.garbage_collection import fewer_collections
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -69,7 +68,6 @@ class _Generation:
         num_places = config.inference.max_num_seqs * num_replicas(config)
         self._idle = IdleTime(lambda: self._engine.is_up, num_places=num_places)
         self._runner = self._make_runner()
-        self._hooks = GenerationHooks(context)
         self._ledger: Ledger | None = None
         self.executor = Executor(
             self._engine,
@@ -167,7 +165,7 @@ class _Generation:
         )
 
     async def _make_batches(self, command: commands.MakeBatches) -> None:
-        config, algorithm, hooks = self._context.config, self._context.config.algorithm, self._hooks
+        context, config, algorithm = self._context, self._context.config, self._context.config.algorithm
         assert self._ledger is not None
         self._order.set_changes(command.changes)
         assert algorithm.kind != "sft"
@@ -175,7 +173,7 @@ class _Generation:
         batcher = Batcher(
             self._runner,
             group_size=algorithm.group_size,
-            sampling=self._context.prepared.sampling(),
+            sampling=context.prepared.sampling(),
             seed=config.run.seed,
             max_reward_failures=config.environment.max_reward_failures,
             needs_logprobs=needs_engine_logprobs(algorithm),
@@ -184,17 +182,18 @@ class _Generation:
             parts=config.environment.mixture.keys(),
             refills=self._order.refills(),
             teacher=self._children.teacher,
-            hooks=hooks,
             ledger=self._ledger,
-            share=Share(self._context.orchestrator, config.run.orchestrators),
+            progress=context.progress,
+            warn=context.log.warning,
+            share=Share(context.orchestrator, config.run.orchestrators),
             idle=self._runner.idle,
         )
-        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
+        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)
             further = config.training.overprovision
-            made = ReadyFirst(batcher, self._versions, self._order.tasks, hooks, size, draws, further)
+            made = ReadyFirst(batcher, self._versions, self._order.tasks, size, draws, further)
 
         async def put(batch: Batch) -> None:
             await self._batches.put_async(batch, silence_limit_s(config))
@@ -262,19 +261,19 @@ class _Generation:
             raise EngineError(f"version {command.step} is to roll out, and the engine holds {version}: report this")
         context, section = self._context, self._context.config.environment
         assert section is not None
-        tasks, hooks = context.prepared.train_tasks, self._hooks
+        tasks, progress = context.prepared.train_tasks, context.progress
         sampling = context.prepared.sampling(command.temperature)
 
         async def attempt(place: int, item: int) -> Rollout:
             name = f"{command.step}.{place}"
             seed = max(1, (command.seed + place) & 0x7FFF_FFFF)
             rollout = await self._runner.run(tasks[item], rollout_id=name, group_id=name, sampling=sampling, seed=seed)
-            hooks.rollout_ended()
+            progress.advance()
             return rollout
 
-        hooks.round_began(len(command.items))
+        progress.phase("generate", len(command.items))
         rollouts = await all_of(attempt(place, item) for place, item in enumerate(command.items))
-        hooks.batch_ended()
+        progress.end_phase()
         refuse_other_versions(rollouts, version, f"step {command.step}")
         check_failures(rollouts, f"step {command.step}", section.max_reward_failures)
         warn_of_losses(rollouts, f"step {command.step}", context.log.warning)
@@ -291,30 +290,6 @@ class _Generation:
         except SlipstreamError as error:  # the error that ended the run is worth more
             with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
                 self._context.log.warning(f"the ledger lacks how the last groups ended: {error}")
-
-
-class GenerationHooks(Hooks):
-    """Shows progress and writes warnings."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._progress = context.progress
-
-    def round_began(self, num_rollouts: int) -> None:
-        """See `Hooks`."""
-        self._progress.phase("generate", num_rollouts)
-
-    def rollout_ended(self) -> None:
-        """See `Hooks`."""
-        self._progress.advance()
-
-    def batch_ended(self) -> None:
-        """See `Hooks`."""
-        self._progress.end_phase()
-
-    def warn(self, text: str) -> None:
-        """See `Hooks`."""
-        self._context.log.warning(text)
 
 
 def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config.bounds import keyed
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
@@ -36,7 +37,7 @@ from slipstream.plan.derive import Plan, draft_plan
 from slipstream.plan.draw_notes import mixture_notes, schedule_notes
 from slipstream.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.plan.lengths import least_tokens, wanted_tokens
-from slipstream.plan.measure import answer_turns, gather_facts, longest_answer, read_model
+from slipstream.plan.measure import answer_turns, gather_facts, longest_answer, measure_data, read_model
 from slipstream.plan.memory.cards import Gpus
 from slipstream.plan.preflight.images import check_images, image_tokens
 from slipstream.plan.preflight.model_folder import (
@@ -187,25 +188,23 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     check_contents(tokenizer, prompts, place)
     turns += check_texts(tokenizer, prompts, place, imitated=is_sft)
     gold = partial(gold_turns, environment) if environment else answer_turns
-    facts = gather_facts(
-        config,
-        train_tasks,
-        tokenizer,
-        eval_tasks=eval_tasks,
+    data = measure_data(
+        *(train_tasks, tokenizer, eval_tasks, examples.lengths, eval_examples.lengths, gold),
         max_prompt_tokens=fitting.max_tokens,
-        lengths=examples.lengths,
-        eval_lengths=eval_examples.lengths,
-        gold=gold,
         max_turns=environment.max_turns if environment else 1,
         apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,
+    )
+    facts = gather_facts(
+        config,
+        data,
         thinks=tokenizer.has_thinking_switch,
         tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
         images=image_tokens(tokenizer, trained_on),
         gpus=gpus,
     )
     plan = draft_plan(config, facts)
-    for _, sentence in mixture_problems(plan.config):  # what is derived may be less than a part asks for
+    for _, sentence in keyed(mixture_problems(plan.config)):  # what is derived may be less than a part asks for
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
@@ -218,8 +217,8 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     turns += check_imitated(tokenizer.thinks, environment if config.data is None else None, conversations)
     warnings = (*loaded.warnings, *_fewer_tasks(loaded, derived), *plan.warnings, *unknown, *untrained, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
-    data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
-    return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
+    found = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
+    return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *found)
 
 
 def _tokenizer(config: RunConfig) -> ChatTokenizer:

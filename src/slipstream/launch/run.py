@@ -124,7 +124,7 @@ def train(
         grace.log, grace.beating = log, beating
         if supervisor is not None:
             supervisor.warn = log.warning
-        log.on_warning(lambda text: progress.message(text, "warning"))
+        log.warning_listeners.append(lambda text: progress.message(text, "warning"))
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
@@ -145,10 +145,10 @@ def train(
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         described = run_of(folder, log.lineage, read_settings(folder), step if resume else None)
         with MetricSinks(prepared.config.run.sinks, described, log, tell=progress.message) as sinks:
-            log.listen(sinks.put)
+            log.listeners.append(sinks.put)
             if prepared.config.run.sink_samples:
-                log.on_sample(sinks.put_sample)
-            log.listen(stages.on_row)
+                log.sample_listeners.append(sinks.put_sample)
+            log.listeners.append(stages.on_row)
             server.serve(log, prepared.config.run.name or folder.resolve().name)
             if server.url:
                 progress.message(f"metrics for Prometheus: {server.url}")
@@ -186,7 +186,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
                 if run.prepared.uses_engine:
                     generation = start_generation(run, children, lambda: _end_of(run.log, loop, children.error))
                 loop = _build_loop(run, children, generation, resume)
-                run.log.listen(record_memory(run.log, run.config.model.path))
+                run.log.listeners.append(record_memory(run.log, run.config.model.path))
                 run.progress.ready()
                 run.stages.begin_steps(loop.step)
                 loop.run()

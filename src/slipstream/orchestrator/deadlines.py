@@ -22,15 +22,9 @@ def silence_limit_s(config: PlannedConfig) -> float:
 
 
 def retries_of(config: PlannedConfig, count: Callable[[dict[str, float]], None] = lambda values: None) -> Retries:
-    """How often the requests of rollouts are tried again; `count` adds up metrics of each further try, by its reason,
-    and of each request that has used all of them."""
+    """How often the requests of rollouts are tried again; `count`: see `Retries`."""
     inference = config.inference
-    return Retries(
-        inference.request_retries,
-        BUDGET * inference.request_timeout_s,
-        on_retry=lambda reason: count({f"retry/{reason}": 1.0}),
-        on_exhausted=lambda: count({"retry/exhausted": 1.0}),
-    )
+    return Retries(inference.request_retries, BUDGET * inference.request_timeout_s, count)
 
 
 def waits_of(config: PlannedConfig) -> Waits:

@@ -1,4 +1,4 @@
-"""What a run does at certain points: `Hooks` where rollouts are generated, `TrainerHooks` where they are trained on."""
+"""What a run does at certain points where rollouts are trained on."""
 
 from __future__ import annotations
 
@@ -10,24 +10,8 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import ApplyReport
 
 
-class Hooks:
-    """Methods that do nothing unless a subclass overrides them; called by the event loop."""
-
-    def round_began(self, num_rollouts: int) -> None:
-        """A round of generation for a batch begins, of at most so many rollouts."""
-
-    def rollout_ended(self) -> None:
-        """A rollout of a batch has ended, with whatever outcome."""
-
-    def batch_ended(self) -> None:
-        """The batch is complete."""
-
-    def warn(self, text: str) -> None:
-        """Something happened that a person should know."""
-
-
 class TrainerHooks:
-    """The same for what the trainer's handles do; called by its thread."""
+    """Methods that do nothing unless a subclass overrides them; called by the trainer's thread."""
 
     def waiting_for_engine(self) -> AbstractContextManager[None]:
         """Entered while the first update waits for the engine to start."""

@@ -41,10 +41,8 @@ class Retries:
     """Further tries of each request."""
     budget_s: float = 0.0
     """No try begins later than so many seconds after the first."""
-    on_retry: Callable[[str], None] = lambda reason: None
-    """Called with the reason before each further try."""
-    on_exhausted: Callable[[], None] = lambda: None
-    """Called when a request that may be tried again has used its tries, or the time for them."""
+    count: Callable[[dict[str, float]], None] = lambda values: None
+    """Adds up metrics: each further try by its reason, and each request that has used its tries, or the time."""
 
     async def until_answered(self, name: str, attempt: Callable[[], Awaitable[Completion]]) -> tuple[Completion, int]:
         """Await `attempt` until it gives an answer, or one that is final; returns that, and the number of tries. `name`
@@ -57,7 +55,7 @@ class Retries:
                 return completion, tries
             seconds = wait_s(name, tries)
             if tries > self.most or _clock() + seconds - began > self.budget_s:
-                self.on_exhausted()
+                self.count({"retry/exhausted": 1.0})
                 return completion, tries
-            self.on_retry(completion.cause)
+            self.count({f"retry/{completion.cause}": 1.0})
             await asyncio.sleep(seconds)

@@ -398,28 +398,21 @@ class _Turns:
         finally:
             self.runner.num_ended += 1
 
-    async def _ask(self, *turn: Any) -> Completion:
-        request = self._request(*turn)
-        if self.engine is not self.runner.engine:  # one that is aside has no others
-            return await self.engine.generate(request)
-        with self.runner.idle.requests:
-            return await self.engine.generate(request)
-
-    def _request(
+    async def _ask(
         self,
         turn: int,
         prompt_ids: list[int],
         max_tokens: int | None,
         tools: tuple[dict[str, Any], ...],
         media: tuple[Media, ...],
-    ) -> GenerateRequest:
+    ) -> Completion:
         sampling = self.sampling
         if max_tokens is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=self._most(max_tokens))
         images: tuple[bytes, ...] = ()
         if media:
             prompt_ids, images = self.runner.tokenizer.request(prompt_ids, media)
-        return GenerateRequest(
+        request = GenerateRequest(
             # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
             id=f"{self.rollout_id}.{turn}-{next(self.runner.serial)}",
             prompt_ids=prompt_ids,
@@ -431,6 +424,10 @@ class _Turns:
             tools=tools,
             images=images,
         )
+        if self.engine is not self.runner.engine:  # one that is aside has no others
+            return await self.engine.generate(request)
+        with self.runner.idle.requests:
+            return await self.engine.generate(request)
 
 
 def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """The teacher of on-policy distillation: a frozen model's log-probabilities of the tokens that the policy sampled.
 
-Guarantees: a rollout that is trainable after `Teacher.score` has a finite teacher log-probability for each sampled
+Guarantees: a rollout that is trainable after `score` has a finite teacher log-probability for each sampled
 token; a teacher that dies is restarted, as often as allowed, or its error ends the run; every wait has a deadline.
 """
 
@@ -38,34 +38,20 @@ class Source(Protocol):
         ...
 
 
-class Scores(Protocol):
-    """Scores the rollouts of a batch."""
-
-    async def score(self, rollout: Rollout) -> None:
-        """Write the teacher's log-probabilities of the sampled tokens into the rollout."""
-        ...
-
-
-class Teacher:
-    """Scores rollouts with log-probabilities from one source."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    async def score(self, rollout: Rollout) -> None:
-        """Write `teacher_logprobs` into every sequence, 0.0 for tokens that are not trained on. A rollout that the
-        teacher refuses gets the outcome `engine_error`, and is not trained on."""
-        try:
-            for sequence in rollout.sequences:
-                end = max((index + 1 for index, trained in enumerate(sequence.mask) if trained), default=0)
-                values = await self._source.logprobs(sequence.token_ids[:end]) if end else []
-                values += [0.0] * (len(sequence) - end)
-                kept = [value if trained else 0.0 for value, trained in zip(values, sequence.mask, strict=True)]
-                if not all(map(math.isfinite, kept)):
-                    raise Refused("gave a log-probability that is not finite")
-                sequence.teacher_logprobs = kept
-        except Refused as refusal:
-            rollout.outcome, rollout.error = "engine_error", f"the teacher {refusal}"
+async def score(source: Source, rollout: Rollout) -> None:
+    """Write `teacher_logprobs` into every sequence, 0.0 for tokens that are not trained on. A rollout that the teacher
+    refuses gets the outcome `engine_error`, and is not trained on."""
+    try:
+        for sequence in rollout.sequences:
+            end = max((index + 1 for index, trained in enumerate(sequence.mask) if trained), default=0)
+            values = await source.logprobs(sequence.token_ids[:end]) if end else []
+            values += [0.0] * (len(sequence) - end)
+            kept = [value if trained else 0.0 for value, trained in zip(values, sequence.mask, strict=True)]
+            if not all(map(math.isfinite, kept)):
+                raise Refused("gave a log-probability that is not finite")
+            sequence.teacher_logprobs = kept
+    except Refused as refusal:
+        rollout.outcome, rollout.error = "engine_error", f"the teacher {refusal}"
 
 
 class EngineSource:

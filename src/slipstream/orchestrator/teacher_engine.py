@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import PlannedConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import RunEngine
-from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
+from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, score
 from slipstream.records import Rollout
 from slipstream.runlog import EventLog, RunLog
 
@@ -35,8 +35,7 @@ class RunTeacher:
         self._config, self._teacher, self._tokenizer, self._log = config, config.teacher, tokenizer, log
         self.digest = digest
         self._engine = engine
-        self._scorer: Teacher | None = None
-        self._server: ServerSource | None = None
+        self._source: Source | None = None
 
     def launch(self) -> None:
         """Start its engine, if it has one, without waiting."""
@@ -45,14 +44,14 @@ class RunTeacher:
 
     async def start(self) -> None:
         """Wait until the engine or server answers."""
-        self._scorer = Teacher(await self._source())
+        self._source = await self._connected()
 
     async def score(self, rollout: Rollout) -> None:
-        """See `orchestrator.teacher.Teacher`."""
-        assert self._scorer is not None, "no rollout is made before everything has started"
-        await self._scorer.score(rollout)
+        """See `orchestrator.teacher.score`."""
+        assert self._source is not None, "no rollout is made before everything has started"
+        await score(self._source, rollout)
 
-    async def _source(self) -> Source:
+    async def _connected(self) -> Source:
         timeout_s = self._config.inference.request_timeout_s
         if self._engine is not None:
             health = await self._engine.wait_ready()
@@ -66,15 +65,15 @@ class RunTeacher:
                 f'teacher.key_variable = "{self._teacher.key_variable}" is not set in the environment: set it to the '
                 "server's API key, or leave it out"
             )
-        server = self._server = ServerSource(self._teacher.url, self._teacher.name, key, timeout_s=timeout_s)
+        server = self._source = ServerSource(self._teacher.url, self._teacher.name, key, timeout_s=timeout_s)
         await server.connect(_TEXT, self._tokenizer.plain_tokens(_TEXT))
         self._log.event("teacher", url=self._teacher.url)
         return server
 
     async def stop(self) -> None:
         """Stop the engine, or close the connection."""
-        if self._server is not None:
-            await self._server.close()
+        if isinstance(self._source, ServerSource):
+            await self._source.close()
         if self._engine is not None:
             await self._engine.stop()
 

@@ -88,24 +88,6 @@ class EventLoopThread:
         """Start `work` in the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str, **options: Any) -> T:
-        """Run `work` in the event loop and wait for its result; see `wait`."""
-        return self.wait(self.submit(work), timeout_s, waits_for, **options)
-
-    def wait(
-        self,
-        future: Future[T],
-        timeout_s: float,
-        waits_for: str,
-        *,
-        activity: Callable[[], int] = lambda: 0,
-        may_stop: bool = True,
-    ) -> T:
-        """See `wait_for`."""
-        return wait_for(
-            future, timeout_s, waits_for, should_stop=self.should_stop, activity=activity, may_stop=may_stop
-        )
-
     def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> bool:
         """Cancel all work, run `last` and end the thread; returns whether that succeeded within the deadline."""
 

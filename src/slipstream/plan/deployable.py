@@ -71,10 +71,10 @@ def weights_folder(path: Path) -> Path:
             raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
         # A damaged one is not passed over: an older model in its place would look like the newest.
         path = best.resolve() if best.is_symlink() else named[-1]
-        if reason := damage(path):
-            raise ConfigError(f"checkpoint {path} is damaged ({reason}): use another one of its run")
-        return path / "weights"
-    if (path / "manifest.json").is_file():
+        is_checkpoint = True
+    else:
+        is_checkpoint = (path / "manifest.json").is_file()
+    if is_checkpoint:
         if reason := damage(path):
             raise ConfigError(f"checkpoint {path} is damaged ({reason}): use another one of its run")
         return path / "weights"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
+from slipstream.config.bounds import keyed
 from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import choices
@@ -439,7 +440,7 @@ def _plan_steps(builder: PlanBuilder) -> None:
             f"steps, more than {MAX_STEPS}: lower it, or raise training.prompts_per_batch"
         )
     builder.derive("training.steps", steps, f"{passes} over {num_tasks} training prompts in batches of {size}")
-    for _, sentence in warmup_problems(builder.original, steps):
+    for _, sentence in keyed(warmup_problems(builder.original, steps)):
         raise ConfigError(sentence)
 
 

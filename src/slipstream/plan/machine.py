@@ -17,14 +17,14 @@ IN_USE = "SLIPSTREAM_GPUS_IN_USE"
 _USED, _PROCESSES = f"gpu={','.join(STATE)}", "compute-apps=gpu_uuid,pid,used_memory,process_name"
 _ASKING_S = 20.0
 """A driver that is loaded for the question alone takes seconds for each GPU."""
-GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_GROUPS, _MEMBERSHIP, _COUNTERS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
 
 
-def usable_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+def usable_cpus() -> int:
     """Cores that this process may run on or, where a control group has a smaller quota of time, whole cores of that; at
     least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in _control_groups(groups, membership, ("cpu", "cpu,cpuacct")):
+    for folder in _control_groups("cpu", "cpu,cpuacct"):
         quota, period = (*_read(folder / "cpu.max").split(), "", "")[:2]  # version 2
         if not quota:
             quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -33,10 +33,10 @@ def usable_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     return cores
 
 
-def usable_memory_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+def usable_memory_bytes() -> int:
     """The machine's memory, or a control group's limit where that is lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for folder in _control_groups(groups, membership, ("memory",)):
+    for folder in _control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = _read(folder / name)
             if text.isdigit() and int(text) > 0:
@@ -44,12 +44,12 @@ def usable_memory_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) ->
     return memory
 
 
-def count_oom_kills(groups: Path = GROUPS, membership: Path = MEMBERSHIP, machine: Path = Path("/proc/vmstat")) -> int:
+def count_oom_kills() -> int:
     """How many processes of this one's control group, or of the machine where that does not count them, the kernel has
     killed for want of memory."""
-    folders = [*_control_groups(groups, membership, ("memory",))]
+    folders = [*_control_groups("memory")]
     counters = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
-    for file in (*counters, machine):
+    for file in (*counters, _COUNTERS):
         for line in _read(file).split("\n"):
             name, _, count = line.partition(" ")
             if name == "oom_kill" and count.isdigit():
@@ -147,20 +147,20 @@ def gpu_capability() -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-def _control_groups(groups: Path, membership: Path, controllers: tuple[str, ...]) -> Iterator[Path]:
+def _control_groups(*controllers: str) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, as versions 2 and 1 lay them out. In a
     container its own may be the root of what it sees."""
-    for line in _read(membership).split("\n"):
+    for line in _read(_MEMBERSHIP).split("\n"):
         _, _, own = line.partition(":")
         names, _, path = own.partition(":")
         if names and not set(controllers) & {names, *names.split(",")}:
             continue
-        for root in [groups / name for name in controllers] if names else [groups]:
+        for root in [_GROUPS / name for name in controllers] if names else [_GROUPS]:
             folder = root / path.strip("/")
             while folder != root and folder.is_relative_to(root):
                 yield folder
                 folder = folder.parent
-    yield from (groups, *(groups / name for name in controllers))
+    yield from (_GROUPS, *(_GROUPS / name for name in controllers))
 
 
 def _read(file: Path) -> str:

@@ -7,7 +7,6 @@ torch, transformers and safetensors are imported when a fact needs them. The mod
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from slipstream.plan.machine import describe_gpus, measure_disk, usable_cpus, us
 from slipstream.plan.memory.cards import Gpus, with_gpus
 from slipstream.plan.memory.last_run import last_run_memory
 from slipstream.plan.memory.shortages import find_shortages
-from slipstream.plan.preflight.model_folder import hub_commit
+from slipstream.plan.preflight.model_folder import hub_commit, read_config_file
 from slipstream.plan.vllm_version import read_engine
 from slipstream.records import Message, Task
 
@@ -48,28 +47,17 @@ def answer_turns(task: Task) -> list[Message]:
 
 def gather_facts(
     config: RunConfig,
-    tasks: Sequence[Task],
-    tokenizer: ChatTokenizer,
+    data: DataFacts,
     *,
-    eval_tasks: Sequence[Task] = (),
-    max_prompt_tokens: int = 0,
-    lengths: Sequence[int] = (),
-    eval_lengths: Sequence[int] = (),
-    gold: Gold = answer_turns,
-    max_turns: int = 1,
-    apart: tuple[bool, str] = DataFacts.apart,
-    num_requested_tasks: int | None = None,
     thinks: bool = False,
     tools: ToolFacts | None = None,
     images: Sequence[Sequence[tuple[str, int]]] = (),
     gpus: Gpus | None = None,
 ) -> Facts:
-    """Measure the machine, the model at `config.model.path` and the tasks. `gpus`: those to plan for; by default this
-    machine's.
+    """Measure the machine and the model at `config.model.path`. `gpus`: those to plan for; by default this machine's.
 
-    `max_prompt_tokens`: of the longest prompt. `lengths` and `eval_lengths`: the tokens of SFT's conversations and of
-    the held-out ones. `thinks`: see `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is
-    filled in. `images`: see `measure_tower`. Raises ConfigError when the model cannot be read.
+    `thinks`: see `ModelFacts`. `tools`: see `Facts`; the model's type is filled in. `images`: see `measure_tower`.
+    Raises ConfigError when the model cannot be read.
     """
     gpus = describe_gpus() if gpus is None else gpus
     trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
@@ -80,15 +68,7 @@ def gather_facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
         model=dataclasses.replace(with_scores(config, model), thinks=thinks),
-        data=dataclasses.replace(
-            measure_data(
-                tasks, tokenizer, eval_tasks, lengths, eval_lengths, gold, max_prompt_tokens=max_prompt_tokens
-            ),
-            max_turns=max_turns,
-            apart=apart,
-            num_requested_tasks=num_requested_tasks,
-            num_eval_tasks=len(eval_tasks) or None,
-        ),
+        data=data,
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=gpus.count == 0),
         tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),
@@ -171,20 +151,18 @@ def measure_data(
     lengths: Sequence[int] = (),
     eval_lengths: Sequence[int] = (),
     gold: Gold = answer_turns,
-    *,
-    max_prompt_tokens: int = 0,
+    **others: Any,
 ) -> DataFacts:
-    """Count the tokens of the longest answers.
-
-    They are measured among the 1,000 longest by their bytes, as the plan adds a margin to them. The other arguments:
-    see `gather_facts`.
-    """
+    """Count the tokens of the longest answers, among the 1,000 longest by their bytes, as the plan adds a margin to
+    them. `lengths` and `eval_lengths`: the tokens of SFT's conversations and of the held-out ones. `others`: facts that
+    the environment or the tokenizer has told."""
     return DataFacts(
         num_train_tasks=len(lengths) or len(tasks),
-        max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=longest_answer((*tasks, *eval_tasks), tokenizer, gold),
         max_sequence_tokens=max((*lengths, *eval_lengths), default=None),
         num_eval_rows=len(eval_lengths),
+        num_eval_tasks=len(eval_tasks) or None,
+        **others,
     )
 
 
@@ -309,29 +287,7 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         # A config file may leave out what its class has as a default.
         values = _library_config(path, trust_remote_code)
         shape = values.get("text_config") or values
-    return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None, trust_remote_code)
-
-
-def _model_type(path: str, trust_remote_code: bool) -> str:
-    return str(_config_values(path, trust_remote_code).get("model_type") or "")
-
-
-def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
-    folder = Path(path)
-    if folder.is_dir():
-        return _read_config_file(folder)
-    if folder.exists() or path.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f'model.path = "{path}" is not a folder: give a folder in Hugging Face format or a hub id')
-    return _library_config(path, trust_remote_code)
-
-
-def _model_facts(
-    path: str,
-    values: Mapping[str, Any],
-    shape: Mapping[str, Any],
-    num_parameters: int | None,
-    trust_remote_code: bool,
-) -> ModelFacts:
+    num_parameters = _count_parameters(folder) if folder.is_dir() else None
     found: dict[str, Any] = {}
     for name, alternatives in NAMES_IN_CONFIG.items():
         value = _first(shape, alternatives)
@@ -365,6 +321,19 @@ def _model_facts(
     return dataclasses.replace(facts, num_parameters=sum(each.numel() for each in network.parameters()))
 
 
+def _model_type(path: str, trust_remote_code: bool) -> str:
+    return str(_config_values(path, trust_remote_code).get("model_type") or "")
+
+
+def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    folder = Path(path)
+    if folder.is_dir():
+        return read_config_file(folder)
+    if folder.exists() or path.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f'model.path = "{path}" is not a folder: give a folder in Hugging Face format or a hub id')
+    return _library_config(path, trust_remote_code)
+
+
 def _window(shape: Mapping[str, Any]) -> int:
     is_used = bool(shape.get("use_sliding_window")) or "sliding_attention" in (shape.get("layer_types") or ())
     return int(shape.get("sliding_window") or 0) if is_used else 0
@@ -393,24 +362,6 @@ def _original_context(shape: Mapping[str, Any]) -> int:
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((values[name] for name in names if values.get(name) is not None), None)
-
-
-def _read_config_file(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if (folder / "adapter_config.json").is_file():
-            raise ConfigError(
-                f'model.path = "{folder}" is a LoRA adapter: give its base as model.path and this folder as lora.path, '
-                "or make a whole model of it with slipstream export --merged"
-            ) from None
-        raise ConfigError(f'model.path = "{folder}" has no config.json: give a folder in Hugging Face format') from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} is not a JSON object: save the model again")
-    return values
 
 
 def _library_config(path: str, trust_remote_code: bool) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.traits import rolls_out, shares_weights, starts_teacher, uses_engine
+from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_teacher, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.memory.gpu_shares import (
@@ -10,7 +10,7 @@ from slipstream.plan.memory.gpu_shares import (
     place,
     replicas_that_fit,
 )
-from slipstream.plan.memory.teacher import teacher_memory
+from slipstream.plan.memory.teacher import planned_teacher
 from slipstream.plan.summary import (
     check_divided,
 )
@@ -146,19 +146,9 @@ def for_each(orchestrators: int) -> str:
 
 def teacher_bytes(builder: PlanBuilder, *, trainer: bool) -> int:
     """Bytes that the teacher takes of the trainer's GPU (`trainer`) or of the engine's; 0 if it is elsewhere."""
-    separate = builder["run.placement"] == "separate"
-    length = builder["inference.max_model_len"]
-    replicas = builder["inference.replicas"] * builder.original.run.orchestrators
-    engines = replicas * builder["inference.tensor_parallel_size"]
-    used = engines + separate * builder.original.training.ranks
-    teacher = teacher_memory(
-        builder.original,
-        builder.facts,
-        length=length,
-        dtype=builder["model.dtype"],
-        separate=separate,
-        num_used_gpus=used,
-    )
-    if teacher is None or teacher.has_own_gpu or (trainer and separate):
+    if not starts_teacher(builder.original):
+        return 0
+    teacher = planned_teacher(planned_config(builder.config()), builder.facts)
+    if teacher is None or teacher.has_own_gpu or (trainer and builder["run.placement"] == "separate"):
         return 0
     return teacher.total

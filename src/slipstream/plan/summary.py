@@ -32,7 +32,7 @@ from slipstream.plan.memory.sizes import (
 )
 from slipstream.plan.memory.teacher import planned_teacher
 from slipstream.plan.memory.tower import feature_bytes, patches_at_once, tower_bytes
-from slipstream.plan.memory.trainer import RowMemory, model_state, row_memory
+from slipstream.plan.memory.trainer import model_state, row_memory
 
 LEAST_UNREACHED = 0.01
 """Part of a model's parameters beyond which it is a warning that LoRA cannot reach them."""
@@ -74,11 +74,6 @@ def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         if measures_loss(config):
             held_out.append(f"the loss of {facts.data.num_eval_rows} held-out rows")
         yield Note("evaluations", times, "", f"of {' and '.join(held_out)}")
-
-
-def planned_row_memory(config: PlannedConfig, facts: Facts) -> RowMemory:
-    """Memory of the rows of a planned run."""
-    return row_memory(config, facts, checkpointing=config.training.gradient_checkpointing)
 
 
 def trainer_bytes(config: PlannedConfig, facts: Facts) -> int:
@@ -262,7 +257,8 @@ class _Side:
 
 
 def _memory(config: PlannedConfig, facts: Facts) -> tuple[_Side, _Side | None]:
-    dtype, on_gpu, rows = config.model.dtype, facts.num_gpus > 0, planned_row_memory(config, facts)
+    dtype, on_gpu = config.model.dtype, facts.num_gpus > 0
+    rows = row_memory(config, facts, checkpointing=config.training.gradient_checkpointing)
     activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else config.training.ranks)
     trainer = _Side(rows.state, activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):

@@ -349,9 +349,7 @@ def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> Non
 def end_whole(folder: Path, step: int) -> None:
     """Leave nothing open in the ledgers of a run that has come to its end at `step`, and was killed before it could
     close them. Raises DataError for one that cannot be written."""
-    for path in (folder / FILE, *(_path_of(folder, other) for other in _others(folder))):
-        if not path.is_file():
-            continue
+    for path in _paths(folder):
         try:
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as data:
                 _check_tables(data)
@@ -370,13 +368,18 @@ def end_whole(folder: Path, step: int) -> None:
 
 def num_ledgers(folder: Path) -> int:
     """How many orchestrators have kept a ledger in the run folder, at most."""
-    return (folder / FILE).is_file() + len(_others(folder))
+    return len(_paths(folder))
 
 
 def _others(folder: Path) -> list[int]:
     """The orchestrators but the first that have a ledger in the run folder."""
     names = map(_OTHERS.fullmatch, os.listdir(folder))
     return sorted(int(name[1]) for name in names if name)
+
+
+def _paths(folder: Path) -> list[Path]:
+    """All ledgers in the run folder, in the order of their orchestrators."""
+    return [path for path in (_path_of(folder, other) for other in (0, *_others(folder))) if path.is_file()]
 
 
 def _path_of(folder: Path, orchestrator: int) -> Path:
@@ -386,8 +389,8 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 def balance(folder: Path) -> Balance | None:
     """How the groups of the run in `folder` ended; None without a ledger. Groups of batches that `metrics.jsonl` has as
     skipped are dropped as `skipped`. Raises DataError if it cannot be read."""
-    paths = [folder / FILE, *(_path_of(folder, other) for other in _others(folder))]
-    if not paths[0].is_file():
+    paths = _paths(folder)
+    if folder / FILE not in paths:
         return None
     found: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()

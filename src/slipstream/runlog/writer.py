@@ -102,18 +102,24 @@ class RunLog:
         self._is_repeated = ""
         self.num_phases = 0
         """How many outermost phases have begun."""
-        self._progress_at = time.time()
+        self.progress_at = time.time()
+        """Unix time of the last event, metrics or sample."""
         self._noted: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._sparse: set[str] = set()
         """Those metrics of the run so far that not every row has."""
-        self._step = 0
+        self.step = 0
+        """Step of the last metrics, or the step that was resumed from."""
         self.held_version: int | None = None
         """The step of a version that an engine stays on, whose ticket is kept."""
-        self._has_exit = False
-        self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
-        self._warning_listeners: list[Callable[[str], None]] = []
-        self._sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
+        self.has_exit = False
+        """Whether it is written how the run ended, or goes on in another process, which needs no `exit.json` here."""
+        self.listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
+        """Called with every row of metrics. Listeners neither block nor raise."""
+        self.warning_listeners: list[Callable[[str], None]] = []
+        """Called with the text of every warning."""
+        self.sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called with every sample, without secrets."""
         events = read_lines(folder / _EVENTS, why_none=why_no_event)
         metrics = read_lines(folder / _METRICS, why_none=why_no_row)
         self._sparse.update(name for row in metrics for name in row if is_sparse(name))
@@ -166,16 +172,6 @@ class RunLog:
         return log
 
     @property
-    def step(self) -> int:
-        """Step of the last metrics, or the step that was resumed from."""
-        return self._step
-
-    @property
-    def has_exit(self) -> bool:
-        """Whether it is written how the run ended, or goes on in another process."""
-        return self._has_exit
-
-    @property
     def phases(self) -> list[str]:
         """The phases that have begun and not ended, outermost first."""
         with self._guard:
@@ -189,15 +185,6 @@ class RunLog:
             if self._phases[:1] != [REPEATED]:
                 return 0.0
         return max(LEAST_LIMITS_S[len(seconds)], LIMIT_FACTOR * max(seconds, default=0.0))
-
-    @property
-    def progress_at(self) -> float:
-        """Unix time of the last event, metrics or sample."""
-        return self._progress_at
-
-    def leave_open(self) -> None:
-        """The run continues in another process: no `exit.json` is written."""
-        self._has_exit = True
 
     def event(self, kind: str, **fields: Any) -> None:
         """Writes one event; text under keys that look like secrets is replaced."""
@@ -214,13 +201,13 @@ class RunLog:
     def warning(self, message: str, **fields: Any) -> None:
         """Writes an event of kind `warning`, and passes the message to those who show warnings."""
         self.event("warning", message=message, **fields)
-        for show in self._warning_listeners:
+        for show in self.warning_listeners:
             show(message)
 
     def resumed(self, step: int, **fields: Any) -> None:
         """Records that this lineage continues after `step`: later steps of earlier lineages are superseded."""
         self.event("resume", step=step, **fields)
-        self._step = step
+        self.step = step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Writes the row of a step: `values`, noted and counted numbers, and phase times since the last row; returns
@@ -246,10 +233,10 @@ class RunLog:
             bad = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
             row = {name: None if name in bad else float(value) for name, value in values.items()}
             self._write(_METRICS, {"step": step, **row})
-            self._step = max(self._step, step)
+            self.step = max(self.step, step)
         if bad:
             self.warning(f"not finite in step {step}: {', '.join(bad)}", step=step, metrics=bad)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(step, row)
         return row
 
@@ -264,23 +251,11 @@ class RunLog:
             for name, value in values.items():
                 self._counted[name] = self._counted.get(name, 0.0) + value
 
-    def listen(self, listener: Callable[[int, Mapping[str, float | None]], None]) -> None:
-        """Calls `listener` with every later row of metrics; it must neither block nor raise."""
-        self._listeners.append(listener)
-
-    def on_warning(self, listener: Callable[[str], None]) -> None:
-        """Calls `listener` with the text of every later warning; it must neither block nor raise."""
-        self._warning_listeners.append(listener)
-
-    def on_sample(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
-        """Calls `listener` with every later sample, without secrets; it must neither block nor raise."""
-        self._sample_listeners.append(listener)
-
     def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
         """Keeps a rollout for people to read, with the `step` of its batch (from 0)."""
         fields = self._scrubbed(cast(Row, msgspec.to_builtins(record, enc_hook=str)))
         self._write(_SAMPLES, fields)
-        for listener in self._sample_listeners:
+        for listener in self.sample_listeners:
             listener(fields)
 
     def resolved(self, toml: str) -> None:
@@ -318,9 +293,9 @@ class RunLog:
         """Writes `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics. Raises
         `SlipstreamError` if the disk is full; even then a short `exit.json` is written."""
         attempt = (self.lineage, time.monotonic() - self._opened, self.num_restarts)
-        report = report_of(error, attempt, self._step if step is None else step, self.scrub)
+        report = report_of(error, attempt, self.step if step is None else step, self.scrub)
         with self._guard:
-            self._has_exit = True
+            self.has_exit = True
             write_report(self.folder, report)
             with contextlib.suppress(SlipstreamError):  # full disk: `exit.json` has the same
                 fields = {name: getattr(report, name) for name in ("status", "exit_code", "error", "message")}
@@ -341,7 +316,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if not self._has_exit:
+            if not self.has_exit:
                 self.exit(error)
         except SlipstreamError as unwritten:
             if error is None:
@@ -358,7 +333,7 @@ class RunLog:
         with self._guard:
             row = {"time": _now(), "lineage": self.lineage, **self._scrubbed(fields)}
             self._files[name].append(_encode(row))
-            self._progress_at = row["time"]
+            self.progress_at = row["time"]
 
     def _scrubbed(self, fields: Row) -> Row:
         if not self._secrets:
@@ -370,11 +345,11 @@ def report_of(
     error: BaseException | None, attempt: tuple[int, float, int], step: int, scrubbed: Callable[[str], str] = str
 ) -> ExitReport:
     """How a run ended, in `attempt` (see `last_attempt`); `scrubbed` removes secrets from texts."""
-    status = _status_of(error)
+    status, exit_code, failure_class, retriable = _ending_of(error)
     is_bug = status == "failed" and not isinstance(error, SlipstreamError)
     return ExitReport(
         status=status,
-        exit_code=exit_code_of(error),
+        exit_code=exit_code,
         error=type(error).__name__ if error else "",
         message=scrubbed(str(error)) if error else "",
         step=step,
@@ -383,8 +358,8 @@ def report_of(
         lineage=attempt[0],
         versions=versions(),
         restarts=attempt[2],
-        failure_class=_failure_class_of(error),
-        retriable=_is_retriable(error),
+        failure_class=failure_class,
+        retriable=retriable,
         traceback=scrubbed("".join(traceback.format_exception(error))) if is_bug else "",
     )
 
@@ -440,42 +415,25 @@ def refuse_used(folder: Path) -> None:
         raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 
 
-def _status_of(error: BaseException | None) -> ExitStatus:
-    if isinstance(error, Interrupted | KeyboardInterrupt):
-        return "interrupted"
-    return "failed" if exit_code_of(error) else "finished"
-
-
 def exit_code_of(error: BaseException | None) -> int:
     """Exit code of a run that ends with `error`, or without one."""
+    return _ending_of(error)[1]
+
+
+def _ending_of(error: BaseException | None) -> tuple[ExitStatus, int, FailureClass | Literal[""], bool]:
+    """How a run ends with `error`: status, exit code, class of the failure, and whether it is retriable."""
     match error:
-        case None:
-            return 0
+        case None | SystemExit(code=None | 0 | ""):
+            return "finished", 0, "", False
+        case SystemExit(code=int(code)):
+            return "failed", code, "bug", False
         case KeyboardInterrupt():
-            return Interrupted.exit_code
+            return "interrupted", Interrupted.exit_code, "stopped", True
         case SlipstreamError():
-            return error.exit_code
-        case SystemExit() if not error.code or isinstance(error.code, int):
-            return error.code or 0
+            status = "interrupted" if isinstance(error, Interrupted) else "failed" if error.exit_code else "finished"
+            return status, error.exit_code, error.failure_class, error.is_retriable
         case _:
-            return SlipstreamError.exit_code
-
-
-def _failure_class_of(error: BaseException | None) -> FailureClass | Literal[""]:
-    """What kind of thing `error` is; empty where the run finished."""
-    match error:
-        case None | SystemExit(code=None | 0):
-            return ""
-        case SlipstreamError():
-            return error.failure_class
-        case KeyboardInterrupt():
-            return "stopped"
-        case _:
-            return "bug"
-
-
-def _is_retriable(error: BaseException | None) -> bool:
-    return error.is_retriable if isinstance(error, SlipstreamError) else isinstance(error, KeyboardInterrupt)
+            return "failed", SlipstreamError.exit_code, "bug", False
 
 
 def _indented(report: ExitReport) -> bytes:

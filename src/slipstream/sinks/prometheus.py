@@ -132,7 +132,7 @@ class _Page(Collector):
         for row in read_metrics(log.folder) if (log.folder / "metrics.jsonl").exists() else []:
             self._take(int(row["step"]), {name: value for name, value in row.items() if "/" in name})
         self._step = -1  # the first row is whole, whatever its step
-        log.listen(self._take)
+        log.listeners.append(self._take)
 
     def _take(self, step: int, row: Mapping[str, float | None]) -> None:
         with self._guard:

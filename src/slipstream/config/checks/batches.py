@@ -8,19 +8,18 @@ from slipstream.config.traits import uses_critic
 
 
 def batch_problems(config: RunConfig) -> Problems:
-    """(key, sentence) for each contradiction among steps, epochs, batches and warm-ups."""
+    """A sentence for each contradiction among steps, epochs, batches and warm-ups."""
     training = config.training
     if training.steps is not None:
         yield from warmup_problems(config, training.steps)
     if training.overprovision and _follows_data(config):
         yield (
-            "training.overprovision",
             f"training.overprovision = {training.overprovision:g} has the groups that finish last cancelled, and "
-            'training.order = "data" waits for all of them: set training.order = "ready", or remove it',
+            'training.order = "data" waits for all of them: set training.order = "ready", or remove it'
         )
     sentence = divisor_problem(training.updates_per_batch, training.prompts_per_batch)
     if sentence:
-        yield "training.updates_per_batch", sentence
+        yield sentence
 
 
 def _follows_data(config: RunConfig) -> bool:
@@ -30,20 +29,18 @@ def _follows_data(config: RunConfig) -> bool:
 
 
 def warmup_problems(config: RunConfig, steps: int) -> Problems:
-    """(key, sentence) for each warm-up that `steps` batches do not reach the end of."""
+    """A sentence for each warm-up that `steps` batches do not reach the end of."""
     training, warmup = config.training, config.critic.warmup_steps
     if uses_critic(config) and warmup >= steps:
         yield (
-            "critic.warmup_steps",
             f"critic.warmup_steps = {warmup} is not below training.steps = {steps}, so the policy would never be "
-            f"trained: use at most {steps - 1}",
+            f"trained: use at most {steps - 1}"
         )
     num_updates = steps * training.updates_per_batch * training.epochs_per_batch
     if training.warmup_steps > 0 and training.warmup_steps >= num_updates:
         yield (
-            "training.warmup_steps",
             f"training.warmup_steps = {training.warmup_steps} is not below the run's {num_updates} optimizer steps, so "
-            f"the learning rate would never be reached: use at most {num_updates - 1}",
+            f"the learning rate would never be reached: use at most {num_updates - 1}"
         )
 
 

@@ -32,21 +32,16 @@ def exact_problems(config: RunConfig) -> Problems:
         has_teacher = config.teacher is not None and algorithm.kind != "distill"
         found = "with [teacher]" if has_teacher else f'under algorithm.kind = "{algorithm.kind}"'
         yield (
-            "run.exact",
             "run.exact = true makes the log-probabilities of reinforcement learning exact, and was tried without "
-            f"teacher and critic only, not {found}: remove it",
+            f"teacher and critic only, not {found}: remove it"
         )
     if isinstance(algorithm, RLConfig) and algorithm.old_policy == "engine":
         yield (
-            "algorithm.old_policy",
             "algorithm.old_policy = \"engine\" takes the engine's log-probabilities for the trainer's, and run.exact = "
-            'true compares them: use "trainer"',
+            'true compares them: use "trainer"'
         )
     for path, allowed in _NEEDED.items():
         section, name = path.split(".")
         value = getattr(getattr(config, section), name)
         if value not in allowed:
-            yield (
-                path,
-                f"{path} = {show(value)} is not among what run.exact = true computes exactly: use {show(allowed[-1])}",
-            )
+            yield f"{path} = {show(value)} is not among what run.exact = true computes exactly: use {show(allowed[-1])}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.config.bounds import Problems
+from slipstream.config.bounds import Problems, Rule, without_effect
 from slipstream.config.schema import RLConfig, RunConfig
 
-_OF_MATCHES = ("candidate_top_k", "maskiou_gate", "maskiou_resolution", "fp_cost", "fn_cost")
 _LEAST_TEMPERATURE = 0.01
 """A lower one vLLM would raise to it."""
 
@@ -15,25 +14,36 @@ def matching_inapplicable(config: RunConfig) -> dict[str, str]:
     matching, algorithm = config.matching, config.algorithm
     if matching is None or isinstance(algorithm, RLConfig):
         return {}
-    found = {"algorithm.train_on": "has no effect under [matching], which trains on answers alone"}
-    if matching.b_ratio is not None:
-        found["matching.pattern"] = "has no effect while matching.b_ratio is set"
-    if matching.softctx_iterations == 1:
-        found["matching.softctx_unrolled"] = "has no effect while matching.softctx_iterations is 1"
-    if matching.soft_ce_weight == 0:
-        found["matching.soft_ce_sigma"] = "has no effect while matching.soft_ce_weight is 0"
-    if not matching.rolls_out:
-        found |= {
-            f"matching.{name}": "has no effect without a step of channel B" for name in ("temperature", "max_invalid")
-        }
-        if config.evaluation is None:
-            reason = "has no effect without a step of channel B and without an evaluation"
-            found |= {f"matching.{name}": reason for name in _OF_MATCHES}
-    return found
+    rules: list[Rule] = [
+        (True, "algorithm.train_on", "has no effect under [matching], which trains on answers alone"),
+        (matching.b_ratio is not None, "matching.pattern", "has no effect while matching.b_ratio is set"),
+        (
+            matching.softctx_iterations == 1,
+            "matching.softctx_unrolled",
+            "has no effect while matching.softctx_iterations is 1",
+        ),
+        (
+            matching.soft_ce_weight == 0,
+            "matching.soft_ce_sigma",
+            "has no effect while matching.soft_ce_weight is 0",
+        ),
+        (
+            not matching.rolls_out,
+            "matching.temperature matching.max_invalid",
+            "has no effect without a step of channel B",
+        ),
+        (
+            not matching.rolls_out and config.evaluation is None,
+            "matching.candidate_top_k matching.maskiou_gate matching.maskiou_resolution matching.fp_cost "
+            "matching.fn_cost",
+            "has no effect without a step of channel B and without an evaluation",
+        ),
+    ]
+    return without_effect(rules)
 
 
 def matching_problems(config: RunConfig) -> Problems:
-    """(key, sentence) for each combination with [matching] that cannot be run."""
+    """A sentence for each combination with [matching] that cannot be run."""
     matching = config.matching
     if matching is None:
         return
@@ -60,13 +70,11 @@ def matching_problems(config: RunConfig) -> Problems:
         yield "environment.mixture", "[matching] trains on one environment, and there is a mixture: name one of them"
     if config.model.fp32_head is True:
         yield (
-            "model.fp32_head",
             "model.fp32_head = true never has the logits of coordinate tokens as a whole, which [matching] reads: set "
-            "it to false",
+            "it to false"
         )
     if 0.0 < matching.temperature < _LEAST_TEMPERATURE:
         yield (
-            "matching.temperature",
             f"matching.temperature = {matching.temperature:g} is below {_LEAST_TEMPERATURE}, which vLLM would raise it "
-            "to: use 0, which is greedy, or more",
+            "to: use 0, which is greedy, or more"
         )

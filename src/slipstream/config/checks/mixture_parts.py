@@ -28,55 +28,42 @@ def mixture_inapplicable(config: RunConfig) -> dict[str, str]:
 
 
 def mixture_problems(config: RunConfig) -> Problems:
-    """(key, sentence) for each combination of a mixture's settings that cannot be run."""
+    """A sentence for each combination of a mixture's settings that cannot be run."""
     environment = config.environment
     if environment is None or environment.name != MIXTURE:
         return
     if not environment.mixture:
-        yield (
-            "environment.name",
-            f'environment.name = "{MIXTURE}" has no parts: write [environment.mixture.NAME] and its name for each',
-        )
+        yield f'environment.name = "{MIXTURE}" has no parts: write [environment.mixture.NAME] and its name for each'
     for name, part in environment.mixture.items():
         yield from _part(f"environment.mixture.{name}", part, config)
 
 
 def _part(path: str, part: MixturePart, config: RunConfig) -> Problems:
     if not part.name.strip() or part.name == MIXTURE:
-        yield (
-            f"{path}.name",
-            f'{path}.name = "{part.name}" is no task: give reasoning_gym/<task>, rows or path/to/file.py:Class',
-        )
+        yield f'{path}.name = "{part.name}" is no task: give reasoning_gym/<task>, rows or path/to/file.py:Class'
     if part.system_prompt == "":
         yield (
-            f"{path}.system_prompt",
             f'{path}.system_prompt = "" is empty: leave it out, and where this part is to have none, give the others '
-            "theirs instead of environment.system_prompt",
+            "theirs instead of environment.system_prompt"
         )
     if part.system_prompt and part.name.startswith("verifiers/"):
-        yield (
-            f"{path}.system_prompt",
-            f"{path}.system_prompt does not reach {part.name}, which writes its own messages: set it in its settings",
-        )
+        yield f"{path}.system_prompt does not reach {part.name}, which writes its own messages: set it in its settings"
     most, algorithm = config.sampling.max_tokens, config.algorithm
     if part.max_tokens is not None and isinstance(algorithm, RLConfig) and resolved(algorithm).overlong_buffer:
         yield (
-            f"{path}.max_tokens",
             f"{path}.max_tokens = {part.max_tokens} is not what algorithm.overlong_buffer measures length by, "
-            "which is sampling.max_tokens: set algorithm.overlong_buffer = 0, or leave it out",
+            "which is sampling.max_tokens: set algorithm.overlong_buffer = 0, or leave it out"
         )
     if part.max_tokens is not None and most != "auto" and part.max_tokens > most:
         yield (
-            f"{path}.max_tokens",
             f"{path}.max_tokens = {part.max_tokens} is more than sampling.max_tokens = {most}, the most of all parts: "
-            "raise that one, or lower this",
+            "raise that one, or lower this"
         )
     if part.group_size is None or not isinstance(algorithm, RLConfig):
         return
     least = max(algorithm.best_of or 1, 2 if algorithm.group_size > 1 else 1)
     if not least <= part.group_size <= algorithm.group_size:
         yield (
-            f"{path}.group_size",
             f"{path}.group_size = {part.group_size} must be {least} to {algorithm.group_size}, the largest of all "
-            "parts (algorithm.group_size): change one of them",
+            "parts (algorithm.group_size): change one of them"
         )

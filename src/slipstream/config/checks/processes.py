@@ -19,12 +19,11 @@ def process_problems(config: RunConfig) -> Problems:
 def _streams(config: RunConfig) -> Problems:
     streams, environment = config.run.streams, config.environment
     if streams == "redis" and config.redis is None:
-        yield "run.streams", 'run.streams = "redis" needs a server: set redis.url, or use "files"'
+        yield 'run.streams = "redis" needs a server: set redis.url, or use "files"'
     if streams != "memory" and environment is not None and is_python_object(environment.name):
         yield (
-            "run.streams",
             f'run.streams = "{streams}" generates in a process of its own, which has no object of the Python caller: '
-            "put the environment into a file and give its path",
+            "put the environment into a file and give its path"
         )
 
 
@@ -42,27 +41,23 @@ def _single_copy(config: RunConfig) -> Problems:
         )
     if (replicas := num_replicas(config)) > 1:
         yield (
-            "inference.replicas",
             f"inference.replicas = {replicas} keeps the weights {replicas} times, and weights.bridge = "
-            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge',
+            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge'
         )
     if (orchestrators := config.run.orchestrators) > 1:
         yield (
-            "run.orchestrators",
             f"run.orchestrators = {orchestrators} have an engine each, and weights.bridge = "
-            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge',
+            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge'
         )
     if config.run.placement == "separate":
         yield (
-            "run.placement",
             'run.placement = "separate" gives trainer and engine a GPU each, and weights.bridge = "single_copy" has '
-            'them share one memory: use "shared", or another bridge',
+            'them share one memory: use "shared", or another bridge'
         )
     if config.inference.sleep is True:
         yield (
-            "inference.sleep",
             "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
-            '"single_copy": turn it off, or use another bridge',
+            '"single_copy": turn it off, or use another bridge'
         )
 
 
@@ -73,22 +68,14 @@ def _orchestrators(config: RunConfig) -> Problems:
         return
     what = f"run.orchestrators = {number}"
     if config.run.streams == "memory":
-        yield (
-            "run.orchestrators",
-            f'{what} are processes of their own, and with run.streams = "memory" there is none: use "files" or "redis"',
-        )
+        remedy = 'use "files" or "redis"'
+        yield f'{what} are processes of their own, and with run.streams = "memory" there is none: {remedy}'
     if config.algorithm.kind == "sft":
-        yield "run.orchestrators", f"{what} generate rollouts to train on, and SFT needs none: leave it out"
+        yield f"{what} generate rollouts to train on, and SFT needs none: leave it out"
     if prompts % number:
-        yield (
-            "training.prompts_per_batch",
-            f"training.prompts_per_batch = {prompts} prompts cannot be divided equally among {what}: use a multiple",
-        )
+        yield f"training.prompts_per_batch = {prompts} prompts cannot be divided equally among {what}: use a multiple"
     if config.teacher is not None and config.teacher.path is not None:
-        yield (
-            "run.orchestrators",
-            f"{what} would start a teacher each: use 1, or a teacher that is served (teacher.url)",
-        )
+        yield f"{what} would start a teacher each: use 1, or a teacher that is served (teacher.url)"
 
 
 def _ranks(config: RunConfig) -> Problems:

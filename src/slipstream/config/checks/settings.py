@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.config.addresses import key_variable_problem
-from slipstream.config.bounds import Problems
+from slipstream.config.bounds import Problems, Rule, without_effect
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
 from slipstream.config.checks.matching import matching_inapplicable, matching_problems
@@ -46,12 +46,13 @@ OPTIONS_FIXED = {
     "skip_tokenizer_init": "stop strings need the tokenizer",
 }
 """vLLM's engine arguments that Slipstream sets itself, and why."""
-_OF_REWARDS = (
-    *("max_turns", "apart"),
-    *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "reward_processes"),
-    *("tool_timeout_s", "tool_concurrency", "fresh_worker", "user_namespace"),
-    "max_reward_failures",
+_OF_ENGINES = (
+    "sampling inference weights run.placement run.save_failures environment.max_turns environment.apart "
+    "environment.reward_timeout_s environment.reward_workers environment.reward_concurrency "
+    "environment.reward_memory_gib environment.reward_processes environment.tool_timeout_s "
+    "environment.tool_concurrency environment.fresh_worker environment.user_namespace environment.max_reward_failures"
 )
+"""Sections and keys without an effect where nothing is generated."""
 _OF_SINKS = {
     "sink_samples": {"tensorboard", "wandb", "trackio"},
     "project": {"wandb", "trackio"},
@@ -63,92 +64,153 @@ _OF_SINKS = {
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) that have no effect in this config, each with the reason."""
-    found: dict[str, str] = {}
-    algorithm, environment = config.algorithm, config.environment
-    if config.training.steps is not None:
-        found["training.epochs"] = "has no effect while training.steps is set"
-    if config.training.ranks == 1:
-        for name in ("reshard", "rank_timeout_s"):
-            found[f"training.{name}"] = "has no effect while training.ranks is 1"
-    if environment is not None and environment.fresh_worker:
-        for name in ("reward_concurrency", "tool_concurrency"):
-            found[f"environment.{name}"] = "has no effect with environment.fresh_worker: each has one call"
-    if config.training.optimizer != "muon":
-        found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
-    if not config.model.train_tower:
-        found["training.tower_learning_rate"] = "has no effect while model.train_tower is false"
-    if not uses_critic(config):
-        found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
-    for name, users in _OF_SINKS.items():
-        if not users & set(config.run.sinks):
-            found[f"run.{name}"] = f"has no effect without {' or '.join(sorted(users))} in run.sinks"
-    if config.run.metrics_port is not None:
-        found.pop("run.name", None)
-    if config.teacher is not None and config.teacher.url is None:
-        for name in ("name", "key_variable"):
-            found[f"teacher.{name}"] = "has no effect without teacher.url"
-    found |= mixture_inapplicable(config) | matching_inapplicable(config)
-    if config.run.streams != "redis":
-        found["redis"] = 'has no effect without run.streams = "redis"'
-    if isinstance(algorithm, RLConfig):
-        if config.data is not None:
-            found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
-        if not config.training.staleness:
-            if not config.training.overprovision:
-                found["training.order"] = "has no effect while training.staleness is 0: each batch is its own groups"
-            found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
-        elif config.lora is not None and bridge_of(config) in ("lora", "single_copy"):
-            found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
-        return found | _inapplicable_to(resolved(algorithm))
-    found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
-    found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
-    found["run.streams"] = "applies to grpo, not to sft, whose batches no engine makes"
-    if not rolls_out(config):
-        found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
-    found["run.keep_batches"] = "applies to grpo, not to sft, whose batches follow from data and seed"
-    found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
-    found["evaluation.beside"] = "applies to grpo, not to sft, whose engine has nothing but evaluations to make"
-    for name in ("staleness", "order", "overprovision"):
-        found[f"training.{name}"] = "applies to grpo, not to sft, whose batches no engine makes"
-    if config.data is not None and environment is not None:
-        if config.evaluation is None:
-            found["environment"] = "has no use when data is given and evaluation is off"
-        else:
-            found["environment.num_train_tasks"] = "has no effect when data is given"
-    if config.evaluation is None:
-        for name in ("eval_path", "eval_split", "eval_fraction"):
-            found[f"data.{name}"] = "has no effect while evaluation is off"
-    elif environment is None:
-        for name in ("num_tasks", "samples_per_task", "temperature", "threshold", "seed", "stop_at", "patience"):
-            found[f"evaluation.{name}"] = "has no effect without an environment, whose held-out tasks it is about"
-    if not uses_engine(config):
-        reason = "while evaluation is off" if config.evaluation is None else "without an environment to evaluate on"
-        without_engine = ("sampling", "inference", "weights", "run.placement", "run.save_failures")
-        without_rewards = (f"environment.{name}" for name in _OF_REWARDS)
-        for path in (*without_engine, *without_rewards):
-            found[path] = f"has no effect under sft {reason}"
-    return found
+    algorithm, environment, training, teacher = config.algorithm, config.environment, config.training, config.teacher
+    has_fresh_workers = environment is not None and environment.fresh_worker
+    labels = {"name"} if config.run.metrics_port is not None else set[str]()
+    rules: list[Rule] = [
+        (training.steps is not None, "training.epochs", "has no effect while training.steps is set"),
+        (
+            training.ranks == 1,
+            "training.reshard training.rank_timeout_s",
+            "has no effect while training.ranks is 1",
+        ),
+        (
+            has_fresh_workers,
+            "environment.reward_concurrency environment.tool_concurrency",
+            "has no effect with environment.fresh_worker: each has one call",
+        ),
+        (
+            training.optimizer != "muon",
+            "training.muon_momentum",
+            'has no effect without training.optimizer = "muon"',
+        ),
+        (
+            not config.model.train_tower,
+            "training.tower_learning_rate",
+            "has no effect while model.train_tower is false",
+        ),
+        (
+            not uses_critic(config),
+            "critic",
+            'has no effect without algorithm.advantage = "gae", the recipe ppo',
+        ),
+        *(
+            (
+                users.isdisjoint(config.run.sinks) and name not in labels,
+                f"run.{name}",
+                f"has no effect without {' or '.join(sorted(users))} in run.sinks",
+            )
+            for name, users in _OF_SINKS.items()
+        ),
+        (
+            teacher is not None and teacher.url is None,
+            "teacher.name teacher.key_variable",
+            "has no effect without teacher.url",
+        ),
+        (config.run.streams != "redis", "redis", 'has no effect without run.streams = "redis"'),
+    ]
+    found = without_effect(rules) | mixture_inapplicable(config) | matching_inapplicable(config)
+    further = _under_rl(config, algorithm) if isinstance(algorithm, RLConfig) else _under_sft(config)
+    return found | without_effect(further)
 
 
-def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
-    """Keys of [algorithm], in which no value is `auto`, that have no effect, each with the reason."""
-    found: dict[str, str] = {}
-    if algorithm.kl_coef == 0:
-        for name in ("kl_estimator", "kl_in"):
-            found[f"algorithm.{name}"] = "has no effect while algorithm.kl_coef is 0"
-    if algorithm.importance_sampling == "none":
-        for name in ("importance_cap", "importance_floor"):
-            found[f"algorithm.{name}"] = 'has no effect while algorithm.importance_sampling is "none"'
-    if algorithm.loss == "policy_gradient":
-        for name in ("clip_low", "clip_high"):
-            found[f"algorithm.{name}"] = 'has no effect on algorithm.loss = "policy_gradient", which clips nothing'
-    if algorithm.loss in BUILT_IN["loss"] and algorithm.loss != "clip":
-        found["algorithm.clip_dual"] = f'has no effect on algorithm.loss = "{algorithm.loss}", only on "clip"'
-    if algorithm.thinking_budget is None:
-        found["algorithm.thinking_penalty"] = "has no effect while algorithm.thinking_budget is not set"
-    if algorithm.overlong_buffer == 0:
-        found["algorithm.overlong_penalty"] = "has no effect while algorithm.overlong_buffer is 0"
-    return found
+def _under_rl(config: RunConfig, algorithm: RLConfig) -> list[Rule]:
+    final, takes_turns = resolved(algorithm), not config.training.staleness
+    has_adapters = config.lora is not None and bridge_of(config) in ("lora", "single_copy")
+    return [
+        (
+            config.data is not None,
+            "data",
+            f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment",
+        ),
+        (
+            takes_turns and not config.training.overprovision,
+            "training.order",
+            "has no effect while training.staleness is 0: each batch is its own groups",
+        ),
+        (
+            takes_turns,
+            "weights.in_flight",
+            "has no effect while training.staleness is 0, as no request runs in an update",
+        ),
+        (
+            has_adapters and not takes_turns,
+            "weights.in_flight",
+            "has no effect on adapters: completions end with the one that they began with",
+        ),
+        (
+            final.kl_coef == 0,
+            "algorithm.kl_estimator algorithm.kl_in",
+            "has no effect while algorithm.kl_coef is 0",
+        ),
+        (
+            final.importance_sampling == "none",
+            "algorithm.importance_cap algorithm.importance_floor",
+            'has no effect while algorithm.importance_sampling is "none"',
+        ),
+        (
+            final.loss == "policy_gradient",
+            "algorithm.clip_low algorithm.clip_high",
+            'has no effect on algorithm.loss = "policy_gradient", which clips nothing',
+        ),
+        (
+            final.loss in BUILT_IN["loss"] and final.loss != "clip",
+            "algorithm.clip_dual",
+            f'has no effect on algorithm.loss = "{final.loss}", only on "clip"',
+        ),
+        (
+            final.thinking_budget is None,
+            "algorithm.thinking_penalty",
+            "has no effect while algorithm.thinking_budget is not set",
+        ),
+        (
+            final.overlong_buffer == 0,
+            "algorithm.overlong_penalty",
+            "has no effect while algorithm.overlong_buffer is 0",
+        ),
+    ]
+
+
+def _under_sft(config: RunConfig) -> list[Rule]:
+    evaluates, environment = config.evaluation is not None, config.environment
+    has_both = config.data is not None and environment is not None
+    reason = "without an environment to evaluate on" if evaluates else "while evaluation is off"
+    return [
+        (True, "run.max_steps_without_signal", "applies to grpo, not to sft"),
+        (True, "teacher", "applies to distill and other recipes of reinforcement learning, not to sft"),
+        (True, "run.streams", "applies to grpo, not to sft, whose batches no engine makes"),
+        (
+            not rolls_out(config),
+            "run.save_samples",
+            "applies to grpo, not to sft, which samples nothing to train on",
+        ),
+        (True, "run.keep_batches", "applies to grpo, not to sft, whose batches follow from data and seed"),
+        (True, "weights.in_flight", "applies to grpo, not to sft, which samples nothing to train on"),
+        (
+            True,
+            "evaluation.beside",
+            "applies to grpo, not to sft, whose engine has nothing but evaluations to make",
+        ),
+        (
+            True,
+            "training.staleness training.order training.overprovision",
+            "applies to grpo, not to sft, whose batches no engine makes",
+        ),
+        (has_both and not evaluates, "environment", "has no use when data is given and evaluation is off"),
+        (has_both and evaluates, "environment.num_train_tasks", "has no effect when data is given"),
+        (
+            not evaluates,
+            "data.eval_path data.eval_split data.eval_fraction",
+            "has no effect while evaluation is off",
+        ),
+        (
+            evaluates and environment is None,
+            "evaluation.num_tasks evaluation.samples_per_task evaluation.temperature evaluation.threshold "
+            "evaluation.seed evaluation.stop_at evaluation.patience",
+            "has no effect without an environment, whose held-out tasks it is about",
+        ),
+        (not uses_engine(config), _OF_ENGINES, f"has no effect under sft {reason}"),
+    ]
 
 
 def reason_against(path: str, reasons: Mapping[str, str]) -> str:
@@ -159,7 +221,7 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
 
 
 def contradictions(config: RunConfig) -> Problems:
-    """(key, sentence) for each combination of settings that cannot be run."""
+    """A sentence for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from mixture_problems(config)
     yield from matching_problems(config)
@@ -169,14 +231,13 @@ def contradictions(config: RunConfig) -> Problems:
         drawn = config.sampling if config.matching is None else config.matching
         yield from config.evaluation.problems(drawn.temperature)
     if not config.model.path.strip():
-        yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
+        yield 'model.path = "" is empty: give a local folder or a hub id'
     yield from _variables(config)
     yield from _optimizer(config)
     if config.training.offload_activations and config.training.gradient_checkpointing in (False, "selective"):
         yield (
-            "training.offload_activations",
             "training.offload_activations moves the inputs of layers that are computed again: set "
-            "training.gradient_checkpointing = true, or leave it out",
+            "training.gradient_checkpointing = true, or leave it out"
         )
     yield from _lora(config)
     yield from _critic(config)
@@ -188,7 +249,7 @@ def contradictions(config: RunConfig) -> Problems:
     yield from exact_problems(config)
     warn, stop = config.weights.probe_warn, config.weights.probe_stop
     if warn != "auto" and stop != "auto" and stop <= warn:
-        yield "weights.probe_stop", probe_limits(warn, stop)
+        yield probe_limits(warn, stop)
 
 
 def probe_limits(warn: float, stop: float) -> str:
@@ -202,58 +263,49 @@ def probe_limits(warn: float, stop: float) -> str:
 def _policy_gradient(algorithm: RLConfig) -> Problems:
     if algorithm.old_policy == "engine" and algorithm.importance_sampling not in ("auto", "none"):
         yield (
-            "algorithm.importance_sampling",
             f'algorithm.importance_sampling = "{algorithm.importance_sampling}" corrects what algorithm.old_policy = '
-            '"engine" has in its ratio already: remove one of the two',
+            '"engine" has in its ratio already: remove one of the two'
         )
     final = resolved(algorithm)
     if float(final.importance_floor) >= float(final.importance_cap):
         yield (
-            "algorithm.importance_floor",
             f"algorithm.importance_floor = {final.importance_floor:g} is not below algorithm.importance_cap = "
-            f"{final.importance_cap:g}: lower the first or raise the second",
+            f"{final.importance_cap:g}: lower the first or raise the second"
         )
     if algorithm.group_size == 1 and final.advantage in ("group_mean", "leave_one_out"):
         yield (
-            "algorithm.group_size",
             f"algorithm.group_size = 1 must be at least 2: algorithm.advantage = {final.advantage!r} compares the "
-            "completions of a prompt with each other",
+            "completions of a prompt with each other"
         )
     if algorithm.group_size == 1 and final.max_refills:
         yield (
-            "algorithm.max_refills",
             f"algorithm.max_refills = {final.max_refills} draws further tasks until the rewards in each group differ, "
-            "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups",
+            "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups"
         )
     if final.advantage == "none" and final.max_refills:
         yield (
-            "algorithm.max_refills",
             f"algorithm.max_refills = {final.max_refills} leaves out groups whose rewards agree, and under "
-            'algorithm.advantage = "none" rewards teach nothing in any: set it to 0',
+            'algorithm.advantage = "none" rewards teach nothing in any: set it to 0'
         )
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
-            "algorithm.length_penalty",
             f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
-            " the reward that counts as correct is not set: set algorithm.reward_threshold",
+            " the reward that counts as correct is not set: set algorithm.reward_threshold"
         )
     if algorithm.credit == "turn" and algorithm.reward_threshold is not None:
         yield (
-            "algorithm.credit",
             'algorithm.credit = "turn" needs the rewards themselves, and algorithm.reward_threshold replaces their sum '
-            "by right or wrong: leave one of them out",
+            "by right or wrong: leave one of them out"
         )
     if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
         yield (
-            "algorithm.best_of",
             f"algorithm.best_of = {algorithm.best_of} is more than algorithm.group_size = {algorithm.group_size}: use "
-            "less, or leave it out",
+            "less, or leave it out"
         )
     if algorithm.clip_dual is not None and final.loss == "clip" and algorithm.clip_dual <= 1 + float(final.clip_high):
         yield (
-            "algorithm.clip_dual",
             f"algorithm.clip_dual = {algorithm.clip_dual:g} is not above 1 + clip_high = {1 + float(final.clip_high):g}"
-            ": use 3, as is usual",
+            ": use 3, as is usual"
         )
 
 
@@ -264,9 +316,8 @@ def _critic(config: RunConfig) -> Problems:
     scale = config.algorithm.scale_rewards
     if scale in ("std", "batch"):
         yield (
-            "algorithm.scale_rewards",
             f'algorithm.scale_rewards = "{scale}" divides by a spread of rewards, and a critic\'s advantages '
-            '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"',
+            '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"'
         )
 
 
@@ -284,22 +335,18 @@ def _teacher(config: RunConfig) -> Problems:
         return
     if (teacher.path is None) == (teacher.url is None):
         both = "both given" if teacher.path is not None else "neither given"
-        yield "teacher.path", f"teacher.path and teacher.url are {both}: give one of them"
+        yield f"teacher.path and teacher.url are {both}: give one of them"
     if teacher.path is not None and not teacher.path.strip():
-        yield "teacher.path", 'teacher.path = "" is empty: give a model folder or a hub id'
+        yield 'teacher.path = "" is empty: give a model folder or a hub id'
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
-        yield "teacher.url", f'teacher.url = "{teacher.url}" is no address: write http://host:8000/v1'
+        yield f'teacher.url = "{teacher.url}" is no address: write http://host:8000/v1'
     if teacher.url is not None and config.sampling.temperature != 1.0:
         yield (
-            "sampling.temperature",
             f"sampling.temperature = {config.sampling.temperature:g} is not what a server at teacher.url scores at, "
-            "which is always 1: use 1, or give the teacher as teacher.path",
+            "which is always 1: use 1, or give the teacher as teacher.path"
         )
     if teacher.path == config.model.path and (config.lora is None or config.lora.path is None):
-        yield (
-            "teacher.path",
-            f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one',
-        )
+        yield f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one'
 
 
 def _variables(config: RunConfig) -> Problems:
@@ -312,15 +359,14 @@ def _variables(config: RunConfig) -> Problems:
         named["redis.password_variable"] = (config.redis.password_variable,)
     for setting, names in named.items():
         if problem := key_variable_problem(setting, *names):
-            yield setting, problem
+            yield problem
 
 
 def _optimizer(config: RunConfig) -> Problems:
     if config.training.optimizer == "adamw_bf16" and config.model.dtype not in ("auto", "bfloat16"):
         yield (
-            "training.optimizer",
             f'training.optimizer = "adamw_bf16" rounds weights to bfloat16, and model.dtype = "{config.model.dtype}" '
-            'does not: use model.dtype = "bfloat16", or "adamw"',
+            'does not: use model.dtype = "bfloat16", or "adamw"'
         )
 
 
@@ -329,25 +375,24 @@ def _lora(config: RunConfig) -> Problems:
     if lora is None:
         if config.weights.bridge == "lora":
             sentence = 'weights.bridge = "lora" needs an adapter to publish, and there is no [lora]: set lora.rank'
-            yield "weights.bridge", sentence
+            yield sentence
         return
     if lora.dora and config.weights.bridge in ("lora", "single_copy"):
         yield (
-            "lora.dora",
             f'lora.dora = true needs an engine with the adapter merged, and weights.bridge = "{config.weights.bridge}" '
-            'publishes it alone, which vLLM does not load: use weights.bridge = "disk", "broadcast" or "restart"',
+            'publishes it alone, which vLLM does not load: use weights.bridge = "disk", "broadcast" or "restart"'
         )
     if not isinstance(lora.target_modules, str) and not all(name.strip(". ") for name in lora.target_modules):
-        yield "lora.target_modules", "lora.target_modules has an empty name: remove it"
+        yield "lora.target_modules has an empty name: remove it"
     if lora.path is not None and not lora.path.strip():
-        yield "lora.path", 'lora.path = "" is empty: give the folder of an adapter, or leave it out'
+        yield 'lora.path = "" is empty: give the folder of an adapter, or leave it out'
 
 
 def _sources(config: RunConfig) -> Problems:
     if config.environment is not None:
         if not config.environment.name.strip():
             remedy = "give reasoning_gym/<task> or path/to/file.py:Class"
-            yield "environment.name", f'environment.name = "" is empty: {remedy}'
+            yield f'environment.name = "" is empty: {remedy}'
     elif config.algorithm.kind != "sft":
         yield (
             "algorithm.kind",
@@ -361,9 +406,8 @@ def _sources(config: RunConfig) -> Problems:
         )
     elif config.evaluation is not None and not config.data.has_eval:
         yield (
-            "evaluation",
             "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name, or "
-            "data.eval_path for the loss of held-out rows",
+            "data.eval_path for the loss of held-out rows"
         )
     if config.data is not None:
         yield from config.data.problems()
@@ -380,9 +424,8 @@ def _delta(config: RunConfig) -> Problems:
         "lora": "publishes the adapter alone, of which every element changes",
     }
     yield (
-        "weights.delta",
         f'weights.delta = true sends the changes of a whole model, and weights.bridge = "{bridge}" {reasons[bridge]}: '
-        'remove it, or set weights.bridge to "disk" or "broadcast"',
+        'remove it, or set weights.bridge to "disk" or "broadcast"'
     )
 
 
@@ -390,42 +433,35 @@ def _engine(config: RunConfig) -> Problems:
     sampling, inference = config.sampling, config.inference
     if inference.sleep is True and config.training.staleness:
         yield (
-            "inference.sleep",
             "inference.sleep = true stops the engine while a batch is trained on, and training.staleness has it "
-            "generate then: turn off one of them",
+            "generate then: turn off one of them"
         )
     if inference.sleep is True and config.run.placement == "separate":
         yield (
-            "inference.sleep",
             'inference.sleep = true frees the engine\'s GPU for the trainer, which run.placement = "separate" has on '
-            "another: turn off one of them",
+            "another: turn off one of them"
         )
     if "" in sampling.stop:
-        yield (
-            "sampling.stop",
-            "sampling.stop has an empty text, which would end every completion at once: remove it",
-        )
+        yield "sampling.stop has an empty text, which would end every completion at once: remove it"
     if config.algorithm.kind != "sft" and sampling.top_k == 1:
         yield (
-            "sampling.top_k",
             "sampling.top_k = 1 draws the same completion for a whole group, which has no signal: "
-            "use 0 for no limit, or more than 1",
+            "use 0 for no limit, or more than 1"
         )
     longest, room = sampling.max_tokens, inference.max_model_len
     if room == 1:
-        yield "inference.max_model_len", "inference.max_model_len = 1 holds no prompt with a completion: use at least 2"
+        yield "inference.max_model_len = 1 holds no prompt with a completion: use at least 2"
     elif isinstance(longest, int) and isinstance(room, int) and longest >= room:
         yield (
-            "sampling.max_tokens",
             f"sampling.max_tokens = {longest} leaves no room for a prompt in "
-            f"inference.max_model_len = {room}: lower the first or raise the second",
+            f"inference.max_model_len = {room}: lower the first or raise the second"
         )
     for name in inference.options:
         option = name.replace("-", "_")
         if own := OPTIONS_WITH_OWN_KEY.get(option):
-            yield f"inference.options.{name}", f"inference.options.{name} has a key of its own: set {own} instead"
+            yield f"inference.options.{name} has a key of its own: set {own} instead"
         elif reason := OPTIONS_FIXED.get(option):
-            yield f"inference.options.{name}", f"inference.options.{name} is set by Slipstream ({reason}): remove it"
+            yield f"inference.options.{name} is set by Slipstream ({reason}): remove it"
 
 
 def foreign_key(name: str, kind: str) -> str:

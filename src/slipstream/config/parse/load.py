@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config.addresses import is_address
+from slipstream.config.bounds import keyed
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
 from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, with_values
@@ -91,7 +92,7 @@ def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None, ste
     config = _drop_unusable_evaluation(config, sources)
     origins = sources.origins(config)
     wrong = (*path_problems(config), *contradictions(config))
-    problems = [located(sentence, sources.place(key)) for key, sentence in wrong]
+    problems = [located(sentence, sources.place(key)) for key, sentence in keyed(wrong)]
     problems += _without_effect(config, origins, sources, warnings)
     if problems:
         raise ConfigError("\n".join(problems))

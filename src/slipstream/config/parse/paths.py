@@ -17,7 +17,7 @@ MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
 def path_problems(config: RunConfig) -> Problems:
-    """(key, sentence) for each setting that names a file and cannot be a path, or a bucket and cannot be one."""
+    """A sentence for each setting that names a file and cannot be a path, or a bucket and cannot be one."""
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
@@ -37,12 +37,12 @@ def path_problems(config: RunConfig) -> Problems:
         try:
             check_address(environment.registry, "environment.registry")
         except ConfigError as error:
-            yield "environment.registry", str(error)
+            yield str(error)
     elif environment is not None:
         named["environment.registry"] = environment.registry
     for key, value in named.items():
         if value is not None and (reason := unusable_path(str(value))):
-            yield key, f"{key} = {show(str(value))} {reason}"
+            yield f"{key} = {show(str(value))} {reason}"
 
 
 def _paths_at(key: str, value: object) -> dict[str, object]:

@@ -29,7 +29,7 @@ def start_generation(run: RunContext, children: Children, end: Callable[[], comm
     """Begin to start engine and teacher, in a process of their own or as children of this one, without waiting.
     `end`: how many batches were trained on when the run ends, and why it does."""
     if run.config.teacher is not None:
-        run.log.listen(agreement_warning(run.log))
+        run.log.listeners.append(agreement_warning(run.log))
     if run.config.run.streams != "memory":
         processes = [_start_process(run, children, end, number) for number in range(run.config.run.orchestrators)]
         if len(processes) == 1:

@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Any
 
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
-from slipstream.launch.parts.watchdog import write_end
+from slipstream.launch.parts.watchdog import beat_of, write_end
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.plan.machine import gpus_in_use
 from slipstream.processes import exits, stacks, stalls
 from slipstream.processes.guard import adopt, children_of, end_descendants, reap
-from slipstream.processes.heartbeat import read_heartbeat, state_of
+from slipstream.processes.heartbeat import state_of
 from slipstream.processes.launchers import LOCAL, Child
 from slipstream.runlog import append_event, checkpoints_of, holds_run, read_events, read_metrics
 
@@ -99,8 +99,7 @@ class Supervisor:
                 return child.wait(stalls.POLL_S)
             self._tell(ALIVE)
             _reap_orphans(child.pid)
-            beat, state = read_heartbeat(self._folder), state_of(child.pid)
-            if why := found.add(state, beat if beat is not None and beat.pid == child.pid else None):
+            if why := found.add(state_of(child.pid), beat_of(child.pid, self._folder)):
                 self._kill(child, f"the trainer, process {child.pid}, {why}")
                 found = stalls.Looks()
 

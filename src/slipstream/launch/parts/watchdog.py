@@ -80,7 +80,7 @@ def main() -> None:
     if why := watch(trainer, folder):
         code = 128 + signal.SIGKILL
         error = TrainerLost(f"the trainer, process {trainer}, {why}: continue with --resume", exit_code=code)
-        if _beat_of(trainer, folder) is not None:  # the folder is this trainer's
+        if beat_of(trainer, folder) is not None:  # the folder is this trainer's
             tell(folder, error)
         end(trainer, error)
         write_end(folder, error)
@@ -93,14 +93,15 @@ def watch(trainer: int, folder: Path) -> str:
         state = state_of(trainer)
         if state in stalls.ENDED:
             return ""
-        if found.add(state, _beat_of(trainer, folder)):
+        if found.add(state, beat_of(trainer, folder)):
             told = stacks.sentence(stacks.folder_of(folder), stacks.ask(stacks.folder_of(folder)))
-            if why := found.add(state_of(trainer), _beat_of(trainer, folder)):
+            if why := found.add(state_of(trainer), beat_of(trainer, folder)):
                 return f"{why} and was killed{f' ({told})' if told else ''}"
     return ""
 
 
-def _beat_of(trainer: int, folder: Path) -> Heartbeat | None:
+def beat_of(trainer: int, folder: Path) -> Heartbeat | None:
+    """The heartbeat in the run folder, if it is this trainer's."""
     beat = read_heartbeat(folder)
     return beat if beat is not None and beat.pid == trainer else None
 

@@ -27,6 +27,7 @@ from slipstream.launch.provenance.record import (
     told,
     write_attempts,
 )
+from slipstream.launch.recovery.resume import changed_settings
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events, versions
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
@@ -87,8 +88,8 @@ def take_stock(prepared: Prepared, folder: Path, progress: Progress, *, resume: 
         else:
             _refuse(folder, changes, prepared.config.run.allow_changes)
             warnings.append(f"resumed with another {kinds}, as run.allow_changes says: {told(changes)}")
-    if other := _other_versions(before.versions, found.versions):
-        warnings.append(f"resumed with other versions than before: {other}")
+    if other := changed_settings(before.versions, found.versions):
+        warnings.append(f"resumed with other versions than before: {'; '.join(other)}")
     return Stock(found.sources, found.versions, earlier, tuple(changes), tuple(warnings))
 
 
@@ -120,8 +121,3 @@ def _refuse(folder: Path, changes: Sequence[Change], allowed: Collection[str]) -
 def _listed(kinds: Collection[str]) -> str:
     *first, last = sorted(kinds)
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _other_versions(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return "; ".join(f"{name} was {before.get(name, 'none')} and is {after.get(name, 'none')}" for name in names)

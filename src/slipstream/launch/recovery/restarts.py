@@ -103,5 +103,5 @@ def start_again(
         if should_stop():
             raise Interrupted("stopped before the run was started again: continue with --resume")
         time.sleep(_POLL_S)
-    log.leave_open()
+    log.has_exit = True
     raise StartsAgain(log.folder)

@@ -52,7 +52,7 @@ class Stages:
 
     def __init__(self, began: float | None = None) -> None:
         """`began`: when the command began, by `time.monotonic`, if not now."""
-        self._began = time.monotonic() if began is None else began
+        self.began = time.monotonic() if began is None else began
         self._guard = threading.Lock()
         self._done: list[Stage] = []
         self._unwritten: list[Stage] = []
@@ -60,7 +60,7 @@ class Stages:
         self._log: EventLog | None = None
         self._progress: Progress | None = None
         self._first_step: int | None = None
-        self._row_at = self._began
+        self._row_at = self.began
         self._total_s: float | None = None
         self._ended = threading.Event()
 
@@ -82,18 +82,13 @@ class Stages:
             self._progress.end_phase()
 
     def _add(self, name: str, began: float, ended: float) -> None:
-        stage = Stage(name, round(began - self._began, 3), round(ended - began, 3))
+        stage = Stage(name, round(began - self.began, 3), round(ended - began, 3))
         with self._guard:
             self._done.append(stage)
             if self._log is None:
                 self._unwritten.append(stage)
         if self._log is not None:
             self._log.event("stage", **dataclasses.asdict(stage))
-
-    @property
-    def began(self) -> float:
-        """When the command began, by `time.monotonic`."""
-        return self._began
 
     def ended_elsewhere(self, stage: Stage) -> None:
         """Another process of the run has recorded a stage."""
@@ -152,7 +147,7 @@ class Stages:
             at += seconds
         self._row_at = now
         if is_step:
-            self._total_s = round(now - self._began, 3)
+            self._total_s = round(now - self.began, 3)
             self._ended.set()
             if self._log is not None and self._progress is not None:
                 self._log.event("startup", seconds=self._total_s)

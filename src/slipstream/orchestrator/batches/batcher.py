@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.algo.readiness import SignalRule, group_has_signal
+from slipstream.algo.readiness import SignalRule
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, losses, task_counts
 from slipstream.orchestrator.batches.idle_time import IdleTime
@@ -31,10 +31,10 @@ from slipstream.orchestrator.failure_rate import (
     warn_of_losses,
     warn_of_no_tokens,
 )
-from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.teacher import Scores
+from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.patience import is_cancelled
+from slipstream.progress import Progress
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger
 
@@ -58,19 +58,20 @@ class Batcher:
     max_reward_failures: float
     needs_logprobs: bool
     """Whether a rollout without the engine's log-probabilities is an error."""
-    staleness: int = 0
+    ledger: Ledger
+    progress: Progress
+    warn: Callable[[str], None]
+    staleness: int
     """How many versions older than the newest possible one a token may be."""
-    has_signal: SignalRule = group_has_signal
-    parts: Collection[str] = ()
+    has_signal: SignalRule
+    parts: Collection[str]
     """Of a mixture."""
-    refills: Refills | None = None
-    teacher: Scores | None = None
+    refills: Refills | None
+    teacher: RunTeacher | None
     """Scores each rollout as soon as it has ended."""
-    hooks: Hooks = field(default_factory=Hooks)
-    ledger: Ledger | None = None
-    share: Share = field(default_factory=Share)
+    share: Share
     """Which groups of each batch are made here."""
-    idle: IdleTime = field(default_factory=IdleTime)
+    idle: IdleTime
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
     _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
@@ -90,12 +91,12 @@ class Batcher:
             while number < self.refills.max_refills and (wanted := self.refills.num_wanted(groups, size)):
                 number += 1
                 further = self.share.part(self.refills.tasks(step, number))[:wanted]
-                self.hooks.round_began(self.num_rollouts(further))
+                self.progress.phase("generate", self.num_rollouts(further))
                 groups += await self._round(step, version, number * size, further, size)
             choice = choose(self.refills, groups, size, number, may_be_empty=self.share.number > 0)
             chosen, reasons, metrics = choice.groups, choice.reasons, choice.metrics
             for group, reason in reasons.items():
-                self.drop(group, reason)
+                self.ledger.drop(group, reason)
         new = (group for group in groups if group[0].group_id not in self._reused)
         made = Generated.of(new, time.monotonic() - started)
         return self.batch(step, version, groups, chosen, reasons, metrics, made)
@@ -104,14 +105,12 @@ class Batcher:
         """Generate the rollouts of one task concurrently, scored by the teacher where there is one. `step` and `place`
         are the task's in the data order; ids and seeds depend on them."""
         group_id = group_name(step, place)
-        if self.ledger is not None:
-            self.ledger.begin(group_id)
+        self.ledger.begin(group_id)
         with self.idle.groups:
             rollouts = await self._generate(group_id, step, place, task)
         if is_cancelled():  # the environment has suppressed it
             raise asyncio.CancelledError
-        if self.ledger is not None:
-            self.ledger.finish(group_id, rollouts)
+        self.ledger.finish(group_id, rollouts)
         self._num_generated += sum(rollout.num_sampled for rollout in rollouts)
         return rollouts
 
@@ -119,25 +118,10 @@ class Batcher:
         self, group_id: str, step: int, is_in_time: Callable[[int], bool] = lambda oldest: True
     ) -> tuple[int, list[Rollout]] | None:
         """See `Ledger.kept`."""
-        kept = self.ledger.kept(group_id, step, is_in_time) if self.ledger is not None else None
-        for _ in kept[1] if kept is not None else ():
-            self.hooks.rollout_ended()
+        kept = self.ledger.kept(group_id, step, is_in_time)
+        if kept is not None:
+            self.progress.advance(len(kept[1]))
         return kept
-
-    def trained(self, version: int) -> None:
-        """The batches that made `version` were trained on."""
-        if self.ledger is not None:
-            self.ledger.trained(version)
-
-    def drop(self, group_id: str, reason: str) -> None:
-        """A finished group will be in no batch."""
-        if self.ledger is not None:
-            self.ledger.drop(group_id, reason)
-
-    def cancel(self, group_id: str, reason: str) -> None:
-        """A group that is being generated is given up."""
-        if self.ledger is not None:
-            self.ledger.cancel(group_id, reason)
 
     def batch(
         self,
@@ -152,20 +136,19 @@ class Batcher:
         """The batch of the groups `chosen` of those generated; `reasons`: why the others are left out, by their ids.
         The groups must have passed `check`. `made`: what was generated meanwhile."""
         rollouts = [rollout for group in groups for rollout in group]
-        warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
-        self._has_warned = self._has_warned or warn_of_no_tokens(rollouts, f"step {step}", self.hooks.warn)
+        warn_of_losses(rollouts, f"step {step}", self.warn)
+        self._has_warned = self._has_warned or warn_of_no_tokens(rollouts, f"step {step}", self.warn)
         failed = {
             group[0].group_id: _FAILED
             for group in chosen
             if all(rollout.outcome not in TRAINABLE_OUTCOMES for rollout in group)
         }
         for group_id, reason in failed.items():
-            self.drop(group_id, reason)
+            self.ledger.drop(group_id, reason)
         dropped, lost = losses(groups, {**reasons, **failed})
         num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
-        if self.ledger is not None:
-            self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id not in failed])
+        self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id not in failed])
         return Batch(
             step=step,
             version=version,
@@ -198,8 +181,7 @@ class Batcher:
                         'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
                         ' the second to "trainer"'
                     )
-        survivors = self.ledger.survivors if self.ledger is not None else {}
-        refuse_stale(rollouts, step, version.lineage, self.staleness, survivors)
+        refuse_stale(rollouts, step, version.lineage, self.staleness, self.ledger.survivors)
 
     async def _round(
         self, step: int, version: Version, first: int, tasks: Sequence[Task], size: int
@@ -245,5 +227,5 @@ class Batcher:
         """The rollout, scored by the teacher where there is one."""
         if self.teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
             await self.teacher.score(rollout)
-        self.hooks.rollout_ended()
+        self.progress.advance()
         return rollout

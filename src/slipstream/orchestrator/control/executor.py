@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Values
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import RunEngine, ends_soon
@@ -36,12 +36,12 @@ class Executor:
     make_batches: Callable[[commands.MakeBatches], Awaitable[None]]
     close: Callable[[commands.Close], None]
     """Writes what is left to be written, once nothing else is done here."""
-    num_ended: Callable[[], int] = lambda: 0
+    num_ended: Callable[[], int]
     """Counts turns and rollouts that have ended; any thread may ask."""
-    change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None
+    change_weights: Callable[[int, Values[float]], None]
     """Gets those of a mixture, with the first step of the order of the tasks for which they hold."""
-    teacher_digest: str = ""
-    idle: IdleTime = field(default_factory=IdleTime)
+    teacher_digest: str
+    idle: IdleTime
     saved_step: int = 0
     """The step of the newest whole checkpoint, as far as is known here."""
 

@@ -21,7 +21,6 @@ from slipstream.config.traits import (
 )
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.orchestrator.control import commands
-from slipstream.orchestrator.control.engine_sleep import SleepWake
 from slipstream.orchestrator.control.handle import Caller, Orchestrator
 from slipstream.orchestrator.deadlines import waits_of
 from slipstream.orchestrator.evaluate import Evaluation
@@ -36,6 +35,7 @@ from slipstream.weights.base import NamedWeights
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
 
+_GRACE_S = 5.0
 _LEAVE_S = 5.0
 """How long engines may take to leave a process group between two steps; whatever ended the run, the rest waits."""
 
@@ -84,8 +84,6 @@ class RunHooks(TrainerHooks):
         engine on each of its GPUs."""
         self._config, self._log, self._progress, self._caller = config, log, progress, caller
         self._waiting, self._planned_bytes = waiting, planned_bytes
-        timeout_s = config.weights.apply_timeout_s
-        self._sleep_wake = SleepWake(caller, log, sleeps=config.inference.sleep is True, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def waiting_for_engine(self) -> Generator[None]:
@@ -98,8 +96,12 @@ class RunHooks(TrainerHooks):
         self._progress.phase(update_phase(self._config))
 
     def before_update(self) -> None:
-        """See `TrainerHooks`."""
-        self._sleep_wake.wake()
+        """Under `inference.sleep`, return the trainer's cached but unused GPU memory, and wake the engine."""
+        if self._config.inference.sleep:
+            import torch
+
+            torch.cuda.empty_cache()
+            self._take_turns("wake", commands.Wake(self._config.weights.apply_timeout_s))
 
     def repeats_update(self, error: SlipstreamError) -> bool:
         """Whether a version whose update failed with `error` is published once more: where one engine of several, of
@@ -139,7 +141,7 @@ class RunHooks(TrainerHooks):
     def version_released(self, step: int) -> None:
         """Under SFT an engine that has only evaluated sleeps until the next version."""
         if not generates_for(self._config, step):
-            self._sleep_wake.sleep()
+            self.batch_taken()
 
     def rolled_out(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Keep the first rollouts of a step of channel B."""
@@ -147,8 +149,13 @@ class RunHooks(TrainerHooks):
             self._log.sample(sample_of(rollout, step, f"{self._log.lineage}.{step}"))
 
     def batch_taken(self) -> None:
-        """See `TrainerHooks`."""
-        self._sleep_wake.sleep()
+        """Under `inference.sleep`, the engine frees its GPU memory while the trainer works."""
+        if self._config.inference.sleep:
+            self._take_turns("sleep", commands.Sleep(self._config.weights.apply_timeout_s))
+
+    def _take_turns(self, phase: str, command: commands.Sleep | commands.Wake) -> None:
+        with self._log.phase(phase):
+            self._caller.call(command, commands.Done, command.timeout_s + _GRACE_S, f"the engine to {phase}")
 
 
 def _publisher(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from slipstream.config import RunConfig
@@ -41,13 +42,7 @@ def detects(config: RunConfig) -> bool:
 
 def match_settings(config: MatchingConfig) -> MatchSettings:
     """How [matching] has objects matched."""
-    return MatchSettings(
-        candidate_top_k=config.candidate_top_k,
-        maskiou_gate=config.maskiou_gate,
-        maskiou_resolution=config.maskiou_resolution,
-        fp_cost=config.fp_cost,
-        fn_cost=config.fn_cost,
-    )
+    return MatchSettings(**{each.name: getattr(config, each.name) for each in fields(MatchSettings)})
 
 
 class _Pieces:

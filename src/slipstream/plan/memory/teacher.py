@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slipstream.config import PlannedConfig, RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.traits import engine_workers, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.plan.facts import Facts
@@ -56,23 +56,13 @@ class TeacherMemory:
 
 
 def planned_teacher(config: PlannedConfig, facts: Facts) -> TeacherMemory | None:
-    """That of a planned run."""
-    length, separate = config.inference.max_model_len, config.run.placement == "separate"
-    if not starts_teacher(config):
-        return None
-    used = engine_workers(config) + separate * config.training.ranks
-    return teacher_memory(config, facts, length=length, dtype=config.model.dtype, separate=separate, num_used_gpus=used)
-
-
-def teacher_memory(
-    config: RunConfig, facts: Facts, *, length: int, dtype: str, separate: bool, num_used_gpus: int
-) -> TeacherMemory | None:
-    """The teacher for sequences of up to `length` tokens in `dtype`; None if the run starts none. `separate`: trainer
-    and engine have GPUs of their own; `num_used_gpus`: how many they have together. Raises ConfigError if it cannot
-    score such sequences."""
+    """The teacher's engine, once lengths, engines and placement are decided; None if the run starts none. Raises
+    ConfigError if it cannot score the run's sequences."""
     model = facts.teacher
     if model is None or not starts_teacher(config):
         return None
+    length, separate, dtype = config.inference.max_model_len, config.run.placement == "separate", config.model.dtype
+    num_used_gpus = engine_workers(config) + separate * config.training.ranks
     if model.context_length <= length:
         raise ConfigError(
             f"teacher.path has a context of {model.context_length} tokens, and scoring sequences of "

@@ -87,7 +87,7 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True, quan
     _refuse_missing(folder)
     if not folder.is_dir():
         return
-    _check_config_file(folder)
+    read_config_file(folder)
     from slipstream.trainer.model.loading import check_architecture
 
     check_architecture(folder, model.trust_remote_code, packing=packing)
@@ -189,20 +189,23 @@ def check_hub_id(name: str) -> None:
         ) from error
 
 
-def _check_config_file(folder: Path) -> None:
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """The values in `config.json`. Raises `ConfigError` where there are none."""
     file = folder / "config.json"
+    if (folder / "adapter_config.json").is_file() and not file.is_file():
+        raise ConfigError(
+            f'model.path = "{folder}" is a LoRA adapter: give its base as model.path and this folder as lora.path, or '
+            "make a whole model of it with slipstream export --merged"
+        )
     if not file.is_file():
         remedy = "give a folder in Hugging Face format"
-        if _is_run(folder):
+        if (folder / "events.jsonl").is_file() or (folder / "manifest.json").is_file():
             remedy = "it belongs to a run, so give the folder weights of one of its checkpoints"
         raise ConfigError(f'model.path = "{folder}" has no config.json: {remedy}')
     values = _read_json(file)
     if not isinstance(values, dict):
         raise ConfigError(f"{file} is not a JSON object: save the model again")
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "events.jsonl").is_file() or (folder / "manifest.json").is_file()
+    return values
 
 
 def _refuse_quantized(folder: Path, tensors: Sequence[str]) -> None:

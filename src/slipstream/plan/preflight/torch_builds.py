@@ -10,7 +10,6 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 
 from slipstream.errors import ConfigError
 
@@ -32,9 +31,7 @@ def can_import(name: str) -> bool:
     return done.returncode == 0
 
 
-def check_torch_builds(
-    version_of: Callable[[str], str] = importlib.metadata.version, is_usable: Callable[[str], bool] = can_import
-) -> None:
+def check_torch_builds() -> None:
     """Raise ConfigError where packages for CUDA are beside a torch for the CPU, and cannot be imported.
 
     A CPU build's version ends with `+cpu`; a version without a suffix is the default build, on x86-64 that for CUDA.
@@ -42,13 +39,13 @@ def check_torch_builds(
     versions: dict[str, str] = {}
     for name in ("torch", *_WITH_OPERATORS):
         try:
-            versions[name] = version_of(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     torch = versions.pop("torch", "")
     if not torch.endswith("+cpu") or platform.machine() != "x86_64":
         return
-    for_cuda = [name for name, version in versions.items() if "+" not in version and not is_usable(name)]
+    for_cuda = [name for name, version in versions.items() if "+" not in version and not can_import(name)]
     if for_cuda:
         found = ", ".join(f"{name} {versions[name]}" for name in for_cuda)
         raise ConfigError(
