@@ -26,7 +26,7 @@ import slipstream
 from slipstream.inference.plugin.arguments import checked_head, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.completions import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.hosts import Host
-from slipstream.inference.plugin.patches import scoring
+from slipstream.inference.plugin.patches import patch_table, scoring
 from slipstream.inference.plugin.service import OutOfService, Service, State, Steps
 from slipstream.inference.plugin.token_clock import Stillness
 from slipstream.inference.plugin.tools.reader import Reading, ToolReader
@@ -92,20 +92,14 @@ class EngineServer:
         for path in described[0]["files"]:
             lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
-        self.patches_left_out: dict[str, str] = described[0]["patches_left_out"]
+        self.patches_left_out = described[0]["patches_left_out"]
         if self.settings.tool_parser:
             self._tool_reader = ToolReader(self.settings.tool_parser, self.host.tokenizer)
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
-        if self.settings.fp32_residual and "fp32_residual" not in self.patches:
-            raise RuntimeError(
-                f"model.fp32_residual = true cannot be ({self.patches_left_out.get('fp32_residual')}): set it to false"
-            )
-        if self.settings.replay_experts and (why := self.patches_left_out.get("expert_choices")):
-            raise RuntimeError(f"model.replay_experts = true cannot be ({why}): set it to false")
-        if self.settings.shared_kernels and "shared_kernels" not in self.patches:
-            why = self.patches_left_out.get("shared_kernels")
-            raise RuntimeError(f"model.shared_kernels = true cannot be ({why}): set it to false")
+        for patch in patch_table.asking(self.settings):
+            if why := self.patches_left_out.get(patch.name):
+                raise RuntimeError(f"model.{patch.setting} = true cannot be ({why}): set it to false")
         if self.settings.version is not None:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:

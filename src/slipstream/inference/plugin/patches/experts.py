@@ -11,22 +11,18 @@ Changed: `_model_forward` of the loaded model's runner; `Scheduler.update_from_o
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import torch
 
-from slipstream.inference.plugin.patches.patch_table import EXPERTS, Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent
 
 _MOST_IN_A_BYTE = 256
 
 
 def return_choices(runner: Any) -> None:
-    """Capture the choices of the model of vLLM's `runner`, and return them with finished requests. Raises NotNeeded
-    unless `EXPERTS` asks for it."""
-    if not os.environ.get(EXPERTS):
-        raise NotNeeded("model.replay_experts is off")
+    """Capture the choices of the model of vLLM's `runner`, and return them with finished requests."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput
 
