@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.inference.plugin.patches.patch_table import Absent
+from slipstream.inference.plugin.patches.patch_table import Absent, changeable
 
 _MOST_IN_A_BYTE = 256
 
@@ -30,15 +30,8 @@ def return_choices(runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
     except ImportError:
         raise Absent("bind_routed_experts_capturer") from None
-    scheduler: Any = Scheduler
-    for owner, name in (
-        (runner, "_model_forward"),
-        (runner, "kv_cache_config"),
-        (scheduler, "_free_request"),
-        (scheduler, "update_from_output"),
-    ):
-        if not hasattr(owner, name):
-            raise Absent(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+    changeable(runner, "_model_forward", "kv_cache_config")
+    scheduler = changeable(Scheduler, "_free_request", "update_from_output")
     if "routed_experts" not in EngineCoreOutput.__struct_fields__:
         raise Absent("EngineCoreOutput.routed_experts")
     if runner.parallel_config.distributed_executor_backend != "uni":

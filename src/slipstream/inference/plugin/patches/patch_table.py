@@ -38,6 +38,14 @@ class Absent(Exception):
     """This vLLM lacks what a patch changes; the text names it."""
 
 
+def changeable(owner: Any, *names: str) -> Any:
+    """The owner, untyped so that its functions can be replaced. Raises `Absent` for one of `names` that it lacks."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise Absent(f"{getattr(owner, '__name__', type(owner).__name__).rpartition('.')[2]}.{name}")
+    return owner
+
+
 class NotNeeded(Exception):
     """This vLLM, or this model, needs no such patch; the text says why."""
 
