@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample import sampler as second
 
 from slipstream.algo import logprobs_triton
 from slipstream.inference.plugin.patches import shared_kernels
-from slipstream.inference.plugin.patches.patch_table import SHARED_KERNELS, Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent
 from slipstream.shared_kernels import CannotShareKernels, products
 
 from .test_sampled_logprobs import metadata
@@ -37,7 +37,6 @@ def patched(monkeypatch):
         assert (logits.is_contiguous(), temperature) == (True, 1.0)
         return (logits.gather(-1, ids.long()[:, None])[:, 0],)
 
-    monkeypatch.setenv(SHARED_KERNELS, "1")
     monkeypatch.setattr(shared_kernels, "setattr", monkeypatch.setattr, raising=False)
     monkeypatch.setattr(logprobs_triton, "forward", given)
     # vLLM for CPUs lacks it.
@@ -107,9 +106,6 @@ def test_the_second_sampler_takes_the_kernel_too(patched):
     assert torch.equal(second.compute_topk_scores(logits, 0, ids).logprobs[:, 0], logits[range(5), range(5)])
 
 
-def test_a_vllm_that_lacks_a_part_is_told(monkeypatch):
-    monkeypatch.delenv(SHARED_KERNELS, raising=False)
-    with pytest.raises(NotNeeded):
-        shared_kernels.share_operations()
+def test_a_vllm_that_lacks_a_part_is_told():
     with pytest.raises(Absent, match=r"Sampler\.other"):
         shared_kernels._replace("vllm.v1.sample.sampler", "Sampler", "other", lambda plain: plain)

@@ -41,18 +41,21 @@ def test_patches_of_the_device_and_the_object_are_applied_once_in_order(applied,
         Patch("builds", "made:three", "fast", needs=("first", "absent", "idle")),
         Patch("of a model", "made:three", "required", to="model"),
         Patch("fast", "made:three", "fast"),
-        Patch("second", "made:two", "required", needs=("first",)),
+        Patch("unasked", "made:two", "required", setting="experts"),
+        Patch("second", "made:two", "required", setting="head", needs=("first",)),
     )
     monkeypatch.setattr(patch_table, "TABLE", table)
     state = SimpleNamespace(is_cpu=True)
     put(monkeypatch, platforms={"current_platform": SimpleNamespace(is_cpu=lambda: state.is_cpu)})
     monkeypatch.setenv(patch_table.VARIABLE, "all")
+    monkeypatch.setenv(patch_table.ASKED, "residual,head")
     for _ in range(2):
         assert patch_table.apply_all() == ("first", "fast", "second")
     assert applied == [("one",), ("three",), ("two",)]
     left = {
         "absent": "this vLLM has no Scheduler.step for the patch absent",
         "idle": "not needed: it is off",
+        "unasked": "not needed: model.experts is off",
         "builds": "it builds on absent, idle",
     }
     assert patch_table.left_out() == left

@@ -13,7 +13,6 @@ from slipstream.cli.commands import _gain_line
 from slipstream.errors import ConfigError
 from slipstream.python.run_handle import load_run
 from slipstream.report import write_report
-from slipstream.report.headline import Accuracy, difference_interval
 from slipstream.report.markup import data, h
 from slipstream.report.plot import linear_scale, log_scale, step_scale
 from slipstream.report.series import GROUPS, MAX_POINTS, Line, series_of
@@ -201,14 +200,6 @@ def test_a_place_that_cannot_be_written(write, tmp_path, out):
 def test_a_folder_without_a_run(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         write_report([tmp_path], tmp_path / "out.html")
-
-
-def test_the_interval_of_a_difference_is_newcombes():
-    """The first example of Table II in Newcombe 1998: 56/70 against 48/80, method 10 gives 0.0524 to 0.3339."""
-    from slipstream.orchestrator.evaluate import wilson_interval
-
-    before, after = (Accuracy(0, n / m, *wilson_interval(n, m), m) for n, m in ((48, 80), (56, 70)))
-    assert difference_interval(before, after) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
 
 
 def test_scales_hold_their_values():

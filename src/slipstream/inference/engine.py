@@ -126,9 +126,10 @@ class SupervisedEngine:
     ) -> None:
         """An engine that is silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
         process that has imported vLLM and may become the engine. `launcher` starts it otherwise."""
-        self._process = EngineProcess(
+        self.process = EngineProcess(
             settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s, ahead=ahead, launcher=launcher
         )
+        """The engine's process, for its log and pid."""
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._reviving = asyncio.Lock()
@@ -139,14 +140,9 @@ class SupervisedEngine:
         self._num_parser_failures = self._num_untold = 0
 
     @property
-    def process(self) -> EngineProcess:
-        """The engine's process, for its log and pid."""
-        return self._process
-
-    @property
     def socket(self) -> str:
         """Path of its Unix socket; restarts keep it."""
-        return self._process.client.socket
+        return self.process.client.socket
 
     @property
     def sockets(self) -> tuple[str, ...]:
@@ -156,7 +152,7 @@ class SupervisedEngine:
     @property
     def pids(self) -> tuple[int, ...]:
         """See `RunEngine`."""
-        process = self._process.process
+        process = self.process.process
         return (process.pid,) if process is not None and process.poll() is None else ()
 
     @property
@@ -167,12 +163,12 @@ class SupervisedEngine:
     @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
         """See `RunEngine`."""
-        return (self._process.phases,)
+        return (self.process.phases,)
 
     @property
     def is_up(self) -> bool:
         """See `RunEngine`."""
-        return self._process.is_alive() and not self._reviving.locked()
+        return self.process.is_alive() and not self._reviving.locked()
 
     @property
     def is_in_memory_only(self) -> bool:
@@ -181,29 +177,29 @@ class SupervisedEngine:
 
     def launch(self) -> None:
         """See `RunEngine`."""
-        self._process.launch()
+        self.process.launch()
 
     async def wait_ready(self) -> EngineHealth:
         """See `RunEngine`. One that was killed, or stopped for too long, before it was ready is started again."""
         try:
-            await self._process.wait_ready()
+            await self.process.wait_ready()
         except DeadlineError:
             raise
         except EngineError:
-            if self._has_ended or not self._process.was_killed or self.num_restarts >= self._max_restarts:
+            if self._has_ended or not self.process.was_killed or self.num_restarts >= self._max_restarts:
                 raise
             async with self._reviving:
-                await self._start_again(self._process.describe())
-        health = await self._process.client.health()
+                await self._start_again(self.process.describe())
+        health = await self.process.client.health()
         if health is None:
-            raise EngineError(f"the engine stopped answering right after its start: {self._process.describe()}")
+            raise EngineError(f"the engine stopped answering right after its start: {self.process.describe()}")
         return health
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Generates`."""
-        if not self._process.is_alive():
+        if not self.process.is_alive():
             await self.revive()
-        completion = await self._process.client.generate(request)
+        completion = await self.process.client.generate(request)
         if completion.parser_failure:
             self._count_failure(completion.parser_failure)
         return completion
@@ -212,7 +208,7 @@ class SupervisedEngine:
         if not self._num_parser_failures:
             self._on_event(
                 "warning",
-                message=f"vLLM's tool parser {self._process.settings.tool_parser} raised ({reason}), so a turn may "
+                message=f"vLLM's tool parser {self.process.settings.tool_parser} raised ({reason}), so a turn may "
                 f"lack calls that the model made; further ones are counted in {PARSER_FAILURES}",
             )
         self._num_parser_failures += 1
@@ -222,9 +218,9 @@ class SupervisedEngine:
         """Start a dead engine again on its last verified version (before the first, on the model's own folder). Raises
         `EngineError` when it died too often, or when no file holds its weights."""
         async with self._reviving:
-            if self._process.is_alive():
+            if self.process.is_alive():
                 return
-            why = self._process.describe()
+            why = self.process.describe()
             if self._in_memory_by:
                 raise self._lost_weights(why)
             await self._start_again(why)
@@ -239,8 +235,8 @@ class SupervisedEngine:
         """Start a dead engine again on the weights of its first start, where no file holds its last ones. It must get a
         whole version before it is asked anything."""
         async with self._reviving:
-            if not self._process.is_alive():
-                await self._start_again(self._process.describe())
+            if not self.process.is_alive():
+                await self._start_again(self.process.describe())
 
     async def _start_again(self, why: str) -> None:
         if self.num_restarts >= self._max_restarts:
@@ -249,10 +245,10 @@ class SupervisedEngine:
             )
         self.num_restarts += 1
         self._on_event("engine_restart", number=self.num_restarts, reason=why)
-        await self._process.stop(0.0)
-        if self._process.is_alive():
+        await self.process.stop(0.0)
+        if self.process.is_alive():
             raise EngineError(f"the engine was killed and does not end, as if a driver held it: {why}")
-        await self._process.start()
+        await self.process.start()
 
     async def joined(self) -> int:
         """See `RunEngine`."""
@@ -264,40 +260,40 @@ class SupervisedEngine:
             await self.revive()
         num_restarts = self.num_restarts
         try:
-            report = await self._process.client.apply(ticket, timeout_s)
+            report = await self.process.client.apply(ticket, timeout_s)
         except EngineError as error:
-            has_died = not self._process.is_alive() or self.num_restarts != num_restarts
+            has_died = not self.process.is_alive() or self.num_restarts != num_restarts
             # A new process cannot join the running collective: the trainer has to send the version again.
             if not has_died or ticket.bridge == "broadcast":
-                if self._in_memory_by and not self._process.is_alive():
+                if self._in_memory_by and not self.process.is_alive():
                     raise self._lost_weights(str(error)) from error
                 raise
             await self.revive()
-            report = await self._process.client.apply(ticket, timeout_s)
+            report = await self.process.client.apply(ticket, timeout_s)
         if self._in_memory_by != "single_copy":
             self._in_memory_by = "broadcast" if ticket.bridge == "broadcast" else ""
         if report.mismatched or report.unverified or self._in_memory_by:
             return report
         if ticket.bridge == "lora":
-            self._process.settings = msgspec.structs.replace(self._process.settings, adapter=ticket)
+            self.process.settings = msgspec.structs.replace(self.process.settings, adapter=ticket)
         elif ticket.delta is not None:
-            deltas = (*self._process.settings.deltas, ticket)
-            self._process.settings = msgspec.structs.replace(self._process.settings, deltas=deltas)
+            deltas = (*self.process.settings.deltas, ticket)
+            self.process.settings = msgspec.structs.replace(self.process.settings, deltas=deltas)
         else:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
         """See `RunEngine`; from here on the engine cannot be started again."""
-        shared = await self._process.client.share(parameters, timeout_s)
+        shared = await self.process.client.share(parameters, timeout_s)
         self._in_memory_by = "single_copy"
         return shared
 
     async def held(self) -> Version | None:
         """See `TakesWeights`."""
-        if not self._process.is_alive():
+        if not self.process.is_alive():
             await self.revive()
-        health = await self._process.client.health()
+        health = await self.process.client.health()
         return health.version if health is not None and health.status == "ready" else None
 
     async def fence(self, timeout_s: float) -> None:
@@ -310,29 +306,29 @@ class SupervisedEngine:
 
     async def _in_memory(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Call an engine whose weights may be in memory only; for a dead one `revive` raises the remedy."""
-        if not self._process.is_alive():
+        if not self.process.is_alive():
             await self.revive()
         try:
-            await call(self._process.client)
+            await call(self.process.client)
         except EngineError:
-            if not self._process.is_alive():
+            if not self.process.is_alive():
                 await self.revive()
             raise
 
     async def sleep(self, timeout_s: float) -> None:
         """See `RunEngine`; the weights move to the CPU's memory."""
-        await self._process.client.sleep(timeout_s)
+        await self.process.client.sleep(timeout_s)
 
     async def wake(self, timeout_s: float) -> None:
         """See `RunEngine`; starts an engine that died asleep again."""
-        if not self._process.is_alive():
+        if not self.process.is_alive():
             await self.revive()
-        await self._process.client.wake(timeout_s)
+        await self.process.client.wake(timeout_s)
 
     async def leave(self, timeout_s: float) -> None:
         """See `RunEngine`; one that is dead is in none."""
-        if self._process.is_alive():
-            await self._process.client.leave(timeout_s)
+        if self.process.is_alive():
+            await self.process.client.leave(timeout_s)
 
     def take_metrics(self) -> dict[str, float]:
         """Completions since the last call on which the tool parser raised, once there was one."""
@@ -341,30 +337,30 @@ class SupervisedEngine:
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `TakesWeights`."""
-        return await self._process.client.verify(ticket, timeout_s)
+        return await self.process.client.verify(ticket, timeout_s)
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
         """See `TakesWeights`."""
-        await self._process.stop()
+        await self.process.stop()
         self._remember(model, version, parameters)
-        await self._process.start()
+        await self.process.start()
 
     def _remember(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
-        self._process.settings = msgspec.structs.replace(
-            self._process.settings, model=model, version=version, parameters=parameters, deltas=()
+        self.process.settings = msgspec.structs.replace(
+            self.process.settings, model=model, version=version, parameters=parameters, deltas=()
         )
 
     async def stop(self) -> None:
         """See `RunEngine`."""
         self._has_ended = True
-        await self._process.stop()
-        self._process.remove_files()
+        await self.process.stop()
+        self.process.remove_files()
 
     def kill(self) -> None:
         """See `RunEngine`."""
         self._has_ended = True
-        self._process.kill()
-        self._process.remove_files()
+        self.process.kill()
+        self.process.remove_files()
 
 
 def ends_soon(engine: RunEngine) -> bool:

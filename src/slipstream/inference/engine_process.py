@@ -20,7 +20,6 @@ import msgspec
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.plugin import start_marks
-from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
@@ -122,7 +121,6 @@ class EngineProcess:
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
         environment = engine_environment(own)
         environment |= {
-            patch_table.VARIABLE: self.settings.patches,
             start_marks.VARIABLE: str(self._marks),
             # What vLLM leaves there when it is killed goes with the folder.
             "TMPDIR": str(self._folder),

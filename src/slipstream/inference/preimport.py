@@ -17,7 +17,6 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
-from slipstream.inference.plugin.patches import patch_table
 from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.files import open_own
@@ -25,7 +24,7 @@ from slipstream.processes.launchers import LOCAL, Child, Resources
 from slipstream.processes.temporary import cache_root, private_folder, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
-_READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
+_READ_LATER = {start_marks.VARIABLE, "TMPDIR"}
 """Environment variables that nothing reads at import."""
 
 

@@ -202,15 +202,10 @@ class EngineReplicas:
                 self._on_event("replica_lost", replica=replica.number, num_requests=replica.in_flight)
                 others = (other for other in self._replicas if other is not replica)
                 is_updating = not self._settled.is_set()  # then the trainer has them
-                self._start_restart(
-                    replica,
-                    others_have_weights=is_updating or any(each.is_serving and each.engine.is_up for each in others),
-                )
+                have_weights = is_updating or any(each.is_serving and each.engine.is_up for each in others)
+                replica.restarting = asyncio.create_task(self._restarted(replica, others_have_weights=have_weights))
 
-    def _start_restart(self, replica: _Replica, *, others_have_weights: bool) -> None:
-        replica.restarting = asyncio.create_task(self._restart_engine(replica, others_have_weights))
-
-    async def _restart_engine(self, replica: _Replica, others_have_weights: bool) -> None:
+    async def _restarted(self, replica: _Replica, *, others_have_weights: bool) -> None:
         """Start a dead engine again; `others_have_weights`: another engine or the trainer holds them, so that it may
         start without."""
         try:
@@ -257,7 +252,7 @@ class EngineReplicas:
         self._find_dead()
         for replica in self._in_use():
             if not replica.engine.is_up and replica.restarting is None:
-                self._start_restart(replica, others_have_weights=True)
+                replica.restarting = asyncio.create_task(self._restarted(replica, others_have_weights=True))
         while waits := [task for each in self._in_use() if (task := each.restarting) is not None]:
             await asyncio.wait(waits)
         self._raise_failure()

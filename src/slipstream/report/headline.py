@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.algo import statistics as algo
+from slipstream.algo.statistics import difference_interval
 from slipstream.names import model_name
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
@@ -23,6 +23,11 @@ class Accuracy:
     high: float
     num_tasks: int
 
+    @property
+    def measured(self) -> tuple[float, float, float]:
+        """Value and interval."""
+        return self.value, self.low, self.high
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -32,7 +37,7 @@ class Headline:
     after: Accuracy | None
     """The last evaluation; None if only the start model was evaluated."""
     gained: tuple[float, float, float] | None
-    """Difference of the accuracies, with its interval."""
+    """Difference of the accuracies, with its interval: too wide rather, as both are on the same tasks."""
     reward: tuple[float, float] | None
     """Of the first and the last step."""
     probe: float | None
@@ -56,24 +61,18 @@ def headline(record: RunRecord) -> Headline:
     return Headline(
         before=before,
         after=after,
-        gained=difference_interval(before, after) if before and after else None,
+        gained=difference_interval(before.measured, after.measured) if before and after else None,
         reward=(rewards[0], rewards[-1]) if rewards else None,
         probe=max(_values(record, "probe/abs_logprob_diff"), default=None),
-        dropped=round(math.fsum(num for row in record.rows for name in row if (num := _dropped(row, name)))),
+        dropped=round(math.fsum(value_of(row, name) or 0.0 for row in record.rows for name in row if _is_loss(name))),
         skipped=round(sum(_values(record, "train/skipped"))),
         digest=f"{version.get('version', '')} {version.get('digest', '')}".strip(),
     )
 
 
-def _dropped(row: Row, name: str) -> float:
-    """Rollouts dropped, but for those of skipped steps, which are counted as such."""
-    counts = name.startswith("dropped/") and name != "dropped/skipped"
-    return (value_of(row, name) or 0.0) if counts else 0.0
-
-
-def difference_interval(before: Accuracy, after: Accuracy) -> tuple[float, float, float]:
-    """`after - before` and its 95 % interval: too wide rather, as both are on the same tasks."""
-    return algo.difference_interval((before.value, before.low, before.high), (after.value, after.low, after.high))
+def _is_loss(name: str) -> bool:
+    """Whether it counts dropped rollouts, but for those of skipped steps, which are counted as such."""
+    return name.startswith("dropped/") and name != "dropped/skipped"
 
 
 def setting(record: RunRecord, name: str) -> str:

@@ -9,9 +9,10 @@ are scaled down and embedded; one that has gone or changed leaves its boxes on a
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from slipstream.data.images.reading import bytes_of, decoded
@@ -96,13 +97,10 @@ def _is_graded(sample: Mapping[str, Any]) -> bool:
 
 def _settings(record: RunRecord) -> MatchSettings:
     """Those of the run's [matching], else the defaults."""
-    usual, found = MatchSettings(), {}
-    for name in ("candidate_top_k", "maskiou_gate", "maskiou_resolution", "fp_cost", "fn_cost"):
-        kind = type(getattr(usual, name))
-        try:
-            found[name] = kind(setting(record, f"matching.{name}"))
-        except ValueError:
-            continue
+    found = asdict(MatchSettings())
+    for name, usual in found.items():
+        with contextlib.suppress(ValueError):
+            found[name] = type(usual)(setting(record, f"matching.{name}"))
     return MatchSettings(**found)
 
 

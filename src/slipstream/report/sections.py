@@ -55,33 +55,23 @@ def tiles(record: RunRecord, head: Headline) -> Html:
     best = head.after or head.before
     if best is not None:
         words = "accuracy after" if head.after else "accuracy before"
-        found.append(_tile(words, f"{100 * best.value:.1f}", "%", f"95 % interval {100 * best.low:.1f} to "
-                           f"{100 * best.high:.1f}, {best.num_tasks} held-out tasks"))  # fmt: skip
+        note = f"95 % interval {100 * best.low:.1f} to {100 * best.high:.1f}, {best.num_tasks} held-out tasks"
+        found.append(_tile(words, f"{100 * best.value:.1f}", note, "%"))
     if head.gained is not None and head.before is not None:
         points, low, high = (100 * part for part in head.gained)
         unsure = "" if low > 0 or high < 0 else "; not sure to differ from 0"
-        found.append(
-            _tile(
-                "points gained",
-                _signed(points),
-                "",
-                f"from {100 * head.before.value:.1f} %; interval {_signed(low)} to {_signed(high)}{unsure}",
-            )
-        )
+        note = f"from {100 * head.before.value:.1f} %; interval {_signed(low)} to {_signed(high)}{unsure}"
+        found.append(_tile("points gained", _signed(points), note))
     if head.reward is not None:
-        found.append(_tile("reward", number(head.reward[1]), "", f"last step; first step {number(head.reward[0])}"))
+        found.append(_tile("reward", number(head.reward[1]), f"last step; first step {number(head.reward[0])}"))
     summary = record.summary
     lost = f"{head.skipped or 'no'} step{'s' * (head.skipped != 1)} skipped for want of signal" if head.reward else ""
     lost += f", {head.dropped or 'no'} rollout{'s' * (head.dropped != 1)} dropped" if head.reward else ""
-    found.append(
-        _tile("steps", f"{summary.step}", f"of {summary.total_steps}" if summary.total_steps else "", lost)
-    )  # fmt: skip
+    found.append(_tile("steps", f"{summary.step}", lost, f"of {summary.total_steps}" if summary.total_steps else ""))
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started)) if summary.started else ""
-    found.append(_tile("time", duration(summary.duration_s), "", f"began {started}" if started else ""))
+    found.append(_tile("time", duration(summary.duration_s), f"began {started}" if started else ""))
     if head.probe is not None:
-        found.append(
-            _tile("largest probe difference", number(head.probe), "", "mean of a step, engine against trainer")
-        )
+        found.append(_tile("largest probe difference", number(head.probe), "mean of a step, engine against trainer"))
     return h("dl.tiles", found)
 
 
@@ -288,10 +278,11 @@ def comparison(records: Sequence[RunRecord], names: Sequence[Html]) -> Html:
         ("largest probe difference", [number(head.probe) for head in heads]),
         ("rollouts dropped", [str(head.dropped) for head in heads]),
     ]
+    identities = [dict(identity(record)) for record in records]
     facts += [
-        (name, [breakable(dict(identity(record)).get(name, NONE)) for record in records])
+        (name, [breakable(each.get(name, NONE)) for each in identities])
         for name in ("model", "environment", "data", "algorithm")
-        if any(name in dict(identity(record)) for record in records)
+        if any(name in each for each in identities)
     ]
     differing = _differing(records)
     settings_table = (
@@ -316,7 +307,7 @@ def _differing(records: Sequence[RunRecord]) -> list[list[Child]]:
     return found
 
 
-def _tile(name: str, value: str, unit: str, note: str) -> Html:
+def _tile(name: str, value: str, note: str, unit: str = "") -> Html:
     shown = h("dd", h("span.big", value), h("span.unit", f" {unit}") if unit else None,
               h("span.note", note))  # fmt: skip
     return h("div", h("dt", name), shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from slipstream.runlog import COUNTS
@@ -190,7 +190,12 @@ GROUPS = (
 _OWN = "What your reward returned under this name, or your environment measured: mean over a step's rollouts."
 _MAX_OWN = 8
 """Most panels of reward components in the first group; the others are with all other metrics."""
-_DROPPED, _DROPPED_TOKENS, _RETRY = "dropped/", "dropped_tokens/", "retry/"
+_COUNTED = {
+    "dropped/": ("Outcomes dropped", "Rollouts that could not be trained on, by reason."),
+    "dropped_tokens/": ("Tokens dropped", "Sampled tokens that were not trained on, by reason."),
+    "retry/": ("Requests tried again", "Tries that the engine gave up, by reason."),
+}
+"""By the beginning of the names of counts: title and note."""
 _OTHER = Group("All other metrics", "", ())
 _TIMES = "time/"
 _REWARD = "reward/"
@@ -240,12 +245,7 @@ def groups_of(runs: Sequence[Rows]) -> list[Group]:
             panels[place:place] = _validation_panels(present)
             panels[1:1] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
             panels[1:1] = _task_panels(present)
-            panels += _counted(
-                present, _DROPPED, "Outcomes dropped", "Rollouts that could not be trained on, by reason."
-            )
-            note = "Sampled tokens that were not trained on, by reason."
-            panels += _counted(present, _DROPPED_TOKENS, "Tokens dropped", note)
-            panels += _counted(present, _RETRY, "Requests tried again", "Tries that the engine gave up, by reason.")
+            panels += _counted(present)
         found.append(replace(group, panels=tuple(panels)))
     others = tuple(_panel_of(name, name, "") for name in rest if name not in own)
     return [*found, replace(_OTHER, panels=others)]
@@ -262,9 +262,8 @@ def _is_figure(name: str) -> bool:
     return name.startswith(("eval/source/", "eval/samples_per_task")) or ("@" in name and name.startswith("eval/"))
 
 
-def _validation_panels(present: Iterable[str]) -> list[Panel]:
+def _validation_panels(names: Set[str]) -> list[Panel]:
     """Plots over the steps: the figures of the most samples, and the accuracy by data source."""
-    names = set(present)
     found: list[Panel] = []
     if sizes := [int(match[1]) for name in names if (match := _LARGEST.fullmatch(name))]:
         size = max(sizes)
@@ -287,7 +286,7 @@ def _validation_panels(present: Iterable[str]) -> list[Panel]:
     return found
 
 
-def _task_panels(present: Iterable[str]) -> list[Panel]:
+def _task_panels(present: Set[str]) -> list[Panel]:
     """For each figure of the tasks of a mixture, or of data sources, a plot with a line for each task."""
     names: dict[str, list[str]] = {}
     for name in sorted(present):
@@ -302,11 +301,13 @@ def _task_panels(present: Iterable[str]) -> list[Panel]:
     return panels
 
 
-def _counted(present: Iterable[str], prefix: str, title: str, note: str) -> list[Panel]:
-    """The panel of the counts by reason whose names begin with `prefix`, if there are any."""
-    reasons = sorted(name for name in present if name.startswith(prefix))
-    lines = tuple(Line(name, name.removeprefix(prefix).replace("_", " "), absent=0.0) for name in reasons)
-    return [Panel(title, note, lines, from_zero=True)] if lines else []
+def _counted(present: Set[str]) -> Iterator[Panel]:
+    """The panels of counts by reason, as far as there are any."""
+    for prefix, (title, note) in _COUNTED.items():
+        reasons = sorted(name for name in present if name.startswith(prefix))
+        if reasons:
+            lines = tuple(Line(name, name.removeprefix(prefix).replace("_", " "), absent=0.0) for name in reasons)
+            yield Panel(title, note, lines, from_zero=True)
 
 
 def _panel_of(name: str, title: str, note: str) -> Panel:

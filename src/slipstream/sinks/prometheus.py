@@ -146,7 +146,7 @@ class _Page(Collector):
         """See `Collector`. Counters that no row had are left out."""
         with self._guard:
             row, totals = self._row, dict(self._totals)
-        ours = [*self._gauges()]
+        ours = [self._metric(f"slipstream_{name}", text, values) for name, text, values in self._gauges()]
         for name, text in _COUNTERS.items():
             values = [(dict(labels), count) for (each, labels), count in totals.items() if each == name]
             if any(count for _, count in values):
@@ -155,27 +155,24 @@ class _Page(Collector):
         names = gauge_names(row, taken)
         return [*ours, *(self._metric(names[key], f"{key} of the newest step.", [({}, row[key])]) for key in names)]
 
-    def _gauges(self) -> Iterator[Metric]:
+    def _gauges(self) -> Iterator[tuple[str, str, Values]]:
+        """Name, text and values of each."""
         log, now = self._log, time.time()
 
         def age(since: float) -> float:
             return max(0.0, now - since)
 
-        yield self._metric("slipstream_step", "Steps made.", [({}, log.step)])
-        restarts = "Automatic restarts of the run, over all lineages."
-        yield self._metric("slipstream_restarts", restarts, [({}, log.num_restarts)])
-        text = "Seconds since the run wrote anything."
-        yield self._metric("slipstream_progress_age_seconds", text, [({}, age(log.progress_at))])
+        yield "step", "Steps made.", [({}, log.step)]
+        yield "restarts", "Automatic restarts of the run, over all lineages.", [({}, log.num_restarts)]
+        yield "progress_age_seconds", "Seconds since the run wrote anything.", [({}, age(log.progress_at))]
         if (beat := read_heartbeat(log.folder)) is not None:
-            text = "Seconds since the last heartbeat."
-            yield self._metric("slipstream_heartbeat_age_seconds", text, [({}, age(beat.time))])
+            yield "heartbeat_age_seconds", "Seconds since the last heartbeat.", [({}, age(beat.time))]
         if others := read_processes(log.folder):
             values = [({"process": each.name}, age(each.time)) for each in others]
-            text = "Seconds since the last heartbeat of each further process."
-            yield self._metric("slipstream_process_heartbeat_age_seconds", text, values)
+            yield "process_heartbeat_age_seconds", "Seconds since the last heartbeat of each further process.", values
             values = [({"process": each.name}, age(each.progress_at)) for each in others]
             text = "Seconds since each further process began or got on with what it does."
-            yield self._metric("slipstream_process_progress_age_seconds", text, values)
+            yield "process_progress_age_seconds", text, values
 
     def _metric(self, name: str, text: str, values: Values, kind: str = "gauge") -> Metric:
         found = Metric(name, text, kind)

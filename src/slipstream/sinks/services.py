@@ -101,12 +101,9 @@ class TensorBoard:
 def _markdown(sample: Mapping[str, Any]) -> str:
     """A sample with its texts as indented code, in which nothing is markup."""
     facts = f"step {sample['step']}, {sample['split']}, reward {sample['reward']}, {sample['outcome']}"
-    texts = [(name, str(sample[name])) for name in ("prompt", "answer", "completion") if sample[name]]
-    return "\n\n".join([facts, *(f"{name}:\n\n{textwrap.indent(text, '    ', _always)}" for name, text in texts)])
-
-
-def _always(line: str) -> bool:
-    return True
+    names = [name for name in ("prompt", "answer", "completion") if sample[name]]
+    texts = [f"{name}:\n\n{textwrap.indent(str(sample[name]), '    ', lambda line: True)}" for name in names]
+    return "\n\n".join([facts, *texts])
 
 
 class WandB:

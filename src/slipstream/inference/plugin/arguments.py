@@ -16,6 +16,11 @@ _CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 3
 list has 51 sizes up to 512, and each takes a tenth of a second at every start."""
 _CAPTURE_STEP = 64
 """Distance of the sizes above 512, where vLLM captures none."""
+_SAME_NAMES = (
+    *("model", "dtype", "max_model_len", "max_num_seqs", "seed", "enforce_eager", "gpu_memory_utilization"),
+    *("trust_remote_code", "tensor_parallel_size"),
+)
+"""Settings of the engine that are vLLM's arguments as they are."""
 _FP32_HEAD = {"head_dtype": "float32"}
 """The override of vLLM 0.26 to 0.32; `WorkerExtension.slipstream_describe` checks it in the loaded model."""
 _SHARED: dict[str, Any] = {
@@ -41,16 +46,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         }
     return {
         "scheduling_policy": "priority",  # urgent requests first; among others, as without it, the first that came
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "seed": settings.seed,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "trust_remote_code": settings.trust_remote_code,
+        **{name: getattr(settings, name) for name in _SAME_NAMES},
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "tensor_parallel_size": settings.tensor_parallel_size,
         **({"enable_sleep_mode": True} if settings.can_sleep else {}),
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,

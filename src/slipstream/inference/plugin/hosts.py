@@ -15,10 +15,11 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.inference.plugin.patches import delivery
 from slipstream.inference.plugin.patches.undelivered import ReceivedTokens, token_counts
@@ -47,8 +48,44 @@ class LoadedAdapter:
         return LoRARequest(self.name, self.id, self.path)
 
 
-class Host(Protocol):
+class Host(ABC):
     """vLLM's engine, as `EngineServer` needs it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._labels = TokenLabels()
+        self.clock = TokenClock()
+        """Ticks with every step that brings tokens."""
+        self.clock.follow(engine.output_processor)
+
+    @abstractmethod
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """The result of the engine's method, called between two steps."""
+
+    @abstractmethod
+    async def _finished(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
+        """See `generate`."""
+
+    @property
+    @abstractmethod
+    def is_dead(self) -> bool:
+        """Whether vLLM has failed for good."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Make no step until `resume`; running requests keep their state, and all sampled tokens are received."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Make steps again."""
+
+    @abstractmethod
+    async def num_tokens(self) -> dict[str, int]:
+        """How many tokens each running request has; the engine stands still."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop vLLM and free what it holds."""
 
     async def generate(
         self,
@@ -60,75 +97,58 @@ class Host(Protocol):
     ) -> tuple[Any, Spans]:
         """The finished `RequestOutput`, and its version spans if they are known. Cancelling the call aborts the request
         inside vLLM."""
-        ...
-
-    async def rpc(self, method: str, *args: str) -> list[str]:
-        """Call a method of every worker between two steps; one JSON text from each."""
-        ...
-
-    @property
-    def clock(self) -> TokenClock:
-        """Ticks with every step that brings tokens."""
-        ...
+        options = {"lora_request": adapter.request() if adapter else None, "priority": -int(is_urgent)}
+        num_tokens = 0
+        self._labels.begin(request_id)
+        try:
+            output = await self._finished(request_id, prompt, params, **options)
+            num_tokens = len(output.outputs[0].token_ids)
+        finally:
+            spans = self._labels.end(request_id, num_tokens)
+        return output, spans
 
     @property
     def tokenizer(self) -> Any:
         """vLLM's tokenizer of the model."""
-        ...
+        return self._engine.get_tokenizer()
 
-    async def pause(self) -> None:
-        """Make no step until `resume`; running requests keep their state, and all sampled tokens are received."""
-        ...
-
-    async def resume(self) -> None:
-        """Make steps again."""
-        ...
-
-    async def num_tokens(self) -> dict[str, int]:
-        """How many tokens each running request has; the engine stands still."""
-        ...
+    async def rpc(self, method: str, *args: str) -> list[str]:
+        """Call a method of every worker between two steps; one JSON text from each."""
+        return await self._call("collective_rpc", method, args=args)
 
     async def reset_prefix_cache(self) -> bool:
         """Free all KV cache blocks, also those of running requests, which vLLM recomputes from their tokens after
         `resume`; False when vLLM refused."""
-        ...
+        return (await self._call("reset_prefix_cache", True)) is not False  # versions before 0.27 may answer nothing
 
     async def reset_encoder_cache(self) -> None:
         """Drop the vision encoder's outputs, which vLLM caches by image content alone. Steps are paused, and no running
         request is in its prefill."""
-        ...
+        if self._engine.model_config.is_multimodal_model:
+            await self._call("reset_encoder_cache")
 
     async def set_version(self, name: str) -> None:
         """Label the tokens sampled from here on with the version `name`. Steps are paused."""
-        ...
+        self._labels.change(name, await self.num_tokens())
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache; the weights move to the CPU's memory. No request is running."""
-        ...
+        await self._call("sleep", level=1)
 
     async def wake(self) -> None:
         """Take the memory back, with an empty KV cache."""
-        ...
+        await self._call("wake_up")
 
     async def load_adapter(self, adapter: LoadedAdapter) -> bool:
         """Load a LoRA adapter between two steps; False when vLLM refused."""
-        ...
+        return bool(await self._call("add_lora", adapter.request()))
 
     async def remove_adapter(self, adapter: LoadedAdapter) -> None:
         """Unload a LoRA adapter."""
-        ...
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether vLLM has failed for good."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop vLLM and free what it holds."""
-        ...
+        await self._call("remove_lora", adapter.id)
 
 
-class InProcessHost:
+class InProcessHost(Host):
     """Steps vLLM's `LLMEngine` in a thread of its own, in which all calls of it happen."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -136,21 +156,13 @@ class InProcessHost:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni"))
-        self._labels = TokenLabels()
-        self.clock = TokenClock()
-        self.clock.follow(self._engine.output_processor)
+        super().__init__(LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni")))
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
         self._death: BaseException | None = None
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
-
-    @property
-    def tokenizer(self) -> Any:
-        """See `Host`."""
-        return self._engine.get_tokenizer()
 
     @property
     def is_dead(self) -> bool:
@@ -186,7 +198,10 @@ class InProcessHost:
         if future is not None and future.set_running_or_notify_cancel():
             future.set_result(output)
 
-    async def _call(self, call: Callable[[], Any]) -> Any:
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        return await self._between_steps(lambda: getattr(self._engine, method)(*args, **options))
+
+    async def _between_steps(self, call: Callable[[], Any]) -> Any:
         """The result of a call, made by the thread between two steps."""
         future: Future[Any] = Future()
 
@@ -207,21 +222,12 @@ class InProcessHost:
         if self._death is not None:
             raise RuntimeError(f"the engine died: {self._death!r}")
 
-    async def generate(
-        self,
-        prompt: Any,
-        params: Any,
-        request_id: str,
-        adapter: LoadedAdapter | None = None,
-        is_urgent: bool = False,
-    ) -> tuple[Any, Spans]:
-        """See `Host`."""
-        lora = adapter.request() if adapter else None
+    async def _finished(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         done: Future[Any] = Future()
 
         def add() -> None:
             try:
-                self._engine.add_request(request_id, prompt, params, lora_request=lora, priority=-int(is_urgent))
+                self._engine.add_request(request_id, prompt, params, **options)
             except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
                 if done.set_running_or_notify_cancel():
                     done.set_exception(error)
@@ -233,30 +239,20 @@ class InProcessHost:
                 self._engine.abort_request([request_id])
 
         self._check_alive()
-        self._labels.begin(request_id)
-        num_tokens = 0
         self._commands.put(add)
         try:
-            output = await asyncio.wrap_future(done)
-            num_tokens = len(output.outputs[0].token_ids)
+            return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             self._commands.put(abort)
             raise
-        finally:
-            spans = self._labels.end(request_id, num_tokens)
-        return output, spans
-
-    async def rpc(self, method: str, *args: str) -> list[str]:
-        """See `Host`."""
-        return await self._call(lambda: self._engine.collective_rpc(method, args=args))
 
     async def pause(self) -> None:
         """See `Host`."""
-        await self._call(self._stop_stepping)
+        await self._between_steps(self._stop_stepping)
 
     def _stop_stepping(self) -> None:
         self._paused = True
-        core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        core = self._engine.engine_core.engine_core
         self.clock.ignores_tokens = True
         self._engine.output_processor.process_outputs(delivery.flush(core))
         self.clock.ignores_tokens = False
@@ -266,40 +262,11 @@ class InProcessHost:
 
     async def resume(self) -> None:
         """See `Host`."""
-        await self._call(lambda: setattr(self, "_paused", False))
+        await self._between_steps(lambda: setattr(self, "_paused", False))
 
     async def num_tokens(self) -> dict[str, int]:
         """See `Host`."""
-        return await self._call(lambda: _num_tokens(self._engine.output_processor, list(self._waiting)))
-
-    async def reset_prefix_cache(self) -> bool:
-        """See `Host`."""
-        return bool(await self._call(lambda: self._engine.reset_prefix_cache(True)))
-
-    async def reset_encoder_cache(self) -> None:
-        """See `Host`."""
-        if self._engine.model_config.is_multimodal_model:
-            await self._call(self._engine.reset_encoder_cache)
-
-    async def set_version(self, name: str) -> None:
-        """See `Host`."""
-        self._labels.change(name, await self.num_tokens())
-
-    async def sleep(self) -> None:
-        """See `Host`."""
-        await self._call(lambda: self._engine.sleep(level=1))
-
-    async def wake(self) -> None:
-        """See `Host`."""
-        await self._call(self._engine.wake_up)
-
-    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
-        """See `Host`."""
-        return bool(await self._call(lambda: self._engine.add_lora(adapter.request())))
-
-    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
-        """See `Host`."""
-        await self._call(lambda: self._engine.remove_lora(adapter.id))
+        return await self._between_steps(lambda: _num_tokens(self._engine.output_processor, list(self._waiting)))
 
     def shutdown(self) -> None:
         """Stop stepping, and remove the rendezvous file of vLLM's workers; the process ends right after."""
@@ -311,53 +278,28 @@ class InProcessHost:
         destroy_distributed_environment()
 
 
-class AsyncHost:
+class AsyncHost(Host):
     """vLLM's `AsyncLLM`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        self._labels = TokenLabels()
-        self.clock = TokenClock()
-        self.clock.follow(self._engine.output_processor)
-
-    @property
-    def tokenizer(self) -> Any:
-        """See `Host`."""
-        return self._engine.get_tokenizer()
+        super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
 
     @property
     def is_dead(self) -> bool:
         """True once the engine core has failed."""
         return bool(self._engine.errored)
 
-    async def generate(
-        self,
-        prompt: Any,
-        params: Any,
-        request_id: str,
-        adapter: LoadedAdapter | None = None,
-        is_urgent: bool = False,
-    ) -> tuple[Any, Spans]:
-        """See `Host`."""
-        lora = adapter.request() if adapter else None
-        final: Any = None
-        num_tokens = 0
-        self._labels.begin(request_id)
-        try:
-            priority = -int(is_urgent)
-            async for output in self._engine.generate(prompt, params, request_id, lora_request=lora, priority=priority):
-                final = output
-                num_tokens = len(output.outputs[0].token_ids)
-        finally:
-            spans = self._labels.end(request_id, num_tokens)
-        return final, spans
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        return await getattr(self._engine, method)(*args, **options)
 
-    async def rpc(self, method: str, *args: str) -> list[str]:
-        """See `Host`."""
-        return await self._engine.collective_rpc(method, args=args)
+    async def _finished(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
+        final: Any = None
+        async for output in self._engine.generate(prompt, params, request_id, **options):
+            final = output
+        return final
 
     async def pause(self) -> None:
         """See `Host`."""
@@ -372,7 +314,7 @@ class AsyncHost:
 
     async def _flush(self) -> None:
         """Have the engine core send everything undelivered, and wait until this process has all sampled tokens."""
-        client: Any = self._engine.engine_core
+        client = self._engine.engine_core
         received = ReceivedTokens(self._engine.output_processor)
         calls = [client._call_utility_async(delivery.FLUSH, engine=engine) for engine in client.core_engines]
         counts = {id_: count for each in await asyncio.gather(*calls) for id_, count in each.items()}
@@ -387,15 +329,6 @@ class AsyncHost:
         """See `Host`."""
         await self._engine.resume_generation()
 
-    async def reset_prefix_cache(self) -> bool:
-        """See `Host`; versions before 0.27 answer nothing."""
-        return (await self._engine.reset_prefix_cache(True)) is not False
-
-    async def reset_encoder_cache(self) -> None:
-        """See `Host`."""
-        if self._engine.model_config.is_multimodal_model:
-            await self._engine.reset_encoder_cache()
-
     async def num_tokens(self) -> dict[str, int]:
         """See `Host`; waits for tokens that the engine core has sent."""
         await self._process_outputs()
@@ -403,32 +336,12 @@ class AsyncHost:
 
     async def _process_outputs(self) -> None:
         """Wait until vLLM has processed what the engine core has sent."""
-        queue: Any = self._engine.engine_core.outputs_queue  # type: ignore[attr-defined]
+        queue = self._engine.engine_core.outputs_queue
         for _ in range(_LOOP_TURNS):
             while not queue.empty():
                 await asyncio.sleep(0)
             # vLLM processes what it took from the queue in chunks, one in each turn of the event loop.
             await asyncio.sleep(0)
-
-    async def set_version(self, name: str) -> None:
-        """See `Host`."""
-        self._labels.change(name, await self.num_tokens())
-
-    async def sleep(self) -> None:
-        """See `Host`."""
-        await self._engine.sleep(level=1)
-
-    async def wake(self) -> None:
-        """See `Host`."""
-        await self._engine.wake_up()
-
-    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
-        """See `Host`."""
-        return bool(await self._engine.add_lora(adapter.request()))
-
-    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
-        """See `Host`."""
-        await self._engine.remove_lora(adapter.id)
 
     def shutdown(self) -> None:
         """Stop the engine core's process."""

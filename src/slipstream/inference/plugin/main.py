@@ -74,12 +74,7 @@ def main() -> None:
     lifeline.name_shared_memory()
     lifeline.shield_children(Path(settings.socket).parent)
     os.environ[patch_table.VARIABLE] = settings.patches
-    if settings.fp32_residual:
-        os.environ[patch_table.FP32_RESIDUAL] = "1"
-    if settings.replay_experts:
-        os.environ[patch_table.EXPERTS] = "1"
-    if settings.shared_kernels:
-        os.environ[patch_table.SHARED_KERNELS] = "1"
+    os.environ[patch_table.ASKED] = ",".join(patch.setting for patch in patch_table.asking(settings))
     import uvloop
 
     if uvloop.run(serve(settings)):

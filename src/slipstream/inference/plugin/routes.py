@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
@@ -52,10 +52,6 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
     return [web.get("/health", health), *_generation(server), *_weights(server)]
 
 
-def _repeated(ids: Iterable[str]) -> list[str]:
-    return [id_ for id_, count in Counter(ids).items() if count > 1]
-
-
 class _Cancelled:
     """Ids of requests that were cancelled before they arrived: `/cancel` has a connection of its own and may overtake
     `/generate`."""
@@ -93,8 +89,9 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
         """Takes a list of requests and streams each completion as it finishes, in frames (`processes.channel`) of
         MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
-        if twice := [r.id for r in requests if r.id in running] or _repeated(r.id for r in requests):
-            return web.Response(status=400, text=f"request {twice[0]} is running already: give each one its own id")
+        counts = Counter(r.id for r in requests)
+        if twice := next((id_ for id_, count in counts.items() if count > 1 or id_ in running), None):
+            return web.Response(status=400, text=f"request {twice} is running already: give each one its own id")
         await server.service.until_serving()
         response = web.StreamResponse()
         await response.prepare(request)

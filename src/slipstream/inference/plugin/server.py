@@ -26,7 +26,7 @@ import slipstream
 from slipstream.inference.plugin.arguments import checked_head, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.completions import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.hosts import Host
-from slipstream.inference.plugin.patches import scoring
+from slipstream.inference.plugin.patches import patch_table, scoring
 from slipstream.inference.plugin.service import OutOfService, Service, State, Steps
 from slipstream.inference.plugin.token_clock import Stillness
 from slipstream.inference.plugin.tools.reader import Reading, ToolReader
@@ -92,20 +92,14 @@ class EngineServer:
         for path in described[0]["files"]:
             lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
-        self.patches_left_out: dict[str, str] = described[0]["patches_left_out"]
+        self.patches_left_out = described[0]["patches_left_out"]
         if self.settings.tool_parser:
             self._tool_reader = ToolReader(self.settings.tool_parser, self.host.tokenizer)
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
-        if self.settings.fp32_residual and "fp32_residual" not in self.patches:
-            raise RuntimeError(
-                f"model.fp32_residual = true cannot be ({self.patches_left_out.get('fp32_residual')}): set it to false"
-            )
-        if self.settings.replay_experts and (why := self.patches_left_out.get("expert_choices")):
-            raise RuntimeError(f"model.replay_experts = true cannot be ({why}): set it to false")
-        if self.settings.shared_kernels and "shared_kernels" not in self.patches:
-            why = self.patches_left_out.get("shared_kernels")
-            raise RuntimeError(f"model.shared_kernels = true cannot be ({why}): set it to false")
+        for patch in patch_table.asking(self.settings):
+            if why := self.patches_left_out.get(patch.name):
+                raise RuntimeError(f"model.{patch.setting} = true cannot be ({why}): set it to false")
         if self.settings.version is not None:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:
@@ -168,33 +162,30 @@ class EngineServer:
         waited for.
         """
         async with self._updating:
-            return await self._apply_alone(ticket)
-
-    async def _apply_alone(self, ticket: Ticket) -> ApplyReport:
-        check_base(ticket, self.version if self.service.is_serving else None, self.service.reason)
-        if ticket.bridge == "lora":
-            await self._adapters.until_room()
-        name = ticket.version.name
-        is_running = ticket.bridge == "single_copy" and self.service.unproved == name and not self.steps.is_paused
-        self.service.begin_apply(name, proves_running=is_running)
-        self._begin_stall()
-        try:
-            report = await self._apply(ticket, is_running=is_running)
-            if unproved := report.mismatched + report.unverified:
-                self.service.fail(f"version {name} did not verify: {', '.join(unproved[:3])}")
-                return report
-            self.version = ticket.version
-            self.service.proved()
-        except Exception as error:
-            self.service.fail(f"applying version {name} failed: {error}")
-            raise
-        except asyncio.CancelledError:
-            self.service.fail(f"applying version {name} was given up by who asked for it")
-            raise
-        finally:
-            if is_running and not self.service.is_serving:
-                await self._pause()
-        return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
+            check_base(ticket, self.version if self.service.is_serving else None, self.service.reason)
+            if ticket.bridge == "lora":
+                await self._adapters.until_room()
+            name = ticket.version.name
+            is_running = ticket.bridge == "single_copy" and self.service.unproved == name and not self.steps.is_paused
+            self.service.begin_apply(name, proves_running=is_running)
+            self._begin_stall()
+            try:
+                report = await self._apply(ticket, is_running=is_running)
+                if unproved := report.mismatched + report.unverified:
+                    self.service.fail(f"version {name} did not verify: {', '.join(unproved[:3])}")
+                    return report
+                self.version = ticket.version
+                self.service.proved()
+            except Exception as error:
+                self.service.fail(f"applying version {name} failed: {error}")
+                raise
+            except asyncio.CancelledError:
+                self.service.fail(f"applying version {name} was given up by who asked for it")
+                raise
+            finally:
+                if is_running and not self.service.is_serving:
+                    await self._pause()
+            return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
 
     def _begin_stall(self) -> None:
         if self.num_running:
@@ -230,21 +221,18 @@ class EngineServer:
         """Resume with the weights that were written in place since the fence, as `version`. Answers with tokens of it
         are held back until `apply` has verified it."""
         async with self._updating:
-            await self._go_on_alone(version)
-
-    async def _go_on_alone(self, version: Version) -> None:
-        self.service.begin_proof(version.name)
-        self._begin_stall()
-        try:
-            await self._pause()
-            await self.host.rpc("slipstream_written")
-            self.service.compute_unproved(version.name)
-            await self._change_to(version)
-            # The trainer computes fingerprints next, perhaps on the same GPU: let the first step come before.
-            await self.host.clock.next(lambda: self.num_running > 0, _FIRST_TOKEN_S)
-        except BaseException as error:
-            self.service.fail(f"going on with version {version.name} failed: {error!r}")
-            raise
+            self.service.begin_proof(version.name)
+            self._begin_stall()
+            try:
+                await self._pause()
+                await self.host.rpc("slipstream_written")
+                self.service.compute_unproved(version.name)
+                await self._change_to(version)
+                # The trainer computes fingerprints next, perhaps on the same GPU: let the first step come before.
+                await self.host.clock.next(lambda: self.num_running > 0, _FIRST_TOKEN_S)
+            except BaseException as error:
+                self.service.fail(f"going on with version {version.name} failed: {error!r}")
+                raise
 
     async def _pause(self) -> None:
         """Pause vLLM; with in_flight = drain only after the last running request. No request begins meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from slipstream.inference.plugin.patches.patch_table import Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent, NotNeeded, changeable
 from slipstream.weights.model_files import read_tensors
 
 
@@ -31,10 +31,8 @@ def of_linear_layers() -> None:
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
 
-    manager: Any = LoRAModelManager
-    matches: Callable[[Any, str], bool] | None = getattr(manager, "_match_target_modules", None)
-    if matches is None:
-        raise Absent("LoRAModelManager._match_target_modules")
+    manager = changeable(LoRAModelManager, "_match_target_modules")
+    matches = manager._match_target_modules
 
     def matches_linear(self: Any, module_name: str) -> bool:
         if not matches(self, module_name):

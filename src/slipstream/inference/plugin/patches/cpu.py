@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.inference.plugin.patches.patch_table import Absent
+from slipstream.inference.plugin.patches.patch_table import Absent, changeable
 
 _packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _packed_experts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -30,10 +30,8 @@ def one_adapter() -> None:
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
-    wrapper: Any = getattr(punica_cpu, "PunicaWrapperCPU", None)
-    original: Callable[..., None] | None = getattr(wrapper, "add_lora_linear", None)
-    if original is None:
-        raise Absent("PunicaWrapperCPU.add_lora_linear")
+    wrapper = changeable(changeable(punica_cpu, "PunicaWrapperCPU").PunicaWrapperCPU, "add_lora_linear")
+    original = wrapper.add_lora_linear
 
     def add_lora_linear(
         self: Any,
@@ -73,10 +71,8 @@ def seeded_prefill() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    runner: Any = GPUModelRunner
-    sample, bookkeeping = getattr(runner, "_sample", None), getattr(runner, "_bookkeeping_sync", None)
-    if sample is None or bookkeeping is None:
-        raise Absent("GPUModelRunner._sample and _bookkeeping_sync")
+    runner = changeable(GPUModelRunner, "_sample", "_bookkeeping_sync")
+    sample, bookkeeping = runner._sample, runner._bookkeeping_sync
 
     def discarded(self: Any) -> dict[int, torch.Generator]:
         mask, generators = self.discard_request_mask.np, self.input_batch.generators
@@ -112,10 +108,7 @@ def live_weights() -> None:
     from vllm.model_executor.layers import utils, vocab_parallel_embedding
 
     attribute = "dispatch_cpu_unquantized_gemm"
-    original: Callable[..., None] | None = getattr(utils, attribute, None)
-    if original is None:
-        raise Absent(attribute)
-    _pack = original
+    _pack = original = getattr(changeable(utils, attribute), attribute)
 
     def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
         original(layer, remove_weight=False)
@@ -166,14 +159,13 @@ def experts_under_lora() -> None:
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
-    select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
-    if select is None:
-        raise Absent("select_unquantized_moe_backend")
+    module = changeable(method, "select_unquantized_moe_backend")
+    select = module.select_unquantized_moe_backend
 
     def select_as_without(moe_config: Any) -> Any:
         return select(moe_config=dataclasses.replace(moe_config, is_lora_enabled=False))
 
-    setattr(method, "select_unquantized_moe_backend", select_as_without)  # noqa: B010
+    module.select_unquantized_moe_backend = select_as_without
 
 
 def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:

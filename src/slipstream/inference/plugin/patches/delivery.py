@@ -22,7 +22,7 @@ from typing import Any
 
 from slipstream.inference.plugin.patches import decoding
 from slipstream.inference.plugin.patches.decoding import PlainTokens
-from slipstream.inference.plugin.patches.patch_table import Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent, NotNeeded, changeable
 from slipstream.inference.plugin.patches.undelivered import StepLogprobs, Undelivered, never_plain, token_counts
 
 FLUSH = "slipstream_flush"
@@ -34,9 +34,7 @@ def deliver_at_the_end() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
 
-    scheduler = _patchable(Scheduler)
-    if not hasattr(scheduler, "update_from_output"):
-        raise Absent("Scheduler.update_from_output")
+    scheduler = changeable(Scheduler, "update_from_output")
     update = scheduler.update_from_output
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -71,16 +69,14 @@ def add_flush() -> None:
     """Add a utility method to `EngineCore`: it sends everything undelivered and returns each request's token count."""
     from vllm.v1.engine.core import EngineCore
 
-    setattr(_patchable(EngineCore), FLUSH, _flush_core)
+    setattr(EngineCore, FLUSH, _flush_core)
 
 
 def check_tokens() -> None:
     """Patch `Scheduler.update_from_output`: a sampled token outside of the vocabulary ends the engine."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if not hasattr(Scheduler, "update_from_output"):
-        raise Absent("Scheduler.update_from_output")
-    _check_tokens(_patchable(Scheduler))
+    _check_tokens(changeable(Scheduler, "update_from_output"))
 
 
 def take_arrays() -> None:
@@ -90,10 +86,7 @@ def take_arrays() -> None:
 
     if "flat_logprobs" not in SamplingParams.__struct_fields__:
         raise Absent("SamplingParams.flat_logprobs")
-    processor = _patchable(LogprobsProcessor)
-    if not hasattr(processor, "_update_sample_logprobs"):
-        raise Absent("LogprobsProcessor._update_sample_logprobs")
-    _take_arrays(processor)
+    _take_arrays(changeable(LogprobsProcessor, "_update_sample_logprobs"))
 
 
 def send_copies() -> None:
@@ -103,12 +96,7 @@ def send_copies() -> None:
 
     if hasattr(EngineCoreProc, "_send_msg_tracking_payload"):
         raise NotNeeded("vLLM overwrites no message that is being sent")
-    _send_copies(_patchable(MsgpackEncoder))
-
-
-def _patchable(kind: Any) -> Any:
-    """The same class, untyped, so that its methods can be replaced."""
-    return kind
+    _send_copies(MsgpackEncoder)
 
 
 def flush(core: Any) -> list[Any]:

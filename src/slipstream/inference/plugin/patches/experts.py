@@ -11,22 +11,18 @@ Changed: `_model_forward` of the loaded model's runner; `Scheduler.update_from_o
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import torch
 
-from slipstream.inference.plugin.patches.patch_table import EXPERTS, Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent, changeable
 
 _MOST_IN_A_BYTE = 256
 
 
 def return_choices(runner: Any) -> None:
-    """Capture the choices of the model of vLLM's `runner`, and return them with finished requests. Raises NotNeeded
-    unless `EXPERTS` asks for it."""
-    if not os.environ.get(EXPERTS):
-        raise NotNeeded("model.replay_experts is off")
+    """Capture the choices of the model of vLLM's `runner`, and return them with finished requests."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput
 
@@ -34,15 +30,8 @@ def return_choices(runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
     except ImportError:
         raise Absent("bind_routed_experts_capturer") from None
-    scheduler: Any = Scheduler
-    for owner, name in (
-        (runner, "_model_forward"),
-        (runner, "kv_cache_config"),
-        (scheduler, "_free_request"),
-        (scheduler, "update_from_output"),
-    ):
-        if not hasattr(owner, name):
-            raise Absent(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+    changeable(runner, "_model_forward", "kv_cache_config")
+    scheduler = changeable(Scheduler, "_free_request", "update_from_output")
     if "routed_experts" not in EngineCoreOutput.__struct_fields__:
         raise Absent("EngineCoreOutput.routed_experts")
     if runner.parallel_config.distributed_executor_backend != "uni":

@@ -30,16 +30,20 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 """Minor versions of vLLM whose source was reviewed for this table."""
 VARIABLE = "SLIPSTREAM_PATCHES"
 """Environment variable of an engine's processes that holds the choice."""
-FP32_RESIDUAL = "SLIPSTREAM_FP32_RESIDUAL"
-"""Environment variable that asks for the patch `fp32_residual`."""
-SHARED_KERNELS = "SLIPSTREAM_SHARED_KERNELS"
-"""Environment variable that asks for the patch `shared_kernels`."""
-EXPERTS = "SLIPSTREAM_EXPERTS"
-"""Environment variable that asks for the patch `expert_choices`."""
+ASKED = "SLIPSTREAM_ASKED"
+"""Environment variable of an engine's processes with the settings of [model] that ask for patches, with commas."""
 
 
 class Absent(Exception):
     """This vLLM lacks what a patch changes; the text names it."""
+
+
+def changeable(owner: Any, *names: str) -> Any:
+    """The owner, untyped so that its functions can be replaced. Raises `Absent` for one of `names` that it lacks."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise Absent(f"{getattr(owner, '__name__', type(owner).__name__).rpartition('.')[2]}.{name}")
+    return owner
 
 
 class NotNeeded(Exception):
@@ -59,6 +63,8 @@ class Patch:
     """`model`: patches objects of the loaded model; the function takes vLLM's model runner."""
     lost: str = ""
     """What a missing required patch makes impossible, and what to use instead."""
+    setting: str = ""
+    """The setting of [model] that asks for it; empty: every engine has it."""
     needs: tuple[str, ...] = ()
     """Patches that this one builds on."""
     modules: tuple[str, ...] = ()
@@ -96,6 +102,7 @@ TABLE = (
     Patch("seeded_cpu_prefill", "cpu:seeded_prefill", "required", "cpu", lost="seeded prompts must fit into one step"),
     Patch(
         *("fp32_residual", "residual:add_in_float32", "required"),
+        setting="fp32_residual",
         lost="layers add up in the model's dtype: set model.fp32_residual = false",
     ),
     Patch("flush", "delivery:add_flush", "required", lost="no update can say which version made which token"),
@@ -106,6 +113,7 @@ TABLE = (
     ),
     Patch(
         *("expert_choices", "experts:return_choices", "required", "cpu", "model"),
+        setting="replay_experts",
         lost="nobody learns which experts its tokens went to: set model.replay_experts = false",
     ),
     Patch(
@@ -146,6 +154,7 @@ TABLE = (
     ),
     Patch(
         *("shared_kernels", "shared_kernels:share_operations", "required", "gpu"),
+        setting="shared_kernels",
         lost="it does not compute as the trainer does: set model.shared_kernels = false",
     ),
     Patch(
@@ -207,7 +216,14 @@ def _apply(device: str, to: str, *arguments: Any) -> None:
             _applied.append(patch.name)
 
 
+def asking(settings: Any) -> list[Patch]:
+    """The patches that the settings of an engine ask for."""
+    return [patch for patch in TABLE if patch.setting and getattr(settings, patch.setting)]
+
+
 def _lacking(patch: Patch) -> str:
+    if patch.setting and patch.setting not in os.environ.get(ASKED, "").split(","):
+        return f"not needed: model.{patch.setting} is off"
     missing = [name for name in patch.needs if name not in _applied]
     return f"it builds on {', '.join(missing)}" if missing else ""
 

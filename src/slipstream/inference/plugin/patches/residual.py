@@ -9,19 +9,16 @@ Changed: `RMSNorm.forward`, `GemmaRMSNorm.forward`.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.inference.plugin.patches.patch_table import FP32_RESIDUAL, Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent
 
 
 def add_in_float32() -> None:
-    """Patch both norms. Raises NotNeeded unless `FP32_RESIDUAL` asks for it."""
-    if not os.environ.get(FP32_RESIDUAL):
-        raise NotNeeded("model.fp32_residual is off")
+    """Patch both norms."""
     from vllm.model_executor.layers import layernorm
 
     for name, offset in (("RMSNorm", 0.0), ("GemmaRMSNorm", 1.0)):

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.inference.plugin.patches.patch_table import Absent
+from slipstream.inference.plugin.patches.patch_table import Absent, changeable
 
 
 def without_ranks() -> None:
     """Patch `Sampler.gather_logprobs`."""
     from vllm.v1.sample.sampler import Sampler
 
-    sampler: Any = Sampler
-    if not hasattr(sampler, "gather_logprobs"):
-        raise Absent("Sampler.gather_logprobs")
-    _without_ranks(sampler)
+    _without_ranks(changeable(Sampler, "gather_logprobs"))
 
 
 def second_without_ranks() -> None:

@@ -14,21 +14,18 @@ and `gather_logprobs` of `Sampler`, `compute_topk_scores` of the second sampler.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from slipstream.inference.plugin.patches.patch_table import SHARED_KERNELS, Absent, NotNeeded
+from slipstream.inference.plugin.patches.patch_table import Absent
 
 _LAYERS = "vllm.model_executor.layers"
 
 
 def share_operations() -> None:
-    """Patch all of it. Raises NotNeeded unless `SHARED_KERNELS` asks for it, Absent where a part is missing."""
-    if not os.environ.get(SHARED_KERNELS):
-        raise NotNeeded("model.shared_kernels is off")
+    """Patch all of it. Raises Absent where a part is missing."""
     import torch
 
     from slipstream.shared_kernels import operations

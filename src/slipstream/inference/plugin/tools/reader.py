@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -62,7 +63,7 @@ class ToolReader:
         )
         self._special = _special_tokens(tokenizer)
         self._special_ids = frozenset(self._special)
-        self._known: dict[bytes, _Tools] = {}
+        self._tools_in = lru_cache(_MAX_KNOWN)(self._made)
         self._executor = ThreadPoolExecutor(1, "tool-calls")
         # A traceback for every call that cannot be read would fill the engine's log.
         for parsers in ("vllm.tool_parsers", "vllm.parser"):
@@ -137,18 +138,15 @@ class ToolReader:
         return self._class(self._tokenizer, tools) if self._takes_tools else self._class(self._tokenizer)
 
     def _tools_of(self, tools: Sequence[dict[str, Any]]) -> _Tools:
-        key = msgspec.json.encode(tools)
-        if key not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = self._made(list(tools))
-        return self._known[key]
+        return self._tools_in(msgspec.json.encode(tools))
 
-    def _made(self, tools: list[dict[str, Any]]) -> _Tools:
+    def _made(self, encoded: bytes) -> _Tools:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         message = {"role": "user", "content": ""}
-        request: Any = ChatCompletionRequest.model_validate({"messages": [message], "model": "", "tools": tools})
+        request: Any = ChatCompletionRequest.model_validate(
+            {"messages": [message], "model": "", "tools": msgspec.json.decode(encoded)}
+        )
         adjusted = self._parser(request.tools).adjust_request(request.model_copy())
         return _Tools(request.tools, request, keeps_special=not getattr(adjusted, "skip_special_tokens", True))
 
