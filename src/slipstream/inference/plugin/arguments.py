@@ -95,7 +95,7 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
 
 
 def _adapted(settings: EngineSettings) -> dict[str, Any]:
-    """Which layers have room for an adapter. Raises RuntimeError for a vLLM that has none for vision towers."""
+    """The layers with room for an adapter. Raises RuntimeError for a vLLM that has none for vision towers."""
     adapted = {"lora_target_modules": list(settings.lora_target_modules)}
     if not settings.lora_tower:
         return adapted
