@@ -22,7 +22,7 @@ CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
 
 
 def examine(checks: Iterable[Callable[[], Iterable[Finding]]] = CHECKS) -> Iterator[Finding]:
-    """Yield the findings of all checks, each as soon as it is there."""
+    """Yield the findings of all checks, one by one."""
     for check in checks:
         try:
             yield from check()

@@ -270,7 +270,7 @@ def _verl_task(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checked_reward(reward: Any) -> NamedReward:
-    """What a caller passes, as a reward of the library."""
+    """A caller's reward as a `NamedReward`."""
     if isinstance(reward, NamedReward):
         return reward
     if isinstance(reward, str | list | tuple):

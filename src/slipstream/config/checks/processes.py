@@ -22,7 +22,7 @@ def _streams(config: RunConfig) -> Problems:
         yield 'run.streams = "redis" needs a server: set redis.url, or use "files"'
     if streams != "memory" and environment is not None and is_python_object(environment.name):
         yield (
-            f'run.streams = "{streams}" generates in a process of its own, which has no object of the Python caller: '
+            f'run.streams = "{streams}" generates in a separate process, without the objects of the Python caller: '
             "put the environment into a file and give its path"
         )
 
@@ -69,7 +69,7 @@ def _orchestrators(config: RunConfig) -> Problems:
     what = f"run.orchestrators = {number}"
     if config.run.streams == "memory":
         remedy = 'use "files" or "redis"'
-        yield f'{what} are processes of their own, and with run.streams = "memory" there is none: {remedy}'
+        yield f'{what} are separate processes, and run.streams = "memory" has no queue between processes: {remedy}'
     if config.algorithm.kind == "sft":
         yield f"{what} generate rollouts to train on, and SFT needs none: leave it out"
     if prompts % number:

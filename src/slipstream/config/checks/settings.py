@@ -406,7 +406,7 @@ def _sources(config: RunConfig) -> Problems:
         )
     elif config.evaluation is not None and not config.data.has_eval:
         yield (
-            "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name, or "
+            "evaluation needs an environment, and the run has no environment: remove [evaluation] or set environment.name, or "
             "data.eval_path for the loss of held-out rows"
         )
     if config.data is not None:
@@ -459,7 +459,7 @@ def _engine(config: RunConfig) -> Problems:
     for name in inference.options:
         option = name.replace("-", "_")
         if own := OPTIONS_WITH_OWN_KEY.get(option):
-            yield f"inference.options.{name} has a key of its own: set {own} instead"
+            yield f"inference.options.{name} is a setting of Slipstream: set {own} instead"
         elif reason := OPTIONS_FIXED.get(option):
             yield f"inference.options.{name} is set by Slipstream ({reason}): remove it"
 

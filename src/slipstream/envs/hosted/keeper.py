@@ -53,8 +53,8 @@ class KeptEnvironment(Environment):
 
 
 class Keeper:
-    """One environment process at a time, in the event loop that asks first. `start` starts one; `where` names
-    the place of its output, for errors."""
+    """One environment process at a time, in the event loop that asks first. `start` starts one; `where` gives
+    the path of its output, for errors."""
 
     def __init__(self, name: str, start: Callable[[], Awaitable[Host]], where: Callable[[], str]) -> None:
         self._name = name

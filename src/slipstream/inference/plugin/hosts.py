@@ -81,7 +81,7 @@ class Host(ABC):
 
     @abstractmethod
     async def num_tokens(self) -> dict[str, int]:
-        """How many tokens each running request has; the engine stands still."""
+        """The number of tokens of each running request; the engine is paused."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -64,7 +64,7 @@ class ReadyFirst:
     draws: Draws
     """Which draws of the task order an earlier attempt has used up."""
     overprovision: float = 0.0
-    """Groups that run beyond those that the batches need, as a part of `size`."""
+    """Surplus groups in progress, as a fraction of `size`."""
 
     def __post_init__(self) -> None:
         self._whole = self.size * self.batcher.share.of

@@ -190,7 +190,7 @@ def check_hub_id(name: str) -> None:
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """The values in `config.json`. Raises `ConfigError` where there are none."""
+    """The values in `config.json`. Raises `ConfigError` if the file is missing or unreadable."""
     file = folder / "config.json"
     if (folder / "adapter_config.json").is_file() and not file.is_file():
         raise ConfigError(
