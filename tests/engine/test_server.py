@@ -243,7 +243,7 @@ async def test_going_on_that_was_cut_short_is_not_taken_for_done(step, how, monk
     with pytest.raises(TimeoutError if how == "cancelled" else RuntimeError):
         await asyncio.wait_for(server.go_on(Version(0, 1, "")), 0.05)
     setattr(host, step, whole)
-    assert "going on with version 0.1 failed" in server.service.reason
+    assert "resuming with version 0.1 failed" in server.service.reason
     resume = host.resume
 
     async def noted():

@@ -242,7 +242,7 @@ async def test_an_update_that_is_given_up_says_so():
     applying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await applying
-    assert server.service.reason == "applying version 0.2 was given up by who asked for it"
+    assert server.service.reason == "applying version 0.2 was cancelled by the caller"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a run does at certain points where rollouts are trained on."""
+"""Hooks of a run at points of its training."""
 
 from __future__ import annotations
 

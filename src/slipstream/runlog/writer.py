@@ -113,7 +113,7 @@ class RunLog:
         self.held_version: int | None = None
         """The step of a version that an engine stays on, whose ticket is kept."""
         self.has_exit = False
-        """Whether it is written how the run ended, or goes on in another process, which needs no `exit.json` here."""
+        """Whether `exit.json` is written, or the run continues in another process and needs none."""
         self.listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
         """Called with every row of metrics. Listeners neither block nor raise."""
         self.warning_listeners: list[Callable[[str], None]] = []

@@ -255,8 +255,9 @@ def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, device: torch.device | str
 ) -> list[list[int]]:
     """Group sequences of equal prompts, each group at most `max_tokens` tokens. On a CPU, sequences with a common
-    beginning of their prompts are grouped too, if that saves enough; on a GPU this was not measured. A sequence is a group alone if its
-    continuation is too long for the shared part (see `_LONGEST_SHARING`), or if it shares a single token."""
+    beginning of their prompts are grouped too, if that saves enough; on a GPU this was not measured. A sequence is a
+    group alone if its continuation is too long for the shared part (see `_LONGEST_SHARING`), or if it shares a single
+    token."""
     on_cpu = torch.device(device).type == "cpu"
     alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index in used:

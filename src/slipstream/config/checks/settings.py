@@ -406,8 +406,8 @@ def _sources(config: RunConfig) -> Problems:
         )
     elif config.evaluation is not None and not config.data.has_eval:
         yield (
-            "evaluation needs an environment, and the run has no environment: remove [evaluation] or set environment.name, or "
-            "data.eval_path for the loss of held-out rows"
+            "evaluation needs an environment, and the run has no environment: remove [evaluation] or set "
+            "environment.name, or data.eval_path for the loss of held-out rows"
         )
     if config.data is not None:
         yield from config.data.problems()

@@ -180,7 +180,7 @@ class EngineServer:
                 self.service.fail(f"applying version {name} failed: {error}")
                 raise
             except asyncio.CancelledError:
-                self.service.fail(f"applying version {name} was given up by who asked for it")
+                self.service.fail(f"applying version {name} was cancelled by the caller")
                 raise
             finally:
                 if is_running and not self.service.is_serving:
@@ -231,7 +231,7 @@ class EngineServer:
                 # The trainer computes fingerprints next, perhaps on the same GPU: let the first step come before.
                 await self.host.clock.next(lambda: self.num_running > 0, _FIRST_TOKEN_S)
             except BaseException as error:
-                self.service.fail(f"going on with version {version.name} failed: {error!r}")
+                self.service.fail(f"resuming with version {version.name} failed: {error!r}")
                 raise
 
     async def _pause(self) -> None:

@@ -62,7 +62,7 @@ class ReadyFirst:
     size: int
     """Groups of a batch that are made here."""
     draws: Draws
-    """Which draws of the task order an earlier attempt has used up."""
+    """The draws of the task order used up by earlier attempts."""
     overprovision: float = 0.0
     """Surplus groups in progress, as a fraction of `size`."""
 

@@ -30,7 +30,7 @@ _PIECE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a learner's state, to be saved in its place."""
+    """A copy of a learner's state, to save."""
 
     weights: Sequence[tuple[str, Tensor]]
     """The deployable weights, by name."""

@@ -100,7 +100,7 @@ class WorkerMemory:
 
 
 def shard_like(part: Tensor, parameter: Any) -> Tensor:
-    """Wrap this rank's shard as a DTensor of the parameter's full shape, sharded as it is."""
+    """Wrap this rank's shard as a DTensor of the parameter's full shape, with its placements."""
     from torch.distributed.tensor import DTensor
 
     made: Any = DTensor.from_local
