@@ -1,7 +1,7 @@
 """The teacher of on-policy distillation: a frozen model's log-probabilities of the tokens that the policy sampled.
 
-Guarantees: after `score`, a trainable rollout has a finite teacher log-probability for each sampled token. A dead teacher
-is restarted, as often as allowed, or its error ends the run. Every wait has a deadline.
+Guarantees: after `score`, a trainable rollout has a finite teacher log-probability for each sampled token. A dead
+teacher is restarted, as often as allowed, or its error ends the run. Every wait has a deadline.
 """
 
 from __future__ import annotations
