@@ -149,6 +149,19 @@ def test_a_rank_without_a_row_makes_its_backward_pass(checkpointing, kernels, mo
     assert all(p.grad is not None and not p.grad.any() for p in model.network.parameters())
 
 
+def test_selective_checkpointing_keeps_attention(kernels, monkeypatch, model_folder):
+    calls = []
+    monkeypatch.setattr(packed, "_flash_forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    num, found = {}, {}
+    for checkpointing in (False, "selective", True):
+        model = PolicyModel.load(model_folder, checkpointing=checkpointing)
+        calls.clear()
+        found[checkpointing] = results(model, make_groups())
+        num[checkpointing] = len(calls)
+    assert num[False] == num["selective"] < num[True]
+    torch.testing.assert_close(found["selective"], found[False], atol=1e-6, rtol=1e-5)
+
+
 def test_a_layout_that_is_gone_is_said():
     layout = segment_layout([3, 4])
     layout_id = layout.layout_id
