@@ -23,7 +23,7 @@ from slipstream.plan.facts import EngineFacts
 GIB = 1 << 30
 CARD = {"uuid": "GPU-a", "total_mib": 80_000, "used_mib": 10, "driver": 580, "name": "H100", "processes": []}
 BUSY = CARD | {"used_mib": 60_000, "processes": ["python (process 7, 58 GiB)"]}
-H100 = ("H100", 9, 80 * GIB)
+H100 = ("H100", 9, 80 * GIB, "GPU-a")
 
 
 def versions(**other):
@@ -45,11 +45,6 @@ def view(**facts):
 
 def disk(free, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=100 * GIB))
-
-
-def meminfo(tmp_path, free):
-    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {free >> 10} kB\n")
-    return tmp_path / "meminfo"
 
 
 NO_LIMITS = dict.fromkeys(("NOFILE", "NPROC", "AS", "FSIZE"), resource.RLIM_INFINITY)
@@ -145,13 +140,13 @@ FAULTS = {
     ),
     "busy GPU": (lambda: gpus.check_gpus(lambda: [BUSY], view()), "warning", "process 7", "CUDA_VISIBLE_DEVICES"),
     "slice": (
-        lambda: gpus.check_gpus(lambda: [CARD], view(gpus=[("H100 MIG 1g.10gb", 9, 10 * GIB)])),
+        lambda: gpus.check_gpus(lambda: [CARD], view(gpus=[("H100 MIG 1g.10gb", 9, 10 * GIB, "GPU-a")])),
         "warning",
         "slice",
         "one slice",
     ),
     "no bfloat16": (
-        lambda: gpus.check_gpus(lambda: [CARD], view(gpus=[("T4", 7, 15 * GIB)])),
+        lambda: gpus.check_gpus(lambda: [CARD], view(gpus=[("T4", 7, 15 * GIB, "GPU-a")])),
         "warning",
         "no bfloat16",
         "capability",
@@ -163,19 +158,19 @@ FAULTS = {
         "import torch",
     ),
     "two variables": (
-        lambda: gpus.check_visible({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0"}, lambda: ["GPU-a"]),
+        lambda: gpus.check_visible({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0"}, lambda: [CARD]),
         "warning",
         "ROCR_VISIBLE_DEVICES",
         "unset ROCR",
     ),
     "no such GPU": (
-        lambda: gpus.check_visible({"CUDA_VISIBLE_DEVICES": "0,4"}, lambda: ["GPU-a", "GPU-b"]),
+        lambda: gpus.check_visible({"CUDA_VISIBLE_DEVICES": "0,4"}, lambda: [CARD, CARD | {"uuid": "GPU-b"}]),
         "fault",
         "'4'",
         "0, 1",
     ),
     "a GPU twice": (
-        lambda: gpus.check_visible({"CUDA_VISIBLE_DEVICES": "1,1"}, lambda: ["GPU-a", "GPU-b"]),
+        lambda: gpus.check_visible({"CUDA_VISIBLE_DEVICES": "1,1"}, lambda: [CARD, CARD | {"uuid": "GPU-b"}]),
         "fault",
         "twice",
         "0, 1",
@@ -198,7 +193,7 @@ def test_a_fault_is_named_with_its_remedy(name):
 
 
 def test_faults_of_folders_and_memory(tmp_path, monkeypatch):
-    (found,) = host.check_memory(8 * GIB, meminfo(tmp_path, GIB))
+    (found,) = host.check_memory(8 * GIB, GIB)
     assert (found.verdict, "1.0 GiB of 8.0 GiB" in found.reason) == ("warning", True)
     long = tmp_path / ("x" * 60)
     long.mkdir()
@@ -209,19 +204,37 @@ def test_faults_of_folders_and_memory(tmp_path, monkeypatch):
     assert [each.verdict for each in host.check_shared_memory(tmp_path)] == ["fault"]
 
 
-def test_healthy_facts_have_no_finding(tmp_path):
+def test_healthy_facts_have_no_finding():
     healthy = [
         *packages.check_packages(NEEDS, versions(pyarrow=None)),
         *packages.check_vllm(lambda: EngineFacts("0.32.0")),
-        *gpus.check_gpus(lambda: [CARD], view()),
-        *gpus.check_visible({"CUDA_VISIBLE_DEVICES": "GPU-a"}, lambda: ["GPU-a"]),
+        *gpus.check_gpus(lambda: [CARD, BUSY | {"uuid": "GPU-hidden"}], view()),
+        *gpus.check_gpus(lambda: [CARD | {"used_mib": "[N/A]"}], view()),
+        *gpus.check_visible({"CUDA_VISIBLE_DEVICES": "-1"}, lambda: [CARD]),
+        *gpus.check_visible({"CUDA_VISIBLE_DEVICES": "GPU-a"}, lambda: [CARD]),
         *gpus.check_compiler(lambda: True, lambda name: name),
         *host.check_cpus(2, 2),
-        *host.check_memory(8 * GIB, meminfo(tmp_path, 6 * GIB)),
+        *host.check_memory(8 * GIB, 6 * GIB),
         *host.check_limits(NO_LIMITS),
         *host.check_proxies({"http_proxy": "http://p", "NO_PROXY": "localhost"}),
     ]
     assert {each.verdict for each in healthy} == {"ok"}
+
+
+def test_gpus_that_a_variable_hides_are_no_fault(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    (found,) = gpus.check_gpus(lambda: [CARD], view(gpus=[]))
+    assert (found.verdict, "hides them" in found.reason) == ("ok", True)
+
+
+def test_each_wrong_setting_is_a_finding(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[algorithm]\nkind = "sft"\n[data]\npath = "d"\n')
+    found = list(check_run(file, ["--training.steps", "0", "--training.learning_rate", "-1"]))
+    assert [(each.verdict, each.reason.partition(" ")[0]) for each in found] == [
+        ("fault", "training.steps"),
+        ("fault", "training.learning_rate"),
+    ]
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on():

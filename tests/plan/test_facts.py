@@ -7,7 +7,13 @@ import torch
 from slipstream.config import LoraConfig, ModelConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError
 from slipstream.plan import machine
-from slipstream.plan.machine import gpu_capability, measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.plan.machine import (
+    free_memory_bytes,
+    gpu_capability,
+    measure_gpus,
+    usable_cpus,
+    usable_memory_bytes,
+)
 from slipstream.plan.measure import gather_facts, measure_adapter, measure_data, read_model
 from slipstream.records import Message, Sequence, Task
 from tests.plan.test_plan import GRPO
@@ -204,6 +210,16 @@ class TestMachine:
         monkeypatch.setattr(machine, "_MEMBERSHIP", member)
         assert usable_cpus() == 2
         assert usable_memory_bytes() == 1000
+
+    def test_free_memory_is_what_the_control_group_leaves(self, tmp_path, monkeypatch):
+        stat = "anon 1\ninactive_file 300\n"
+        for name, text in {"max": "1000\n", "current": "900\n", "stat": stat}.items():
+            (tmp_path / f"memory.{name}").write_text(text)
+        monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "none")
+        monkeypatch.setattr(machine, "_GROUPS", tmp_path / "none")
+        assert 1 << 20 < free_memory_bytes() < usable_memory_bytes()
+        monkeypatch.setattr(machine, "_GROUPS", tmp_path)
+        assert free_memory_bytes() == 400
 
     @pytest.mark.parametrize("quota", ["max 100000", "-1 100000", "50000 100000", ""])
     def test_a_quota_leaves_a_core_at_least(self, tmp_path, monkeypatch, quota):

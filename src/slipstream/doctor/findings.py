@@ -13,7 +13,7 @@ WORST: dict[Verdict, int] = {"ok": 0, "warning": 1, "fault": 2}
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict of a check, with the reason. Only a finding that is not `ok` has a remedy."""
+    """The verdict of a check, with the reason. A finding that is not `ok` has a remedy, or its reason ends with one."""
 
     check: str
     verdict: Verdict

@@ -6,32 +6,23 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config.bounds import GIB
 from slipstream.doctor.findings import Finding
-from slipstream.plan.machine import gpus_at_start, query_gpus
+from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.cards import HAS_BFLOAT16, SAFE_HELD
+from slipstream.processes.exits import last_error
+from slipstream.processes.launchers import LOCAL
+from slipstream.processes.temporary import temporary
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OTHERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_HIDDEN = ("", "-1")
 _READY_S = 120.0
 """A GPU may take so long after a boot or a reset, and importing torch from a network's disk as well."""
-_ASK = """
-import json, torch
-found = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "gpus": [], "error": ""}
-try:
-    for index in range(torch.cuda.device_count()):
-        torch.zeros(1, device=f"cuda:{index}").add_(1).item()
-        facts = torch.cuda.get_device_properties(index)
-        found["gpus"].append([facts.name, facts.major, facts.total_memory])
-except Exception as error:
-    found["error"] = str(error).strip().split(chr(10))[0]
-print(json.dumps(found))
-"""
 
 
 @dataclass(frozen=True)
@@ -40,30 +31,35 @@ class TorchView:
 
     cuda: str = ""
     hip: str = ""
-    gpus: Sequence[tuple[str, int, int]] = ()
-    """Name, major compute capability, bytes."""
+    gpus: Sequence[tuple[str, int, int, str]] = ()
+    """Name, major compute capability, bytes, UUID."""
     error: str = ""
 
 
 def ask_torch(timeout_s: float = _READY_S) -> TorchView:
-    """Use each GPU in another process, with a deadline."""
-    command = [sys.executable, "-c", _ASK]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return TorchView(error=f"no answer within {timeout_s:.0f} s")
-    if done.returncode:
-        return TorchView(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return TorchView(
-        found["cuda"], found["hip"], [(name, major, size) for name, major, size in found["gpus"]], found["error"]
-    )
+    """Use each visible GPU in another process, with a deadline."""
+    with temporary("doctor") as folder:
+        log = folder / "log"
+        process = LOCAL.launch("slipstream.doctor.torch_trial", output=log)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return TorchView(error=f"no answer within {timeout_s:.0f} s")
+        finally:
+            process.end(0.0)
+        if code:
+            return TorchView(error=last_error(log) or f"exit code {code}")
+        found: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
+    return TorchView(found["cuda"], found["hip"], [tuple(each) for each in found["gpus"]], found["error"])
 
 
 def check_gpus(
     driver: Callable[[], list[dict[str, Any]]] = gpus_at_start, torch_view: Callable[[], TorchView] = ask_torch
 ) -> Iterator[Finding]:
     """The GPUs of the driver are torch's, compute, and are free."""
+    if os.environ.get(_VISIBLE) in _HIDDEN:
+        yield Finding("GPUs", "ok", f"{_VISIBLE} hides them: runs use the CPU")
+        return
     cards = driver()
     seen = torch_view()
     if not cards and not seen.gpus:
@@ -78,24 +74,24 @@ def check_gpus(
         yield _unusable(cards, seen)
         return
     is_fine = True
-    for number, (name, major, size) in enumerate(seen.gpus):
+    states = {card["uuid"]: card for card in cards}
+    for number, (name, major, size, uuid) in enumerate(seen.gpus):
         if major < HAS_BFLOAT16:
             is_fine = False
             reason = f"GPU {number} ({name}) has no bfloat16: runs use float16"
             yield Finding("GPUs", "warning", reason, "use a GPU of compute capability 8 or higher for bfloat16")
+        # A slice has the UUID of the whole GPU, whose memory says nothing of it.
         if "MIG" in name:
             is_fine = False
             reason = f"GPU {number} ({name}) is a slice of {size / GIB:.0f} GiB; NCCL cannot connect two slices"
             yield Finding("GPUs", "warning", reason, "use one slice a run, with weights.bridge other than broadcast")
-    for card in cards:
-        held, total = int(card["used_mib"]) << 20, int(card["total_mib"]) << 20
-        if held >= SAFE_HELD:
+        elif isinstance(used := states.get(uuid, {}).get("used_mib"), int) and used << 20 >= SAFE_HELD:
             is_fine = False
-            by = ", ".join(card["processes"]) or "processes of other users or containers"
-            reason = f"{card['name']} has {(total - held) / GIB:.0f} of {total / GIB:.0f} GiB free; held by {by}"
-            yield Finding("GPUs", "warning", reason, f"end them, or choose other GPUs by {_VISIBLE}")
+            by = ", ".join(states[uuid]["processes"]) or "processes of other users or containers"
+            reason = f"GPU {number} ({name}) has {(size - (used << 20)) / GIB:.0f} of {size / GIB:.0f} GiB free"
+            yield Finding("GPUs", "warning", f"{reason}; held by {by}", f"end them, or choose other GPUs by {_VISIBLE}")
     if is_fine:
-        names = ", ".join(f"{name} ({size / GIB:.0f} GiB)" for name, _, size in seen.gpus)
+        names = ", ".join(f"{name} ({size / GIB:.0f} GiB)" for name, _, size, _ in seen.gpus)
         yield Finding("GPUs", "ok", f"{names}; torch for CUDA {seen.cuda or seen.hip}")
 
 
@@ -118,7 +114,7 @@ def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView) -> Finding:
 
 
 def check_visible(
-    environ: Mapping[str, str] = os.environ, uuids: Callable[[], Sequence[str]] | None = None
+    environ: Mapping[str, str] = os.environ, driver: Callable[[], list[dict[str, Any]]] = gpus_at_start
 ) -> Iterator[Finding]:
     """Variables to choose GPUs name GPUs of this machine, and do not contradict each other."""
     chosen = environ.get(_VISIBLE)
@@ -126,9 +122,9 @@ def check_visible(
     if chosen is not None and others:
         reason = f"{_VISIBLE} and {others[0]} are both set, and Ray and vLLM refuse that"
         yield Finding("visible GPUs", "warning", reason, f"unset {others[0]}")
-    if not chosen:
+    if chosen is None or chosen in _HIDDEN:
         return
-    found = list(uuids()) if uuids else [line.strip() for text in query_gpus("gpu=uuid") for line in text.splitlines()]
+    found = [str(card["uuid"]) for card in driver()]
     parts = [part.strip() for part in chosen.split(",")]
     numbers = [str(number) for number in range(len(found))]
     wrong = [p for p in parts if p not in numbers and not any(each.startswith(p) for each in found) and "MIG" not in p]

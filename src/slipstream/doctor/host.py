@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slipstream.config.bounds import GIB
 from slipstream.doctor.findings import Finding
-from slipstream.plan.machine import usable_cpus, usable_memory_bytes
+from slipstream.plan.machine import free_memory_bytes, usable_cpus, usable_memory_bytes
 
 LEAST_MEMORY_GIB = 4.0
 """Memory of the smallest tried run: two cores, vLLM and a trainer on the CPU."""
@@ -55,13 +55,10 @@ def check_cpus(cpus: int | None = None, on_machine: int | None = None) -> Iterat
         yield Finding("CPUs", "ok", of)
 
 
-def check_memory(usable: int | None = None, information: Path = Path("/proc/meminfo")) -> Iterator[Finding]:
+def check_memory(usable: int | None = None, free: int | None = None) -> Iterator[Finding]:
     """Enough memory, by the machine and its control group, and enough of it free."""
-    usable = usable or usable_memory_bytes()
-    fields = dict(line.split(":", 1) for line in _text(information).splitlines() if ":" in line)
-    free = int(fields.get("MemAvailable", "").split()[0]) * 1024 if fields.get("MemAvailable", "").strip() else usable
-    free, least = min(free, usable), LEAST_MEMORY_GIB * GIB
-    said = f"{free / GIB:.1f} GiB of {usable / GIB:.1f} GiB are free"
+    usable, free, least = usable or usable_memory_bytes(), free or free_memory_bytes(), LEAST_MEMORY_GIB * GIB
+    said = f"{min(free, usable) / GIB:.1f} GiB of {usable / GIB:.1f} GiB are free"
     if usable < least:
         remedy = "give the job or container more (--mem, --memory, resources.limits.memory)"
         yield Finding("memory", "fault", f"{said}, and the smallest run takes {LEAST_MEMORY_GIB:g} GiB", remedy)
@@ -105,7 +102,9 @@ def check_limits(limits: Mapping[str, int] | None = None) -> Iterator[Finding]:
         reason = f"this process may have {soft:,} {what}" + (f", and runs were tried with {least:,}" if least else "")
         yield Finding("limits", "warning" if least else "fault", reason, f"ulimit -{options[name]} {target}")
     if is_fine:
-        yield Finding("limits", "ok", f"{found['NOFILE']:,} open files; no limit too low for a run")
+        files = found["NOFILE"]
+        said = "any number of" if files in (-1, resource.RLIM_INFINITY) else f"{files:,}"
+        yield Finding("limits", "ok", f"{said} open files; no limit too low for a run")
 
 
 def check_temporary_folder(folder: Path | None = None) -> Iterator[Finding]:
@@ -168,10 +167,3 @@ def check_clock(now: float | None = None) -> Iterator[Finding]:
         yield Finding("clock", "fault", f"the clock says {date}", "set it: timedatectl set-ntp true")
     else:
         yield Finding("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

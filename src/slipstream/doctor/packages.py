@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from slipstream.doctor.findings import Finding
 from slipstream.errors import ConfigError
 from slipstream.plan.facts import EngineFacts
-from slipstream.plan.machine import query_gpus
+from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.preflight.torch_builds import check_torch_builds
 from slipstream.plan.vllm_version import read_engine
 
@@ -72,7 +72,7 @@ def check_vllm(engine: Callable[[], EngineFacts | None] | None = None) -> Iterat
 
 
 def check_torch(
-    has_gpu: Callable[[], bool] = lambda: any(query_gpus("gpu=uuid")),
+    has_gpu: Callable[[], bool] = lambda: bool(gpus_at_start()),
     check_builds: Callable[[], None] = check_torch_builds,
 ) -> Iterator[Finding]:
     """torch and the packages with operators for it are one build, for the GPU if there is one."""

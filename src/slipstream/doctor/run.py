@@ -18,12 +18,8 @@ def check_run(run_file: Path, overrides: Sequence[str] = ()) -> Iterator[Finding
     try:
         prepared = plan_run(load_config(run_file, overrides))
     except SlipstreamError as error:
-        # Its sentence ends with the remedy.
-        reason, _, remedy = str(error).rpartition(": ")
-        yield Finding(name, "fault", reason or str(error), remedy if reason else "")
+        yield from (Finding(name, "fault", sentence) for sentence in str(error).splitlines())
         return
-    for warning in prepared.plan.warnings:
-        reason, _, remedy = warning.rpartition(": ")
-        yield Finding(name, "warning", reason or warning, remedy if reason else "")
+    yield from (Finding(name, "warning", sentence) for sentence in prepared.plan.warnings)
     if not prepared.plan.warnings:
         yield Finding(name, "ok", "model, template, data and options fit together, and the plan fits this machine")

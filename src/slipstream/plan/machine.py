@@ -18,6 +18,7 @@ _USED, _PROCESSES = f"gpu={','.join(STATE)}", "compute-apps=gpu_uuid,pid,used_me
 _ASKING_S = 20.0
 """A driver that is loaded for the question alone takes seconds for each GPU."""
 _GROUPS, _MEMBERSHIP, _COUNTERS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
+_MEMORY = Path("/proc/meminfo")
 
 
 def usable_cpus() -> int:
@@ -42,6 +43,21 @@ def usable_memory_bytes() -> int:
             if text.isdigit() and int(text) > 0:
                 memory = min(memory, int(text))
     return memory
+
+
+def free_memory_bytes() -> int:
+    """Memory that a new process can get: what the machine has available, or what the limit of a control group leaves.
+    A group's use counts without files that the kernel can drop."""
+    free = {line.partition(":")[0]: line.split()[1] for line in _read(_MEMORY).splitlines() if line.count(" ")}
+    found = [int(free["MemAvailable"]) * 1024] if "MemAvailable" in free else []
+    for folder in _control_groups("memory"):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, used = _read(folder / limit), _read(folder / usage)
+            if most.isdigit() and used.isdigit():
+                counts = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                files = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+                found.append(max(0, int(most) - max(0, int(used) - files)))
+    return min([usable_memory_bytes(), *found])
 
 
 def count_oom_kills() -> int:
