@@ -5,9 +5,10 @@
                                           [--systems slipstream trl] [--seeds 0 1 2] [--figure docs/accuracy.svg]
 
 A case is a run file of `examples/pretrained/` and a target: the part of 512 held-out tasks that is right, sampled at
-temperature 1. Both systems get the same tasks, prompt tokens (compared), reward, batch, group size, learning rate and
-clipping, as the run file resolves on this machine. TRL has vLLM in its process, and weights of 32 bits. Each evaluates
-every few steps with its own engine, and ends at `--stop-at` or after `--max-steps`. Each run has one GPU.
+temperature 1. A task with a file `_sft.toml` begins from the model of this SFT, which no column counts. Both systems
+get the same tasks, prompt tokens (compared), reward, batch, group size, learning rate and clipping, as the run file
+resolves on this machine. TRL has vLLM in its process, and weights of 32 bits. Each evaluates every few steps with its
+own engine, and ends at `--stop-at` or after `--max-steps`. Each run has one GPU.
 
 Columns: start-up, from the process's start to the first step; training, from there to the end of the step that reached
 the target; evaluations count in neither. With several GPUs, each has one run at a time. Results in the folder are kept:
@@ -27,11 +28,12 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,6 +42,7 @@ RUN_FILES = HERE.parent / "examples" / "pretrained"
 SYSTEMS = ("slipstream", "trl")
 NUM_HELD_OUT, EVERY = 512, 5
 MOST_TRAINING, MOST_WHOLE = 0.5, 0.7
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -47,48 +50,81 @@ class Case:
     """A model and a task."""
 
     model: str
-    file: str
+    task: str
     target: float
     constant: float
     """Accuracy of the best constant answer."""
 
+    @property
+    def file(self) -> Path:
+        """The run file of GRPO."""
+        return RUN_FILES / f"{self.task}.toml"
 
+    @property
+    def sft_file(self) -> Path | None:
+        """The run file of the SFT before it, if there is one."""
+        path = RUN_FILES / f"{self.task}_sft.toml"
+        return path if path.exists() else None
+
+
+TASKS = {"sums": (0.3, 0.02), "decimals": (0.3, 0.02), "chains": (0.3, 0.02), "word_problems": (0.2, 0.02)}
 CASES = {
-    "smollm2-sums": Case("smollm2", "sums.toml", 0.3, 0.02),
-    "smollm2-decimals": Case("smollm2", "decimals.toml", 0.3, 0.02),
-    "smollm2-chains": Case("smollm2", "chains.toml", 0.3, 0.05),
-    "gemma3-sums": Case("gemma3", "sums.toml", 0.3, 0.02),
-    "gemma3-decimals": Case("gemma3", "decimals.toml", 0.3, 0.02),
-    "gemma3-chains": Case("gemma3", "chains.toml", 0.3, 0.05),
+    f"{model}-{task}": Case(model, task, *figures) for model in ("smollm2", "gemma3") for task, figures in TASKS.items()
 }
 
 
-def settings_of(case: Case, seed: int, options: argparse.Namespace, folder: Path) -> list[str]:
+def model_of(name: str, options: argparse.Namespace) -> Path:
+    """The folder of the weights that the runs of a case begin from."""
+    case = CASES[name]
+    if case.sft_file is None:
+        return options.models / case.model
+    return sorted((options.out / f"{name}-sft" / "run" / "checkpoints").glob("step-*/weights"))[-1]
+
+
+def sft(name: str, gpu: str | None, options: argparse.Namespace) -> None:
+    """The SFT before a case, unless it is there or not needed."""
+    case, folder = CASES[name], options.out / f"{name}-sft"
+    if case.sft_file is None or (folder / "run").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / "rows.jsonl"
+    subprocess.run([sys.executable, str(RUN_FILES / "demonstrations.py"), case.task, str(rows)], check=True)
+    given = {"model.path": options.models / case.model, "data.path": rows, "run.folder": folder / "run"}
+    settings = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "slipstream.cli", "sft", str(case.sft_file), "--plain", *settings]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
+    with (folder / "log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=300, check=True)
+
+
+def settings_of(name: str, seed: int, options: argparse.Namespace, folder: Path) -> list[str]:
     """Settings on the command line, beside the run file."""
+    case = CASES[name]
     given = {
-        "model.path": options.models / case.model,
+        "model.path": model_of(name, options),
         "run.folder": folder / "run",
         "run.seed": seed,
         "training.steps": options.max_steps,
         "evaluation.num_tasks": NUM_HELD_OUT,
         "evaluation.every": EVERY,
         "evaluation.stop_at": options.stop_at,
-        # A base model ends a line, not a turn.
-        **({"sampling.stop": '["\\n"]'} if case.model == "gemma3" else {}),
+        # A base model ends a line, not a turn, before SFT.
+        **({"sampling.stop": '["\\n"]'} if case.model == "gemma3" and case.sft_file is None else {}),
     } | dict(pair.split("=", 1) for pair in options.set)
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
-def command_of(case: Case, name: str, system: str, seed: int, options: argparse.Namespace, folder: Path) -> list[str]:
+def command_of(name: str, system: str, seed: int, options: argparse.Namespace, folder: Path) -> list[str]:
     """The process of one run."""
+    case = CASES[name]
     if system == "slipstream":
-        given = settings_of(case, seed, options, folder)
-        return [sys.executable, "-m", "slipstream.cli", "train", str(RUN_FILES / case.file), "--plain", *given]
-    prepared = (options.out / name / case.file).with_suffix(".json")
+        given = settings_of(name, seed, options, folder)
+        return [sys.executable, "-m", "slipstream.cli", "train", str(case.file), "--plain", *given]
+    prepared = options.out / name / f"{case.task}.json"
     given = {
         "child": prepared,
         "folder": folder,
-        "model": options.models / case.model,
+        "model": model_of(name, options),
         "seed": seed,
         "stop-at": options.stop_at,
         "max-steps": options.max_steps,
@@ -105,7 +141,7 @@ def run(name: str, system: str, seed: int, gpu: str | None, options: argparse.Na
         return json.loads(result.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-    command = command_of(CASES[name], name, system, seed, options, folder)
+    command = command_of(name, system, seed, options, folder)
     began = time.time()
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -382,6 +418,23 @@ def draw(path: Path, results: dict[str, dict[str, list[dict[str, Any]]]]) -> Non
     figure.savefig(path, metadata={"Date": None})
 
 
+def on_gpus(gpus: Sequence[str | None], items: Sequence[Item], do: Callable[[Item, str | None], None]) -> None:
+    """Do each item in turn on the first GPU that is free."""
+    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def with_gpu(item: Item) -> None:
+        gpu = free.get()
+        try:
+            do(item, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        list(pool.map(with_gpu, items))
+
+
 def main() -> int:
     """Run what is not there yet, each GPU one run at a time; print, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -408,33 +461,21 @@ def main() -> int:
         return 0
     options.models, options.out = options.models.resolve(), options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    if "trl" in options.systems:
-        for name in options.cases:
-            case = CASES[name]
-            out = options.out / name
-            if not out.exists():
-                command = [sys.executable, __file__, "--prepare", str(RUN_FILES / case.file), "--out", str(out), "--"]
-                subprocess.run([*command, *settings_of(case, 0, options, out)], check=True)
-    waiting: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()
-    for item in [(c, y, s) for s in options.seeds for c in options.cases for y in options.systems]:
-        waiting.put(item)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    gpus = visible[: options.gpus] or [None]
+    on_gpus(gpus, options.cases, lambda name, gpu: sft(name, gpu, options))
+    for name in options.cases if "trl" in options.systems else ():
+        out = options.out / name
+        if not out.exists():
+            command = [sys.executable, __file__, "--prepare", str(CASES[name].file), "--out", str(out), "--"]
+            subprocess.run([*command, *settings_of(name, 0, options, out)], check=True)
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
 
-    def work(gpu: str | None) -> None:
-        while True:
-            try:
-                item = waiting.get_nowait()
-            except queue.Empty:
-                return
-            found[item] = run(*item, gpu, options)
-            print(json.dumps({"-".join(map(str, item)): found[item]}), file=sys.stderr, flush=True)
+    def one(item: tuple[str, str, int], gpu: str | None) -> None:
+        found[item] = run(*item, gpu, options)
+        print(json.dumps({"-".join(map(str, item)): found[item]}), file=sys.stderr, flush=True)
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
-    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in visible[: options.gpus] or [None]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_gpus(gpus, [(c, y, s) for s in options.seeds for c in options.cases for y in options.systems], one)
     results = {c: {y: [found[c, y, s] for s in options.seeds] for y in options.systems} for c in options.cases}
     lines, holds = tables(results)
     print("\n".join(lines))

@@ -7,13 +7,14 @@ import reasoning_gym
 from slipstream.envs import split_of
 
 ONE_DIGIT = {"min_digits": 1, "max_digits": 1}
+SMALL = {"min_digits": 1, "max_digits": 2}
 TASKS = {
-    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, **SMALL}),
     "decimals": (
         "decimal_chain_sum",
         {"min_terms": 2, "max_terms": 2, **ONE_DIGIT, "min_decimal_places": 1, "max_decimal_places": 1},
     ),
-    "chains": ("chain_sum", {"min_terms": 4, "max_terms": 4, **ONE_DIGIT}),
+    "chains": ("chain_sum", {"min_terms": 4, "max_terms": 4, **SMALL}),
 }
 
 
