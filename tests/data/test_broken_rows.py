@@ -87,6 +87,7 @@ FILES = {
     "no_ground_truth": (verl(reward_model={"style": "rule"}), 2, "reward_model .* no column 'ground_truth'"),
     "null_ground_truth": (verl(reward_model={"ground_truth": None}), 2, r"reward_model\.ground_truth is empty"),
     "extra_info_a_list": (verl(extra_info=[1]), 2, r"extra_info = \[1\]"),
+    "extra_info_no_literal": (verl(extra_info="{[]: 1}"), 2, r"extra_info = '{\[\]: 1}'"),
     "null_data_source": (verl(data_source=None), 2, "data_source = None"),
     "videos": (verl(videos=["a.mp4"]), 2, "videos is not empty"),
     "images": (verl(images=["a.png"]), 2, r"images\[0\] = 'a.png' cannot be read"),

@@ -311,7 +311,7 @@ def test_bfloat16_without_masters(model, tmp_path):
         with trained(config, tmp_path) as (parts, _):
             losses.append([one_step(parts, config, batch)["loss"] for batch in BATCHES])
             assert {tensor.dtype for _, tensor in parts.learner.named_weights()} == {torch.bfloat16}
-    # PackedTensor otherwise, bfloat16 rounds otherwise; weights are rounded by chance, and otherwise for each rank.
+    # Packed otherwise, bfloat16 rounds otherwise; weights are rounded by chance, and otherwise for each rank.
     for several in losses[1:]:
         assert several == pytest.approx(losses[0], abs=0.03)
 

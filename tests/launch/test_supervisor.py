@@ -330,6 +330,22 @@ def test_a_trainer_that_does_not_get_on(supervised):
 
 
 @pytest.mark.full
+def test_all_go_on_after_a_stop_by_the_terminal(supervised):
+    body = """
+        while not (folder / "seen").exists():
+            time.sleep(0.01)
+    """
+    run = supervised(body)
+    run.until(run.has_begun())
+    run.process.send_signal(signal.SIGTSTP)
+    for pid in (run.process.pid, run.attempts[0][0]):
+        run.until_stopped(pid)
+    run.process.send_signal(signal.SIGCONT)
+    (run.folder / "seen").touch()
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (0, 1), err
+
+
 def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
     body = """
         while not (folder / "ready").exists():

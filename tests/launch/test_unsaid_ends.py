@@ -42,7 +42,10 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_at_its_end(tmp_path,
     with RunLog.create(tmp_path / "run") as log:
         if limit is not None:
             log.event("time_limit", step=saved[0], max_seconds=limit)
-        log.has_exit = True if ended is None else log.exit(None if ended == "finished" else ended, step=4)
+        if ended is None:
+            log.has_exit = True  # writes none at its close
+        else:
+            log.exit(None if ended == "finished" else ended, step=4)
         group_ledger = Ledger(log.folder, 0, 0, staleness=0, shape={})
         for name in ("running", "ready"):
             group_ledger.begin(name)

@@ -196,6 +196,24 @@ def test_a_watchdog_that_dies_is_missed(watched):
     assert run.wait()[0] == 0
 
 
+def test_the_end_is_told_before_the_trainer_is_killed(tmp_path, monkeypatch):
+    log, told = RunLog.create(tmp_path / "run"), []
+    log.metrics(3, {"loss/total": 1.0})
+
+    def end(trainer, error):
+        told.append(read_exit(log.folder))
+        log.close()
+
+    monkeypatch.setattr(watchdog, "_PASSED", ())
+    monkeypatch.setattr(watchdog, "watch", lambda trainer, folder: "hangs")
+    monkeypatch.setattr(watchdog, "beat_of", lambda trainer, folder: beat())
+    monkeypatch.setattr(watchdog, "end", end)
+    monkeypatch.setattr(sys, "argv", ["watchdog", "7", str(log.folder)])
+    watchdog.main()
+    for report in (*told, read_exit(log.folder)):
+        assert (report.error, report.exit_code, report.step, report.lineage) == ("TrainerLost", 137, 3, 0)
+
+
 def test_a_lock_that_is_held_a_little_longer_keeps_no_end_from_the_run(tmp_path, monkeypatch):
     RunLog.create(tmp_path / "run").close()
     create, held = RunLog.create, [True, True]

@@ -98,7 +98,7 @@ def test_a_finished_run_is_told_whole(write, tmp_path):
                   "Learning rate", "Every step", "An ordinary step"):  # fmt: skip
         assert f"<h3>{title}</h3>" in text, title
     assert re.findall(r"<h2>(.*?)</h2>", text)[:5] == ["Learning", "Rollouts", "Policy", "Numerics", "Speed"]
-    assert "2 warnings, listed below (How it ended)." in page.words
+    assert "2 warnings, listed below (End of the run)." in page.words
     assert "derived: few parameters" in page.words
     assert "something to know <b>" in page.words
     assert "0000000000000006" in page.words

@@ -1,4 +1,4 @@
-"""Training in float16: a scaled loss, overflows that are made again, and models that do not fit."""
+"""Training in float16: a scaled loss, and overflows that are made again."""
 
 import pytest
 import torch

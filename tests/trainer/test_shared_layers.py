@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from slipstream.errors import ConfigError
 from slipstream.shared_kernels import flash3, operations
-from slipstream.trainer.attention import flash4
+from slipstream.trainer.attention import flash4, packed
 from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.policy import PolicyModel
@@ -259,7 +259,7 @@ def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch,
 
     def attend():
         given = [each.clone().requires_grad_() for each in inputs]
-        output, _ = torch.ops.slipstream.ragged_attention(*given, layout.layout_id, size**-0.5, window)
+        output, _ = packed.ragged_attention(*given, layout.layout_id, size**-0.5, window)
         return output.detach(), *torch.autograd.grad(output, given, pulled)
 
     expected = attend()
@@ -267,7 +267,7 @@ def test_the_gradients_of_the_engines_attention_are_those_of_torchs(monkeypatch,
     for ours, theirs in zip(attend(), expected, strict=True):
         assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.02
     with pytest.raises(ConfigError, match="tokens of context are more than a sliding window of 50"):
-        torch.ops.slipstream.ragged_attention(*inputs, layout.layout_id, size**-0.5, 50)
+        packed.ragged_attention(*inputs, layout.layout_id, size**-0.5, 50)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A `RunConfig` from `load_config` has settings that agree with each other. An error names the key, its value, the reason
 and the remedy, before any process starts. Nothing in this package imports torch. Values that depend on the model, the
-tasks or the machine are derived in `launch.plan`.
+tasks or the machine are derived in `plan`.
 """
 
 from typing import TYPE_CHECKING

@@ -27,7 +27,8 @@ class Section(BaseModel):
 
 
 Problems = Iterator[str | tuple[str, str]]
-"""A sentence for each impossible combination of settings. It begins with a key, or another key comes with it."""
+"""Settings that cannot be run together. A sentence begins with the key to blame; a pair (key, sentence) names another
+one."""
 
 
 def keyed(problems: Iterable[str | tuple[str, str]]) -> Iterator[tuple[str, str]]:

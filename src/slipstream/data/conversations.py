@@ -189,7 +189,7 @@ def as_mapping(value: Any, column: str, where: str) -> dict[str, Any]:
     """A nested column as a mapping. Some data sets store it as text, in JSON or as a Python literal."""
     found = value
     if isinstance(value, str) and (found := json_or_none(value)) is None:
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             found = ast.literal_eval(value)
     if not isinstance(found, dict):
         raise DataError(f"{where}: {column} = {value!r:.60} is not a dictionary, nor JSON text of one: correct it")

@@ -1,4 +1,4 @@
-"""Hooks of a run at points of its training."""
+"""Methods that `Orchestrator` and `RolloutReader` call around updates, evaluations and batches."""
 
 from __future__ import annotations
 

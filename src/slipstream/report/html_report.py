@@ -29,7 +29,7 @@ from slipstream.report.timeline import timeline
 from slipstream.report.validation import validation
 from slipstream.runlog import RunRecord
 
-_ENDING = "How it ended"
+_ENDING = "End of the run"
 TITLE_END = " - Slipstream report"
 """Marks a file as a report."""
 
@@ -89,8 +89,8 @@ def _samples(record: RunRecord) -> list[tuple[str, Html | None]]:
 def _course(record: RunRecord, head: Headline) -> list[tuple[str, Html | None]]:
     """Sections of how the run went."""
     return [
-        ("Who waited for whom", timeline(record)),
-        ("Where groups ended", groups(record)),
+        ("Waiting times", timeline(record)),
+        ("Outcomes of groups", groups(record)),
         ("Start-up", startup(record)),
         (_ENDING, ending(record)),
         ("Settings", settings(record)),

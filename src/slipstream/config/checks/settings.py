@@ -1,7 +1,7 @@
 """Checks settings against each other: contradictions, and settings without effect.
 
 Pure functions of a config. Setting a key that `inapplicable` names is an error; its default is not. Checks that need
-the model, the tasks or the machine are in `launch.plan`.
+the model, the tasks or the machine are in `slipstream.plan`.
 """
 
 from __future__ import annotations

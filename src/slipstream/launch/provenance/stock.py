@@ -88,7 +88,7 @@ def take_stock(prepared: Prepared, folder: Path, progress: Progress, *, resume: 
         else:
             _refuse(folder, changes, prepared.config.run.allow_changes)
             warnings.append(f"resumed with another {kinds}, as run.allow_changes says: {told(changes)}")
-    if other := changed_settings(before.versions, found.versions):
+    if other := changed_settings(before.versions, found.versions, missing="none"):
         warnings.append(f"resumed with other versions than before: {'; '.join(other)}")
     return Stock(found.sources, found.versions, earlier, tuple(changes), tuple(warnings))
 

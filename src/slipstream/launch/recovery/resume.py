@@ -127,10 +127,10 @@ def same_commit(loaded: Loaded) -> Loaded:
 _OF_A_START = ("run.folder", "run.allow_changes")
 
 
-def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def changed_settings(before: dict[str, Any], after: dict[str, Any], missing: str = "not set") -> list[str]:
     """List the settings in which two resolved configs differ, with both values."""
     names = [name for name in {**before, **after} if name not in _OF_A_START and before.get(name) != after.get(name)]
-    return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
+    return [f"{name} was {before.get(name, missing)} and is {after.get(name, missing)}" for name in names]
 
 
 def identity_of(

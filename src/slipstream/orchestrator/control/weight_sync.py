@@ -100,8 +100,9 @@ class RunHooks(TrainerHooks):
         if self._config.inference.sleep:
             import torch
 
-            torch.cuda.empty_cache()
-            self._take_turns("wake", commands.Wake(self._config.weights.apply_timeout_s))
+            with self._log.phase("wake"):
+                torch.cuda.empty_cache()
+                self._take_turns("wake", commands.Wake(self._config.weights.apply_timeout_s))
 
     def repeats_update(self, error: SlipstreamError) -> bool:
         """Whether a version whose update failed with `error` is published once more: where one engine of several, of
@@ -151,11 +152,11 @@ class RunHooks(TrainerHooks):
     def batch_taken(self) -> None:
         """Under `inference.sleep`, the engine frees its GPU memory while the trainer works."""
         if self._config.inference.sleep:
-            self._take_turns("sleep", commands.Sleep(self._config.weights.apply_timeout_s))
+            with self._log.phase("sleep"):
+                self._take_turns("sleep", commands.Sleep(self._config.weights.apply_timeout_s))
 
-    def _take_turns(self, phase: str, command: commands.Sleep | commands.Wake) -> None:
-        with self._log.phase(phase):
-            self._caller.call(command, commands.Done, command.timeout_s + _GRACE_S, f"the engine to {phase}")
+    def _take_turns(self, name: str, command: commands.Sleep | commands.Wake) -> None:
+        self._caller.call(command, commands.Done, command.timeout_s + _GRACE_S, f"the engine to {name}")
 
 
 def _publisher(

@@ -166,6 +166,8 @@ def decode(data: bytes, kind: Any) -> Any:
 
 
 def _packed(tensor: Any) -> tuple[str, list[int], bytes]:
+    if not isinstance(tensor, Tensor):
+        raise NotImplementedError  # msgspec names the type
     flat = tensor.detach().cpu().contiguous()
     return str(flat.dtype).removeprefix("torch."), list(flat.shape), flat.numpy().tobytes()
 
