@@ -47,7 +47,8 @@ LEAVING = dict.fromkeys(
     [
         *("child plain", "child session", "child group", "child bare", "child stopped", "child deaf"),
         *("daemon x", "many x", "forks returns", "forks raises", "forks answers", "forks unseen"),
-        *("thread x", "at_exit x", "elsewhere x", "limits x", "prints x", "no_streams x", "no_output x", "own_loop x"),
+        *("thread x", "at_exit x", "elsewhere x", "limits x", "prints x", "takes_input x"),
+        *("no_streams x", "no_output x", "own_loop x"),
     ],
     0.5,
 )

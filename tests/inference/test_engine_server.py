@@ -157,11 +157,17 @@ async def test_what_was_asked_for_must_be_there(name, is_asked, is_there):
     else:
         server.host.described[0]["patches_left_out"] = {patch: "not in this vLLM"}
     if is_asked and not is_there:
-        with pytest.raises(RuntimeError, match=rf"model.{name} = true cannot be \(not in this vLLM\)"):
+        with pytest.raises(RuntimeError, match=rf"model.{name} = true is not possible \(not in this vLLM\)"):
             await server.start()
         return
     await server.start()
     assert server.service.is_serving
+
+
+async def test_kernels_of_a_gpu_are_not_there_on_a_cpu():
+    server = made(shared_kernels=True)
+    with pytest.raises(RuntimeError, match=r"shared_kernels = true is not possible \(it needs a GPU"):
+        await server.start()
 
 
 async def test_a_float32_head_is_told_and_needed_where_it_was_asked_for():

@@ -143,14 +143,15 @@ def wait_until(reached):
         time.sleep(0.01)
 
 
-def test_tensorboard_keeps_the_step_that_a_resume_goes_on_from(run):
+@pytest.mark.parametrize("resumed_from", [1, None])
+def test_tensorboard_keeps_the_step_that_a_resume_goes_on_from(run, resumed_from):
     with MetricSinks(["tensorboard"], run, Log()) as sinks:
         put_all(sinks, [{"reward/mean": 0.0}, {"reward/mean": 0.25}, {"reward/mean": 0.5}])
     time.sleep(1.1)  # the file's name is the second in which it was opened
-    with MetricSinks(["tensorboard"], dataclasses.replace(run, lineage=1, resumed_from=1), Log()) as sinks:
+    with MetricSinks(["tensorboard"], dataclasses.replace(run, lineage=1, resumed_from=resumed_from), Log()) as sinks:
         put_all(sinks, [{"probe/abs_logprob_diff": 0.125}, {"reward/mean": 2.0}], 1)
     rows = tensorboard_rows(run.folder)
-    assert rows["reward/mean"] == [(0, 0.0), (1, 0.25), (2, 2.0)]
+    assert rows["reward/mean"] == [(0, 0.0), *[(1, 0.25)] * (resumed_from == 1), (2, 2.0)]
     assert rows["probe/abs_logprob_diff"] == [(1, 0.125)]
 
 

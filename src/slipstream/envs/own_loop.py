@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_CANCELLED_S = 10.0
+"""How long an interrupted caller waits for `work` to clean up."""
 
 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -32,7 +35,8 @@ def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         thread.join()
     except BaseException:
         for task in filter(None, tasks):
-            task.get_loop().call_soon_threadsafe(task.cancel)
-        thread.join()
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        thread.join(_CANCELLED_S)
         raise
     return coming.result()

@@ -12,7 +12,7 @@ class CannotShareKernels(ConfigError):
     """Trainer and engine cannot compute with the same kernels here; `problem` says why."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"model.shared_kernels = true cannot be ({problem}): set it to false")
+        super().__init__(f"model.shared_kernels = true is not possible ({problem}): set it to false")
         self.problem = problem
 
 

@@ -98,8 +98,11 @@ class EngineServer:
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
         for patch in patch_table.asking(self.settings):
-            if why := self.patches_left_out.get(patch.name):
-                raise RuntimeError(f"model.{patch.setting} = true cannot be ({why}): set it to false")
+            why = self.patches_left_out.get(patch.name, "")
+            if patch.on == "gpu" and patch.name not in self.patches:
+                why = why or "it needs a GPU, and vLLM runs on a CPU"
+            if why:
+                raise RuntimeError(f"model.{patch.setting} = true is not possible ({why}): set it to false")
         if self.settings.version is not None:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:
