@@ -8,7 +8,7 @@ from slipstream.envs import split_of
 
 
 def tasks(split, num_tasks, seed):
-    """Distinct problems. Those of the two splits come from the same hundred templates, with other numbers and names."""
+    """Distinct problems. Both splits come from the same hundred templates, with other numbers and names."""
     found = {}
     for row in reasoning_gym.create_dataset("gsm_symbolic", size=20 * num_tasks + 100, seed=seed):
         question = row["question"].partition(" Give the result as")[0]

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, GPUs. Reads, never changes anything."""
+"""Cores, memory and GPUs of this process's machine. Reads, never changes anything."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def usable_memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that a new process can get: what the machine has available, or what the limit of a control group leaves.
-    A group's use counts without files that the kernel can drop."""
+    """Bytes for a new process: MemAvailable, or the rest of a control group's limit. Its inactive files count as free."""
     free = {line.partition(":")[0]: line.split()[1] for line in _read(_MEMORY).splitlines() if line.count(" ")}
     found = [int(free["MemAvailable"]) * 1024] if "MemAvailable" in free else []
     for folder in _control_groups("memory"):

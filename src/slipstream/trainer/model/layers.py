@@ -92,8 +92,8 @@ def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[.
 
 
 def _checkpoint_policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Save the outputs of `saved_operations`, except without gradients: DoRA's norms multiply full weight matrices. An
-    operation with a backward pass of its own always runs without."""
+    """Save the outputs of `saved_operations`, except without gradients: DoRA's norms multiply full weight matrices. Our
+    own operations always run without."""
     has_gradients = torch.is_grad_enabled() or operation.namespace == "slipstream"
     is_saved = has_gradients and operation in saved_operations()
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
