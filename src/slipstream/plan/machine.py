@@ -46,9 +46,9 @@ def usable_memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Bytes for a new process: MemAvailable, or the rest of a control group's limit. Its inactive files count as free."""
+    """Bytes for a new process: MemAvailable, or the rest of a group's limit. A group's inactive files count as free."""
     free = {line.partition(":")[0]: line.split()[1] for line in _read(_MEMORY).splitlines() if line.count(" ")}
-    found = [int(free["MemAvailable"]) * 1024] if "MemAvailable" in free else []
+    found = [int(free["MemAvailable"]) * 1024] if "MemAvailable" in free else list[int]()
     for folder in _control_groups("memory"):
         for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             most, used = _read(folder / limit), _read(folder / usage)
