@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 
 def main() -> None:
     """Compute on each visible GPU."""
     import torch
 
-    found = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "gpus": [], "error": ""}
+    found: dict[str, Any] = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "gpus": [], "error": ""}
     try:
         for index in range(torch.cuda.device_count()):
             torch.zeros(1, device=f"cuda:{index}").add_(1).item()
