@@ -21,7 +21,7 @@ LAYERS = {
     for layer, packages in enumerate(
         (
             ("records", "errors", "exports", "patience", "names", "progress", "processes", "regular_files"),
-            ("engine_protocols", "config", "runlog"),
+            ("engine_protocols", "config", "runlog", "nodes"),
             ("algo", "shared_kernels", "data", "detection", "transport", "sinks", "weights", "openai_client"),
             ("inference", "trainer", "envs"),
             ("orchestrator",),

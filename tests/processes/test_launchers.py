@@ -1,5 +1,4 @@
-"""The contract of `Launcher` and `Child`, for the local launcher and for one that starts its children on another node:
-in a network namespace, a folder and an environment of their own. Slurm and Ray would be further rows."""
+"""The contract of `Launcher` and `Child`, for children of this process and for those of an agent."""
 
 import os
 import signal
@@ -13,44 +12,30 @@ from slipstream.errors import ConfigError
 from slipstream.processes import launchers
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.launchers import LOCAL, Resources
+from tests.nodes.agents import agent, open_nodes
 from tests.processes import small_child
 from tests.waiting import WAIT_S, ends
 
 pytestmark = pytest.mark.real_start
 CHILD = small_child.__name__
-HAS_NETWORKS = subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode == 0
 
 
-AS_HERE = Resources()
+@pytest.fixture(scope="module")
+def nodes():
+    """An agent at work."""
+    with open_nodes(2) as found, agent(found.address):
+        found.wait(WAIT_S)
+        yield found
 
 
-class OtherNode:
-    """Children on a node that shares the file system only. A program there, started by a Slurm step or a Ray actor,
-    would connect the child's standard input to the caller; here `unshare` keeps it."""
-
-    def launch(self, module, arguments=(), environment=os.environ, resources=AS_HERE, node="", *, output=None):
-        own = dict(environment) | {"SLIPSTREAM_NODE": node or "other"}
-        moves = ["unshare", "--net"] if HAS_NETWORKS else ["env"]
-        before = launchers.popen
-
-        def popen(command, **options):
-            # Absolute: the folder of the caller is another one.
-            return before([*moves, "env", "-C", "/", *command], **options)
-
-        launchers.popen = popen
-        try:
-            return LOCAL.launch(module, arguments, own, resources, output=output)
-        finally:
-            launchers.popen = before
-
-
-@pytest.fixture(params=[LOCAL, OtherNode()], ids=["local", "other node"])
+@pytest.fixture(params=["", "node-1"], ids=["local", "of an agent"])
 def launch(request):
     """Starts `small_child`; none outlives the test."""
-    children = []
+    children, node = [], request.param
+    launcher = request.getfixturevalue("nodes") if node else LOCAL
 
     def make(*arguments, **options):
-        children.append(request.param.launch(CHILD, arguments, **options))
+        children.append(launcher.launch(CHILD, arguments, node=node, **options))
         return children[-1]
 
     yield make
@@ -72,8 +57,8 @@ def test_arguments_environment_resources_and_output(launch, tmp_path):
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_output_over_a_pipe(launch):
-    child = launch("say", output=launchers.PIPE)
+def test_output_over_a_pipe():
+    child = LOCAL.launch(CHILD, ["say"], output=launchers.PIPE)
     with open(child.output, "rb", closefd=False) as output:
         assert len(output.read().splitlines()) == 2
 

@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, doctor, env_commands, evaluation, output, proof, smoke
+from slipstream.cli import chat, commands, doctor, env_commands, evaluation, node, output, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.processes.exits import become, leave
@@ -44,6 +44,7 @@ app.command(smoke.smoke, group=_BEFORE)
 app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
+app.command(node.node, group=_TRAIN)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)
 app.command(commands.report, group=_INSPECT)

@@ -473,6 +473,21 @@ class RedisConfig(Section):
     """The environment variable that holds the server's password. Only a Unix socket that is private needs none."""
 
 
+class ClusterConfig(Section):
+    """Nodes of the run. The trainer's ranks are divided over them, and all else is on this host. Agents start the ranks
+    of the other nodes (`slipstream node`), with the token in SLIPSTREAM_CLUSTER_TOKEN. The run folder is at one path on
+    all nodes."""
+
+    nodes: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Nodes, this host included."""
+    address: str = ""
+    """`HOST:PORT` of this host, at which agents join."""
+    run_id: str = ""
+    """Agents must name it. Not set: the name of the run folder."""
+    join_timeout_s: bounds.Seconds = 600.0
+    """How long to wait for all agents."""
+
+
 class RunConfig(Section):
     """One run: everything that `slipstream train` needs."""
 
@@ -494,5 +509,6 @@ class RunConfig(Section):
     evaluation: EvaluationConfig | None = EvaluationConfig()
     """`evaluation = false` turns it off."""
     run: RunSection = RunSection()
+    cluster: ClusterConfig = ClusterConfig()
     redis: RedisConfig | None = None
     """Not set: no server is used."""

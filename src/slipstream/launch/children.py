@@ -7,6 +7,7 @@ processes at once, from any thread.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
+from slipstream.nodes.launcher import Nodes
+from slipstream.nodes.protocol import TOKEN_VARIABLE
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
@@ -143,9 +146,25 @@ class Children:
         self.at_exit(self.teacher.kill)
         return self.teacher
 
-    def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankProcesses:
+    def join_nodes(self, attempt: int) -> Nodes | None:
+        """Wait for the agents of the other nodes; None on one node. At the end of the run they end too, or await its
+        next attempt if an error ended it."""
+        cluster, run = self._run.config.cluster, self._run
+        if cluster.nodes == 1:
+            return None
+        host, _, port = cluster.address.rpartition(":")
+        token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
+        nodes = Nodes(cluster.nodes, (host, int(port)), token, run_id, attempt)
+        self.at_exit(lambda: nodes.close(is_over=self.error is None))
+        with run.stages.stage("wait for the nodes"):
+            nodes.wait(cluster.join_timeout_s, run.log.warning)
+        return nodes
+
+    def start_ranks(
+        self, sampling: SamplingParams, shared: tuple[SharedWeights, ...], nodes: Nodes | None = None
+    ) -> RankProcesses:
         """Start the trainer's ranks 1 and up; `shared`: the engine's weights that they train in place, if any."""
-        ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared)
+        ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared, nodes=nodes)
         self.killed_by(ranks.kill)
         self.at_exit(ranks.close)
         return ranks

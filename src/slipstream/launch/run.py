@@ -371,7 +371,8 @@ def _build_models(
     planned_bytes, stage = run.prepared.plan.trainer_bytes, run.stages.stage
     if config.training.ranks == 1:
         return build(config, workers, planned_bytes, stage)
-    return build_sharded(config, sampling, children.start_ranks(sampling, workers), planned_bytes, stage)
+    ranks = children.start_ranks(sampling, workers, children.join_nodes(run.log.lineage))
+    return build_sharded(config, sampling, ranks, planned_bytes, stage)
 
 
 def _share_weights(run: RunContext, generation: Generation | None) -> tuple[SharedWeights, ...]:

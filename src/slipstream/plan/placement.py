@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_teacher, uses_engine
+from slipstream.config.traits import planned_config, ranks_here, rolls_out, shares_weights, starts_teacher, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.memory.gpu_shares import (
@@ -23,6 +23,9 @@ def plan_placement(builder: PlanBuilder) -> None:
     orchestrators = builder.original.run.orchestrators
     least = (1 if asked == "auto" else asked) * orchestrators
     needed = least * size if uses_engine(builder.original) else 0
+    nodes, here = builder.original.cluster.nodes, ranks_here(builder.original)
+    if nodes > 1 and not builder.on_cpu:
+        raise ConfigError(f"cluster.nodes = {nodes} is tried on CPUs alone so far: use the GPUs of one host")
     shares = shares_weights(builder.original) or _ranks_share_gpus(builder, needed)
     beside = ranks > 1 and not builder.on_cpu and not shares
     if beside and (ranks + needed > num_gpus or builder["run.placement"] == "shared"):
@@ -30,8 +33,8 @@ def plan_placement(builder: PlanBuilder) -> None:
             f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
             f'there are {num_gpus}: lower it, and leave run.placement = "shared" to one rank'
         )
-    if builder.on_cpu and ranks > builder.facts.num_cpus:
-        builder.warnings.append(f"training.ranks = {ranks} processes share {builder.facts.num_cpus} cores: lower it")
+    if builder.on_cpu and here > builder.facts.num_cpus:
+        builder.warnings.append(f"training.ranks = {here} processes share {builder.facts.num_cpus} cores: lower it")
     if not needed:
         return
     check_divided(builder.facts.model, size, has_ranks=ranks > 1 and shares)
@@ -103,6 +106,8 @@ def one_copy_obstacle(builder: PlanBuilder) -> str:
     own = next((name for name in options if name.replace("-", "_") in OWN_LAYOUT), "")
     if config.lora is not None and config.lora.dora:
         return "DoRA's engine gets the whole model with the adapter in it"
+    if (nodes := config.cluster.nodes) > 1:
+        return f"the trainer is on cluster.nodes = {nodes}"
     if (orchestrators := config.run.orchestrators) > 1:
         return f"each of run.orchestrators = {orchestrators} has engines of its own"
     if isinstance(replicas, int) and replicas > 1:

@@ -13,6 +13,7 @@ from slipstream.config.traits import (
     measures_loss,
     num_engines,
     num_replicas,
+    ranks_here,
     shares_weights,
     uses_critic,
     uses_engine,
@@ -259,7 +260,7 @@ class _Side:
 def _memory(config: PlannedConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     dtype, on_gpu = config.model.dtype, facts.num_gpus > 0
     rows = row_memory(config, facts, checkpointing=config.training.gradient_checkpointing)
-    activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else config.training.ranks)
+    activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else ranks_here(config))
     trainer = _Side(rows.state, activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None

@@ -15,7 +15,7 @@ from typing import Protocol
 END = signal.SIGRTMIN
 """Asks a child to end in order: SIGTERM may come from whoever signals all processes of a run, which is the trainer's
 matter."""
-_DYING_S = 30.0
+DYING_S = 30.0
 """How long a killed process may take to end."""
 
 
@@ -98,7 +98,7 @@ class LocalChild:
         # The session outlives its leader when the leader died alone: always end it too.
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(_DYING_S)
+            self.wait(DYING_S)
         self.socket.close()
 
     def kill(self) -> None:

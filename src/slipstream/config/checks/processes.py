@@ -14,6 +14,26 @@ def process_problems(config: RunConfig) -> Problems:
     yield from _single_copy(config)
     yield from _orchestrators(config)
     yield from _ranks(config)
+    yield from _nodes(config)
+
+
+def _nodes(config: RunConfig) -> Problems:
+    """Checks for ranks on several nodes."""
+    number, ranks = config.cluster.nodes, config.training.ranks
+    if number == 1:
+        return
+    if ranks < number:
+        yield f"cluster.nodes = {number} are more than training.ranks = {ranks}: give each node a rank at least"
+    address = config.cluster.address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        yield f"cluster.address = {address!r} is no HOST:PORT: give one of this host, at which agents join"
+    if shares_weights(config):
+        yield (
+            "weights.bridge",
+            f"cluster.nodes = {number} divides the trainer over nodes, and weights.bridge = "
+            '"single_copy" has it in the memory of one engine: use another bridge',
+        )
 
 
 def _streams(config: RunConfig) -> Problems:

@@ -107,6 +107,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             "teacher.name teacher.key_variable",
             "has no effect without teacher.url",
         ),
+        (config.cluster.nodes == 1, "cluster", "has no effect while cluster.nodes is 1"),
         (config.run.streams != "redis", "redis", 'has no effect without run.streams = "redis"'),
     ]
     found = without_effect(rules) | mixture_inapplicable(config) | matching_inapplicable(config)

@@ -23,7 +23,9 @@ import msgspec
 
 from slipstream import errors
 from slipstream.config import PlannedConfig
+from slipstream.config.traits import ranks_here
 from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
+from slipstream.nodes.launcher import Nodes
 from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed, Garbage
 from slipstream.processes.launchers import LOCAL, Child, Resources
@@ -58,6 +60,8 @@ class RankSettings(msgspec.Struct, frozen=True):
     size: int
     store: str
     """Address of the process group, see `processes.rendezvous`."""
+    interface: str = "lo"
+    """The network interface that other ranks connect to."""
     shared: tuple[SharedWeights, ...] = ()
     """Exported weights of the engine's workers, one per rank, where the policy is trained in their memory."""
     trains: bool = True
@@ -66,12 +70,19 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 def rank_threads(config: PlannedConfig) -> int:
     """CPU threads of each trainer process."""
-    return max(1, config.run.threads // config.training.ranks)
+    return max(1, config.run.threads // ranks_here(config))
+
+
+def node_of(rank: int, config: PlannedConfig) -> str:
+    """The node of a rank: each has neighbouring ranks. Empty: this host."""
+    number = rank * config.cluster.nodes // config.training.ranks
+    return f"node-{number}" if number else ""
 
 
 @dataclass
 class _Rank:
     number: int
+    node: str
     process: Child
     channel: Channel
     log: Path
@@ -88,10 +99,12 @@ class RankProcesses:
         shared: tuple[SharedWeights, ...] = (),
         *,
         trains: bool = True,
+        nodes: Nodes | None = None,
     ) -> None:
-        self.shared = shared
+        self.shared, self._nodes = shared, nodes
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
-        self._folder = make_temporary("ranks")
+        # The folder of the logs is on all nodes.
+        self._folder = make_temporary("ranks", None if nodes is None else logs.parent)
         self._store = address_in(self._folder)
         self._ranks: list[_Rank] = []
         self._group: RankGroup | None = None
@@ -99,20 +112,26 @@ class RankProcesses:
         logs.mkdir(parents=True, exist_ok=True)
         try:
             for number in range(1, self._size):
-                settings = RankSettings(
-                    config.model_dump_json(), sampling, number, self._size, self._store, shared, trains
-                )
-                self._ranks.append(self._launch(settings, logs / f"rank-{number}.log", rank_threads(config)))
+                node = node_of(number, config)
+                interface = self._interface(node)
+                text, place = config.model_dump_json(), (number, self._size, self._store, interface)
+                settings = RankSettings(text, sampling, *place, shared, trains)
+                log = logs / f"rank-{number}.log"
+                self._ranks.append(self._launch(settings, log, rank_threads(config), node))
         except BaseException:
             self.close()
             raise
 
-    def _launch(self, settings: RankSettings, log: Path, threads: int) -> _Rank:
+    def _interface(self, node: str = "") -> str:
+        return "lo" if self._nodes is None else self._nodes.interface_on(node)
+
+    def _launch(self, settings: RankSettings, log: Path, threads: int, node: str) -> _Rank:
         path = self._folder / f"rank-{settings.rank}.json"
         path.write_bytes(msgspec.json.encode(settings))
         environment, resources = {**os.environ, **ENVIRONMENT}, Resources(threads=threads)
-        process = LOCAL.launch(PROGRAM, [str(path)], environment, resources, output=log)
-        return _Rank(settings.rank, process, Channel(process.socket), log)
+        launcher = LOCAL if self._nodes is None else self._nodes
+        process = launcher.launch(PROGRAM, [str(path)], environment, resources, node, output=log)
+        return _Rank(settings.rank, node, process, Channel(process.socket), log)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -125,7 +144,8 @@ class RankProcesses:
 
         self._answers("start", max(_START_S, self._timeout_s))
         with self._naming_failed_rank("meet"):
-            self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
+            timeout_s, interface = self._timeout_s, self._interface()
+            self._group = RankGroup(self._store, 0, self._size, timeout_s=timeout_s, interface=interface)
         if self._group.device.type == "cuda":
             threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
         return self._group
@@ -217,6 +237,8 @@ class RankProcesses:
         errors_of = dict(known or {})
         deadline = time.monotonic() + _GRACE_S
         while True:
+            if self._nodes is not None and self._nodes.lost:
+                return RankError(f"{self._nodes.lost[0]}: continue with --resume")
             for rank in self._ranks:
                 code = rank.process.poll()
                 if code is not None and code < 0:
@@ -245,7 +267,7 @@ class RankProcesses:
         return RankError(f"{self._name(rank)} failed ({answer.kind}: {answer.error}): look at {rank.log}")
 
     def _name(self, rank: _Rank) -> str:
-        return f"trainer process {rank.number} (of 0 to {self._size - 1})"
+        return f"trainer process {rank.number} (of 0 to {self._size - 1}){f' on {rank.node}' * bool(rank.node)}"
 
     def _watch(self) -> None:
         """Abort NCCL's waits for a rank that has died; gloo notices by itself."""

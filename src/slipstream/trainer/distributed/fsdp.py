@@ -1,6 +1,7 @@
-"""The process group of the trainer ranks on one host, and sharding of models over them by FSDP2.
+"""The process group of the trainer ranks, and sharding of models over them by FSDP2.
 
-The ranks meet through a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
+The ranks meet through a file in a folder that only the user can open. Gloo's sockets listen on the loopback interface,
+or on the node's one towards rank 0.
 Guarantees: each rank keeps a shard of every parameter, by rows, or by columns where an engine's worker has columns, and
 a frozen vision tower as a whole, so that it reads its own images; gradients are reduce-scattered as sums in float32,
 not averages, because an objective's divisors are those of the whole step; only rank 0 reads the model's files.
@@ -31,7 +32,6 @@ _VARIABLES = {
     # At a timeout torch aborts the collective instead of the process, so that we can report an error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "GLOO_SOCKET_IFNAME": "lo",
 }
 
 
@@ -48,7 +48,7 @@ that cache, and destroying a process group there would wait for threads that the
 class RankGroup:
     """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`."""
 
-    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float, interface: str = "lo") -> None:
         distributed: Any = torch.distributed
         on_gpu = torch.cuda.is_available()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -57,7 +57,7 @@ class RankGroup:
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
         store = meet(address, rank, size, timeout_s)
-        with environment(_VARIABLES):
+        with environment(_VARIABLES | {"GLOO_SOCKET_IFNAME": interface}):
             distributed.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,

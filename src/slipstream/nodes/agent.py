@@ -1,0 +1,126 @@
+"""The agent of a node: starts the children that a run asks for, and reports their ends.
+
+Guarantees: all its children have ended when it ends; it ends when the run does, or when its connection to the run is
+lost. A child's standard input is connected to the run's end of its channel as if the child were on the run's host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import ConfigError, one_line
+from slipstream.nodes.protocol import Exited, Kill, Launch, Launched, Leave, Signal, ToAgent, ToRun, greet, prepare
+from slipstream.processes.channel import Channel, ChannelClosed
+from slipstream.processes.launchers import LOCAL, Child, Resources
+
+_CHUNK = 1 << 16
+_PAUSE_S = 0.5
+_DRAIN_S = 5.0
+"""How long a descendant may hold a dead child's channel open."""
+
+
+class Agent:
+    """See the module."""
+
+    def __init__(self, address: tuple[str, int], token: str, run_id: str, *, node: str = "", attempt: int = -1) -> None:
+        self._address, self._token, self._run_id, self._attempt = address, token, run_id, attempt
+        self.node = node
+        self._children: dict[int, Child] = {}
+        self._sending = threading.Lock()
+        self._control: Channel | None = None
+
+    def join(self, wait_s: float) -> None:
+        """Connect to the run, which need not listen yet. Raises ConfigError if it refuses, or after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                connection = prepare(socket.create_connection(self._address, timeout=max(0.1, _PAUSE_S)))
+                joined = greet(connection, self._token, self._run_id, self.node, self._attempt)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    where = "{}:{}".format(*self._address)
+                    raise ConfigError(
+                        f"no run at {where} within {wait_s:g} s ({one_line(error)}): start it, or correct the address"
+                    ) from error
+                time.sleep(_PAUSE_S)
+            else:
+                self.node, self._control = joined
+                return
+
+    def serve(self) -> bool:
+        """Do what the run asks for until it ends. Returns whether it said so; False: the connection was lost."""
+        assert self._control is not None
+        try:
+            while True:
+                message: ToAgent = msgspec.msgpack.decode(self._control.receive(), type=ToAgent)
+                match message:
+                    case Launch():
+                        threading.Thread(target=self._launch, args=(message,), daemon=True).start()
+                    case Signal():
+                        self._with(message.child, lambda child, number=message.number: child.send_signal(number))
+                    case Kill():
+                        self._with(message.child, lambda child: child.kill())
+                    case Leave():
+                        return True
+        except (ChannelClosed, OSError, msgspec.DecodeError):
+            return False
+        finally:
+            for child in [*self._children.values()]:
+                child.kill()
+            for child in [*self._children.values()]:
+                child.end(0.0)
+            self._control.close()
+
+    def _with(self, number: int, do: Callable[[Child], object]) -> None:
+        if (child := self._children.get(number)) is not None:
+            do(child)
+
+    def _send(self, message: ToRun) -> None:
+        assert self._control is not None
+        with self._sending, contextlib.suppress(ChannelClosed, OSError):
+            self._control.send(msgspec.msgpack.encode(message))
+
+    def _launch(self, message: Launch) -> None:
+        try:
+            connection = prepare(socket.create_connection(self._address, timeout=_DRAIN_S))
+            greet(connection, self._token, self._run_id, self.node, self._attempt, message.child)
+            options: dict[str, Any] = dict(message.resources)
+            child = LOCAL.launch(
+                Path(message.module) if message.is_file else message.module,
+                message.arguments,
+                {**os.environ, **message.environment},
+                Resources(**options),
+                output=None if message.output is None else Path(message.output),
+            )
+        except (OSError, ConfigError) as error:
+            self._send(Launched(message.child, error=one_line(error)))
+            return
+        self._children[message.child] = child
+        outward = threading.Thread(target=_pump, args=(child.socket, connection), daemon=True)
+        outward.start()
+        threading.Thread(target=_pump, args=(connection, child.socket), daemon=True).start()
+        self._send(Launched(message.child, child.pid))
+        code = child.wait()
+        outward.join(_DRAIN_S)
+        child.end(0.0)
+        self._send(Exited(message.child, code))
+        connection.close()
+        self._children.pop(message.child, None)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    """Copy what arrives, and then the end."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(_CHUNK):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,311 @@
+"""Starts children on nodes whose agents have joined the run.
+
+Guarantees: an agent joins once, with the run's token, run id and attempt; a late one is awaited until a deadline, whose
+error names the missing nodes; the children of a lost node count as killed, and `lost` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import ConfigError
+from slipstream.nodes.protocol import (
+    Exited,
+    Hello,
+    Kill,
+    Launch,
+    Launched,
+    Leave,
+    Signal,
+    ToAgent,
+    ToRun,
+    Welcome,
+    admit,
+    interface_of,
+    prepare,
+)
+from slipstream.processes.channel import Channel, ChannelClosed
+from slipstream.processes.child import DYING_S, END, Child
+from slipstream.processes.launchers import LOCAL, Resources
+
+_AS_HERE = Resources()
+_STARTING_S = 60.0
+"""How long an agent may take to start a child."""
+_TOLD_S = 10.0
+"""How often the missing nodes are told."""
+
+
+class RemoteChild:
+    """See `Child`."""
+
+    def __init__(self, number: int, node: _Node) -> None:
+        self._number, self._node = number, node
+        self.pid = 0
+        self.error = ""
+        self._started, self._connected, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._code: int | None = None
+        self.socket: socket.socket
+
+    @property
+    def output(self) -> int:
+        """See `Child`."""
+        raise ConfigError(f"the output of a child on {self._node.name} is a file: give its path")
+
+    def poll(self) -> int | None:
+        """See `Child`."""
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Child`."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid} on {self._node.name}", timeout or 0.0)
+        assert self._code is not None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """See `Child`."""
+        if self._code is None:
+            self._node.send(Signal(self._number, number))
+
+    def end(self, timeout_s: float, first: int = END) -> None:
+        """See `Child`."""
+        if self._code is None and timeout_s > 0:
+            self.send_signal(first)
+            self._ended.wait(timeout_s)
+        self.kill()
+        self._ended.wait(DYING_S)
+        self.socket.close()
+
+    def kill(self) -> None:
+        """See `Child`."""
+        self._node.send(Kill(self._number))
+
+    def await_start(self) -> None:
+        """Raises OSError if it was not started."""
+        deadline = time.monotonic() + _STARTING_S
+        in_time = self._started.wait(_STARTING_S) and (
+            bool(self.error) or self._connected.wait(deadline - time.monotonic())
+        )
+        if self.error or not in_time:
+            why = self.error or f"no answer within {_STARTING_S:g} s"
+            raise OSError(f"{self._node.name} could not start it: {why}")
+
+    def has_started(self, pid: int, error: str) -> None:
+        """The agent's answer."""
+        self.pid, self.error = pid, error
+        self._started.set()
+
+    def has_socket(self, connection: socket.socket) -> None:
+        """The agent has connected its standard input."""
+        self.socket = connection
+        self._connected.set()
+
+    def has_ended(self, code: int) -> None:
+        """The agent's report, or the node is lost."""
+        if not self._started.is_set():
+            self.error = "its agent is lost"
+            self._started.set()
+        if self._code is None:
+            self._code = code
+        self._ended.set()
+
+
+class _Node:
+    """A node whose agent has joined."""
+
+    def __init__(self, name: str, interface: str, connection: socket.socket) -> None:
+        self.name, self.interface, self._connection = name, interface, connection
+        self.children: dict[int, RemoteChild] = {}
+        self.channel = Channel(connection)
+        self._sending = threading.Lock()
+
+    def send(self, message: ToAgent) -> None:
+        """Nothing if the node is lost."""
+        with self._sending, contextlib.suppress(ChannelClosed, OSError):
+            self.channel.send(msgspec.msgpack.encode(message))
+
+    def end(self) -> None:
+        """End the connection, which the agent and `receive` notice."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def receive(self) -> None:
+        """Take reports until the connection ends."""
+        with contextlib.suppress(ChannelClosed, OSError, msgspec.DecodeError):
+            while True:
+                message: ToRun = msgspec.msgpack.decode(self.channel.receive(), type=ToRun)
+                child = self.children.get(message.child)
+                if child is not None and isinstance(message, Launched):
+                    child.has_started(message.pid, message.error)
+                elif child is not None and isinstance(message, Exited):
+                    child.has_ended(message.code)
+        for child in [*self.children.values()]:
+            child.has_ended(-signal.SIGKILL)
+
+
+class Nodes:
+    """The nodes `node-1` to `node-<num - 1>` of a run; this host is `node-0`. Implements `Launcher`."""
+
+    def __init__(self, num: int, address: tuple[str, int], token: str, run_id: str, attempt: int = 0) -> None:
+        """Listens at `address`. Raises ConfigError if another program does."""
+        if not token:
+            raise ConfigError("the run has no token for its nodes: set SLIPSTREAM_CLUSTER_TOKEN, here and for agents")
+        self._names = [f"node-{number}" for number in range(1, num)]
+        self._token, self._run_id, self._attempt = token, run_id, attempt
+        self._joined: dict[str, _Node] = {}
+        self._free = [*self._names]
+        """Names that no agent has."""
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._awaited: dict[int, RemoteChild] = {}
+        self.interface = ""
+        """The interface of this host over which agents have come."""
+        self.lost: list[str] = []
+        """Sentences about nodes that are lost."""
+        self._is_over = False
+        try:
+            self._server = socket.create_server(address, backlog=1024)
+        except OSError as error:
+            where = "{}:{}".format(*address)
+            raise ConfigError(
+                f"agents cannot join at {where} ({error.strerror}): end the other run, or give another port"
+            ) from error
+        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        return self._server.getsockname()[:2]
+
+    def wait(self, timeout_s: float, tell: Callable[[str], object] = lambda text: None) -> None:
+        """Wait for all agents. Raises ConfigError that names the missing nodes."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while missing := [name for name in self._names if name not in self._joined]:
+                num, several = len(self._names), ", ".join(missing)
+                said = f"{num - len(missing)} of {num} agents have joined; missing {several}"
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ConfigError(f"{said} after {timeout_s:g} s: look at their logs, or start them again")
+                if not self._changed.wait(min(left, _TOLD_S)):
+                    tell(said)
+
+    def interface_on(self, node: str) -> str:
+        """The node's network interface towards this host."""
+        return self._joined[node].interface if node else self.interface
+
+    def launch(
+        self,
+        module: str | Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] = os.environ,
+        resources: Resources = _AS_HERE,
+        node: str = "",
+        *,
+        output: Path | int | None = None,
+    ) -> Child:
+        """See `Launcher`. The agent's environment gets what `environment` has beside this process's."""
+        if not node:
+            return LOCAL.launch(module, arguments, environment, resources, output=output)
+        if isinstance(output, int):
+            raise ConfigError(f"the output of a child on {node} is a file: give its path")
+        with self._changed:
+            where = self._joined.get(node)
+        if where is None:
+            raise ConfigError(f"no agent of {node} has joined: nodes are {', '.join(self._names)}")
+        child = RemoteChild(number := next(self._numbers), where)
+        where.children[number] = self._awaited[number] = child
+        own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        is_file = isinstance(module, Path)
+        asked = asdict(resources)
+        if resources.python == _AS_HERE.python:
+            del asked["python"]  # the agent's
+        where.send(Launch(number, str(module), is_file, arguments, own, asked, None if output is None else str(output)))
+        try:
+            child.await_start()
+        except OSError:
+            where.send(Kill(number))
+            raise
+        finally:
+            self._awaited.pop(number, None)
+        return child
+
+    def close(self, *, is_over: bool = True) -> None:
+        """End all that the agents have started. They end too if the run `is_over`, and else await its next attempt."""
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        with self._changed:
+            joined = [*self._joined.values()]
+        for node in joined:
+            if is_over:
+                node.send(Leave())
+            node.end()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._admit, args=(connection,), name="nodes", daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        given: list[Welcome] = []
+        try:
+            hello = admit(prepare(connection), self._token, lambda each: given.append(self._judge(each)) or given[0])
+        except (OSError, ChannelClosed, msgspec.DecodeError):
+            hello = None
+            with self._changed:  # it went before it was told its name
+                self._free += [each.node for each in given if each.node in self._names]
+        child = None if hello is None else self._awaited.get(hello.child)
+        if hello is None or (hello.child >= 0 and child is None):
+            connection.close()
+        elif child is not None:
+            child.has_socket(connection)
+        else:
+            self._follow(hello, connection)
+
+    def _judge(self, hello: Hello) -> Welcome:
+        """Whether an agent, or the connection of a child, is one of this run and attempt. A joining one is noted."""
+        if hello.run_id != self._run_id:
+            return Welcome(refused=f"this is the run {self._run_id}, not {hello.run_id}: correct the run id or address")
+        if 0 <= hello.attempt != self._attempt:
+            return Welcome(
+                refused=f"this is attempt {self._attempt} of the run, not {hello.attempt}: start an agent of this one"
+            )
+        if hello.child >= 0:
+            return Welcome(hello.node)
+        with self._changed:
+            free = self._free
+            if hello.node and hello.node not in self._names:
+                return Welcome(refused=f"{hello.node} is no node of this run: nodes are {', '.join(self._names)}")
+            if not free or (hello.node and hello.node not in free):
+                return Welcome(refused=f"{hello.node or 'every node'} has an agent already: end one of the two")
+            name = hello.node or free[0]
+            self._free.remove(name)
+        return Welcome(name)
+
+    def _follow(self, hello: Hello, connection: socket.socket) -> None:
+        """Take a node's reports to its end."""
+        node = _Node(hello.node, hello.interface, connection)
+        with self._changed:
+            self.interface = self.interface or interface_of(connection.getsockname()[0])
+            self._joined[node.name] = node
+            self._changed.notify_all()
+        node.receive()
+        if not self._is_over:
+            self.lost.append(f"{node.name} is lost: its agent has ended, or the network to it")

@@ -1,0 +1,147 @@
+"""Agents join a run, are refused, are missed, are lost."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.nodes.agent import Agent
+from slipstream.nodes.launcher import Nodes
+from slipstream.processes.channel import Channel
+from tests.nodes.agents import RUN_ID, TOKEN, agent, open_nodes
+from tests.processes import small_child
+from tests.waiting import WAIT_S, ends, until
+
+pytestmark = pytest.mark.real_start
+CHILD = small_child.__name__
+
+
+def pid_of(child):
+    return int(Channel(child.socket).receive(WAIT_S))
+
+
+def test_hundreds_join_and_the_missing_ones_are_named():
+    with open_nodes(257) as nodes:
+        agents = [Agent(nodes.address, TOKEN, RUN_ID, node=f"node-{n}") for n in range(1, 257) if n not in (3, 7)]
+        threads = [threading.Thread(target=each.join, args=(WAIT_S,)) for each in agents]
+        began, said = time.monotonic(), []
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(ConfigError, match=r"254 of 256 agents have joined; missing node-3, node-7 after 0.5 s"):
+            nodes.wait(0.5, said.append)
+        late = [Agent(nodes.address, TOKEN, RUN_ID) for _ in range(2)]
+        for each in late:
+            each.join(WAIT_S)
+        nodes.wait(WAIT_S)
+        assert {each.node for each in late} == {"node-3", "node-7"}
+        assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token": "another"}, "the token is not this run's"),
+        ({"run_id": "run-8"}, "this is the run run-7, not run-8"),
+        ({"attempt": 1}, "this is attempt 2 of the run, not 1"),
+        ({"node": "node-9"}, "node-9 is no node of this run: nodes are node-1"),
+        ({"node": "node-1"}, "node-1 has an agent already"),
+        ({}, "every node has an agent already"),
+    ],
+)
+def test_an_agent_that_does_not_belong_is_refused(changes, said):
+    with open_nodes(2, attempt=2) as nodes:
+        first = Agent(nodes.address, TOKEN, RUN_ID, attempt=2)
+        first.join(WAIT_S)
+        nodes.wait(WAIT_S)
+        how = {"token": TOKEN, "run_id": RUN_ID} | changes
+        with pytest.raises(ConfigError, match=said):
+            Agent(nodes.address, **how).join(1.0)
+
+
+def test_a_program_that_does_not_know_the_token_is_no_run():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend():
+            connection, _ = server.accept()
+            channel = Channel(connection)
+            channel.send(b"n" * 32)
+            channel.receive(WAIT_S)
+            channel.send(b"\x83\xa4node\xa6node-1\xa5proof\xc4\x00\xa7refused\xa0")
+
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(ConfigError, match="does not know the token"):
+            Agent(server.getsockname(), TOKEN, RUN_ID).join(1.0)
+
+
+def test_garbage_and_silence_hold_up_nobody():
+    with open_nodes(2) as nodes, socket.create_connection(nodes.address) as silent:
+        with socket.create_connection(nodes.address) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert len(other.recv(100)) == 36
+            until(lambda: other.recv(100) == b"")
+        Agent(nodes.address, TOKEN, RUN_ID).join(WAIT_S)
+        nodes.wait(WAIT_S)
+        assert silent.recv(100)
+
+
+def test_a_second_run_at_the_address_is_refused():
+    with open_nodes(2) as nodes, pytest.raises(ConfigError, match="end the other run, or give another port"):
+        Nodes(2, nodes.address, TOKEN, RUN_ID)
+
+
+def test_no_run_in_time_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with agent(address, "--wait", "0.2") as process:
+        assert process.wait(WAIT_S) == 2
+        assert "no run at 127.0.0.1" in process.stdout.read()
+
+
+@pytest.mark.parametrize("how", ["over", "lost", "agent killed"])
+def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
+    with open_nodes(2) as nodes, agent(nodes.address) as process:
+        nodes.wait(WAIT_S)
+        child = nodes.launch(CHILD, ["family"], node="node-1")
+        pids = [child.pid, pid_of(child)]
+        if how == "over":
+            nodes.close()
+            assert process.wait(WAIT_S) == 0
+        elif how == "lost":
+            for each in [*nodes._joined.values()]:
+                each.channel._socket.shutdown(socket.SHUT_RDWR)
+            assert process.wait(WAIT_S) == 1
+        else:
+            process.send_signal(signal.SIGKILL)
+        assert [ends(pid) for pid in pids] == [True, True]
+        assert child.wait(WAIT_S) == -signal.SIGKILL
+        assert bool(nodes.lost) == (how != "over")
+
+
+def test_a_child_of_nowhere_and_one_that_cannot_be_started(tmp_path):
+    with open_nodes(2) as nodes, agent(nodes.address):
+        nodes.wait(WAIT_S)
+        with pytest.raises(ConfigError, match="no agent of node-2 has joined: nodes are node-1"):
+            nodes.launch(CHILD, node="node-2")
+        with pytest.raises(ConfigError, match="give its path"):
+            nodes.launch(CHILD, node="node-1", output=subprocess.PIPE)
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="node-1 could not start it"):
+            nodes.launch(CHILD, node="node-1", output=tmp_path / "file" / "log")
+        assert nodes.launch(CHILD, ["exit", "4"], node="node-1").wait(WAIT_S) == 4
+        assert nodes.interface == nodes.interface_on("node-1") == "lo"
+
+
+def test_the_token_is_needed_on_both_sides(monkeypatch):
+    with pytest.raises(ConfigError, match="SLIPSTREAM_CLUSTER_TOKEN"):
+        Nodes(2, ("127.0.0.1", 0), "", RUN_ID)
+    with agent(("127.0.0.1", 1), token="") as process:
+        assert process.wait(WAIT_S) == 2
+        assert "SLIPSTREAM_CLUSTER_TOKEN is not set" in process.stdout.read()
+    assert os.environ.get("SLIPSTREAM_CLUSTER_TOKEN") is None
