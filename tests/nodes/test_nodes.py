@@ -9,11 +9,13 @@ import time
 
 import pytest
 
+from slipstream.doctor.nodes import check_nodes
 from slipstream.errors import ConfigError
 from slipstream.nodes.agent import Agent
 from slipstream.nodes.launcher import Nodes
 from slipstream.processes.channel import Channel
 from tests.nodes.agents import RUN_ID, TOKEN, agent, open_nodes
+from tests.nodes.networks import CAN_MAKE
 from tests.processes import small_child
 from tests.waiting import WAIT_S, ends, until
 
@@ -145,3 +147,34 @@ def test_the_token_is_needed_on_both_sides(monkeypatch):
         assert process.wait(WAIT_S) == 2
         assert "SLIPSTREAM_CLUSTER_TOKEN is not set" in process.stdout.read()
     assert os.environ.get("SLIPSTREAM_CLUSTER_TOKEN") is None
+
+
+def test_the_doctor_looks_at_every_node(tmp_path, monkeypatch):
+    address = ("127.0.0.1", 29412)
+    monkeypatch.setenv("SLIPSTREAM_CLUSTER_TOKEN", TOKEN)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f"""
+        model.path = "m"
+        algorithm.kind = "sft"
+        data.path = "d"
+        training = {{ ranks = 3, steps = 1 }}
+        run.folder = "{tmp_path / "runs"}"
+        cluster = {{ nodes = 3, address = "127.0.0.1:29412", run_id = "{RUN_ID}", join_timeout_s = 60 }}
+        """
+    )
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path / "runs"} && exec "$0" "$@"']
+    (tmp_path / "runs").mkdir()
+    limited = ["sh", "-c", 'ulimit -n 512 && exec "$0" "$@"']
+    with (
+        agent(address, "--name", "node-1", prefix=limited),
+        agent(address, "--name", "node-2", prefix=hidden if CAN_MAKE else ()),
+    ):
+        found = [(each.check, each.verdict, each.reason) for each in check_nodes(file)]
+        assert [each[:2] for each in found if each[0].startswith("node-1")] == [("node-1 limits", "warning")]
+        if CAN_MAKE:
+            assert ("node-2", "fault", f"{tmp_path / 'runs'} is another folder there") in found
+        again = [(each.check, each.verdict) for each in check_nodes(file)]
+        assert again[0] == ("node-1 limits", "warning"), "agents await the run"
+    (found,) = check_nodes(file, ["--cluster.join_timeout_s", "0.2"])
+    assert "0 of 2 agents have joined; missing node-1, node-2" in found.reason

@@ -20,22 +20,32 @@ def doctor(
     run_file: Annotated[Path | None, Parameter(help="Also check what this run needs.")] = None,
     /,
     *overrides: Overrides,
+    nodes: Annotated[bool, Parameter(help="Also look at the other nodes of the run, by their agents.")] = False,
     json: Json = False,
 ) -> int:
     """Look at this machine before a run: packages, GPUs, memory, limits, folders, network.
 
     Each check prints a verdict, the reason and a remedy. With a run file, the run is also planned as by `slipstream
-    plan`: model, chat template, data, disk, vLLM's options. Nothing is started or changed. The exit code is the worst
-    verdict: 0 ok, 1 warning, 2 fault.
+    plan`: model, chat template, data, disk, vLLM's options. `--nodes` waits for the agents of the other nodes
+    (`slipstream node`), has each look at its node, and compares packages, clocks and the run folder. No run is started.
+    The exit code is the worst verdict: 0 ok, 1 warning, 2 fault.
     """
     from slipstream.doctor import CHECKS, examine
     from slipstream.doctor.findings import exit_code
+    from slipstream.doctor.nodes import check_nodes
     from slipstream.doctor.run import check_run
+    from slipstream.errors import ConfigError
 
     def of_run() -> Iterable[Finding]:
         return check_run(run_file, overrides) if run_file is not None else ()
 
-    found = list(_shown(examine((*CHECKS, of_run)), is_shown=not json))
+    def of_nodes() -> Iterable[Finding]:
+        return check_nodes(run_file, overrides) if run_file is not None and nodes else ()
+
+    if nodes and run_file is None:
+        raise ConfigError("--nodes needs the run file, which names the nodes: slipstream doctor RUN.toml --nodes")
+
+    found = list(_shown(examine((*CHECKS, of_run, of_nodes)), is_shown=not json))
     code = exit_code(found)
     if json:
         print_json({"exit_code": code, "findings": [asdict(each) for each in found]})

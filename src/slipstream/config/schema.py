@@ -487,6 +487,12 @@ class ClusterConfig(Section):
     join_timeout_s: bounds.Seconds = 600.0
     """How long to wait for all agents."""
 
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """`address`, which must be one."""
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
+
 
 class RunConfig(Section):
     """One run: everything that `slipstream train` needs."""

@@ -152,9 +152,8 @@ class Children:
         cluster, run = self._run.config.cluster, self._run
         if cluster.nodes == 1:
             return None
-        host, _, port = cluster.address.rpartition(":")
         token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
-        nodes = Nodes(cluster.nodes, (host, int(port)), token, run_id, attempt)
+        nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
         self.at_exit(lambda: nodes.close(is_over=self.error is None))
         with run.stages.stage("wait for the nodes"):
             nodes.wait(cluster.join_timeout_s, run.log.warning)

@@ -11,14 +11,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slipstream.errors import ConfigError, one_line
-from slipstream.nodes.protocol import Exited, Kill, Launch, Launched, Leave, Signal, ToAgent, ToRun, greet, prepare
+from slipstream.nodes.protocol import Exited, Launch, Launched, Leave, Signal, ToAgent, ToRun, greet, prepare
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.launchers import LOCAL, Child, Resources
 
@@ -34,7 +33,6 @@ class Agent:
     def __init__(self, address: tuple[str, int], token: str, run_id: str, *, node: str = "", attempt: int = -1) -> None:
         self._address, self._token, self._run_id, self._attempt = address, token, run_id, attempt
         self.node = node
-        self._children: dict[int, Child] = {}
         self._sending = threading.Lock()
         self._control: Channel | None = None
 
@@ -59,42 +57,39 @@ class Agent:
     def serve(self) -> bool:
         """Do what the run asks for until it ends. Returns whether it said so; False: the connection was lost."""
         assert self._control is not None
+        control, children = self._control, dict[int, Child]()
         try:
             while True:
-                message: ToAgent = msgspec.msgpack.decode(self._control.receive(), type=ToAgent)
-                match message:
-                    case Launch():
-                        threading.Thread(target=self._launch, args=(message,), daemon=True).start()
-                    case Signal():
-                        self._with(message.child, lambda child, number=message.number: child.send_signal(number))
-                    case Kill():
-                        self._with(message.child, lambda child: child.kill())
-                    case Leave():
-                        return True
+                message: ToAgent = msgspec.msgpack.decode(control.receive(), type=ToAgent)
+                if isinstance(message, Leave):
+                    return True
+                if isinstance(message, Launch):
+                    threading.Thread(target=self._launch, args=(message, control, children), daemon=True).start()
+                elif (child := children.get(message.child)) is not None and isinstance(message, Signal):
+                    child.send_signal(message.number)
+                elif child is not None:
+                    child.kill()
         except (ChannelClosed, OSError, msgspec.DecodeError):
             return False
         finally:
-            for child in [*self._children.values()]:
+            for child in [*children.values()]:
                 child.kill()
-            for child in [*self._children.values()]:
+            for child in [*children.values()]:
                 child.end(0.0)
-            self._control.close()
+            control.close()
 
-    def _with(self, number: int, do: Callable[[Child], object]) -> None:
-        if (child := self._children.get(number)) is not None:
-            do(child)
-
-    def _send(self, message: ToRun) -> None:
-        assert self._control is not None
+    def _send(self, control: Channel, message: ToRun) -> None:
         with self._sending, contextlib.suppress(ChannelClosed, OSError):
-            self._control.send(msgspec.msgpack.encode(message))
+            control.send(msgspec.msgpack.encode(message))
 
-    def _launch(self, message: Launch) -> None:
+    def _launch(self, message: Launch, control: Channel, children: dict[int, Child]) -> None:
+        """Start a child, and report its end."""
+        number = message.child
         try:
             connection = prepare(socket.create_connection(self._address, timeout=_DRAIN_S))
-            greet(connection, self._token, self._run_id, self.node, self._attempt, message.child)
+            greet(connection, self._token, self._run_id, self.node, self._attempt, number)
             options: dict[str, Any] = dict(message.resources)
-            child = LOCAL.launch(
+            child = children[number] = LOCAL.launch(
                 Path(message.module) if message.is_file else message.module,
                 message.arguments,
                 {**os.environ, **message.environment},
@@ -102,19 +97,18 @@ class Agent:
                 output=None if message.output is None else Path(message.output),
             )
         except (OSError, ConfigError) as error:
-            self._send(Launched(message.child, error=one_line(error)))
+            self._send(control, Launched(number, error=one_line(error)))
             return
-        self._children[message.child] = child
         outward = threading.Thread(target=_pump, args=(child.socket, connection), daemon=True)
         outward.start()
         threading.Thread(target=_pump, args=(connection, child.socket), daemon=True).start()
-        self._send(Launched(message.child, child.pid))
+        self._send(control, Launched(number, child.pid))
         code = child.wait()
         outward.join(_DRAIN_S)
         child.end(0.0)
-        self._send(Exited(message.child, code))
+        self._send(control, Exited(number, code))
         connection.close()
-        self._children.pop(message.child, None)
+        children.pop(number, None)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

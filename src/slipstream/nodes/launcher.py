@@ -162,10 +162,10 @@ class Nodes:
         """Listens at `address`. Raises ConfigError if another program does."""
         if not token:
             raise ConfigError("the run has no token for its nodes: set SLIPSTREAM_CLUSTER_TOKEN, here and for agents")
-        self._names = [f"node-{number}" for number in range(1, num)]
+        self.names = [f"node-{number}" for number in range(1, num)]
         self._token, self._run_id, self._attempt = token, run_id, attempt
         self._joined: dict[str, _Node] = {}
-        self._free = [*self._names]
+        self._free = [*self.names]
         """Names that no agent has."""
         self._changed = threading.Condition()
         self._numbers = itertools.count()
@@ -193,8 +193,8 @@ class Nodes:
         """Wait for all agents. Raises ConfigError that names the missing nodes."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while missing := [name for name in self._names if name not in self._joined]:
-                num, several = len(self._names), ", ".join(missing)
+            while missing := [name for name in self.names if name not in self._joined]:
+                num, several = len(self.names), ", ".join(missing)
                 said = f"{num - len(missing)} of {num} agents have joined; missing {several}"
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -224,7 +224,7 @@ class Nodes:
         with self._changed:
             where = self._joined.get(node)
         if where is None:
-            raise ConfigError(f"no agent of {node} has joined: nodes are {', '.join(self._names)}")
+            raise ConfigError(f"no agent of {node} has joined: nodes are {', '.join(self.names)}")
         child = RemoteChild(number := next(self._numbers), where)
         where.children[number] = self._awaited[number] = child
         own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
@@ -270,7 +270,7 @@ class Nodes:
         except (OSError, ChannelClosed, msgspec.DecodeError):
             hello = None
             with self._changed:  # it went before it was told its name
-                self._free += [each.node for each in given if each.node in self._names]
+                self._free += [each.node for each in given if each.node in self.names]
         child = None if hello is None else self._awaited.get(hello.child)
         if hello is None or (hello.child >= 0 and child is None):
             connection.close()
@@ -291,8 +291,8 @@ class Nodes:
             return Welcome(hello.node)
         with self._changed:
             free = self._free
-            if hello.node and hello.node not in self._names:
-                return Welcome(refused=f"{hello.node} is no node of this run: nodes are {', '.join(self._names)}")
+            if hello.node and hello.node not in self.names:
+                return Welcome(refused=f"{hello.node} is no node of this run: nodes are {', '.join(self.names)}")
             if not free or (hello.node and hello.node not in free):
                 return Welcome(refused=f"{hello.node or 'every node'} has an agent already: end one of the two")
             name = hello.node or free[0]

@@ -28,6 +28,8 @@ def _nodes(config: RunConfig) -> Problems:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         yield f"cluster.address = {address!r} is no HOST:PORT: give one of this host, at which agents join"
+    if not config.cluster.run_id and config.run.folder is None:
+        yield f'cluster.nodes = {number} needs a name that agents can give: set cluster.run_id = "first", say'
     if shares_weights(config):
         yield (
             "weights.bridge",
