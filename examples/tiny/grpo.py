@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from slipstream.algo.advantages import group_advantages, signal_fraction
 from slipstream.algo.balancing import split
-from slipstream.algo.importance_sampling import effective_sample_size, truncated_importance_weights
 from slipstream.algo.logprobs import processed_logits, processed_logprobs
 from slipstream.algo.statistics import wilson_interval
-from slipstream.algo.surrogate_losses import clipped_policy_loss, kl_estimate, token_weights
+from slipstream.algo.surrogate_losses import LossInputs, clip_loss, kl_estimate, token_weights
 
 ALPHABET = "0123456789=."
 EQUALS, END = 10, 11
@@ -156,12 +155,14 @@ def grpo_loss(
     sequence_index_N: Tensor,
 ) -> Tensor:
     """One optimizer step's mean of `min(old / behaviour, cap) * clipped(new / old) + kl_coef * KL`."""
-    loss_N, _, _ = clipped_policy_loss(logprobs_N, old_logprobs_N, advantages_N, settings.clip_low, settings.clip_high)
-    loss_N = loss_N * truncated_importance_weights(old_logprobs_N, behaviour_logprobs_N, settings.importance_cap)
+    num_sequences, clips = int(sequence_index_N.max()) + 1, (settings.clip_low, settings.clip_high)
+    inputs = LossInputs(logprobs_N, old_logprobs_N, advantages_N, sequence_index_N, num_sequences, *clips)
+    correction_N = torch.exp(old_logprobs_N - behaviour_logprobs_N).clamp(max=settings.importance_cap)
+    loss_N = clip_loss(inputs).loss_N * correction_N
     if reference_logprobs_N is not None:
         kl_N = kl_estimate(logprobs_N, reference_logprobs_N, settings.kl_estimator)
         loss_N = loss_N + settings.kl_coef * kl_N
-    weights_N = token_weights(sequence_index_N, int(sequence_index_N.max()) + 1, settings.normalize)
+    weights_N = token_weights(sequence_index_N, num_sequences, settings.normalize)
     return (loss_N * weights_N).sum() / weights_N.sum()
 
 
@@ -201,7 +202,8 @@ def train_on(rollouts: Rollouts, policy: Policy, reference: Policy | None, optim
         advantages_N = advantages_B[rows_B][sequence_index_N]
         inputs = logprobs_N, old_BC[mask_BC], behaviour_N, reference_N, advantages_N, sequence_index_N
         update(policy, optimizer, grpo_loss(settings, *inputs))
-        sample_size = effective_sample_size(logprobs_N - behaviour_N)
+        ratio_N = torch.exp(logprobs_N.detach() - behaviour_N)
+        sample_size = float(ratio_N.sum() ** 2 / (len(ratio_N) * ratio_N.square().sum()))
     return signal_fraction(rollouts.rewards_B, groups_B), sample_size
 
 

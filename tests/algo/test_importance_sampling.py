@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.algo.importance_sampling import (
     difference_means,
     difference_sums,
-    effective_sample_size,
     importance_weights,
     log_ratio_histogram,
     ratio_quantiles,
@@ -93,19 +92,3 @@ def test_differences_by_position_and_probability():
         "at_probability_0.9": 5.0,
     }
     assert difference_means({}) == {}
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-30.0, 30.0), min_size=1, max_size=30), st.floats(-500.0, 500.0))
-def test_effective_sample_size_is_a_fraction_and_ignores_scale(ratios, shift):
-    log_ratio = torch.tensor(ratios, dtype=torch.float64)
-    size = effective_sample_size(log_ratio)
-    assert 0.0 < size <= 1.0
-    assert effective_sample_size(log_ratio + shift) == pytest.approx(size, rel=1e-6)
-
-
-def test_effective_sample_size_by_value():
-    assert effective_sample_size(torch.zeros(5)) == pytest.approx(1.0)
-    # Weights 1 and 3: 16 / (2 * 10).
-    assert effective_sample_size(torch.tensor([0.0, math.log(3.0)])) == pytest.approx(0.8)
-    assert effective_sample_size(torch.tensor([0.0, 800.0])) == pytest.approx(0.5)

@@ -383,13 +383,6 @@ def test_memory_is_taken_once_in_time_and_each_tensor_begins_on_a_page(make_writ
     assert not Snapshots(writer.learner, deployed=False).take().weights
 
 
-def test_memory_is_locked_in_pieces_of_whole_tensors(monkeypatch):
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 100)
-    assert list(snapshot._pieces([40, 60, 1, 99, 300, 0, 5])) == [(0, 100), (100, 200), (200, 500), (500, 505)]
-    assert list(snapshot._pieces([])) == []
-    assert [snapshot._whole_pages(size) for size in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
-
-
 def test_the_clock_starts_when_training_does(make_writer):
     clock = Clock()
     writer = make_writer("10min", beside=False, clock=clock)

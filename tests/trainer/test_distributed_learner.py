@@ -14,9 +14,9 @@ from slipstream.config.schema import RLConfig
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.distributed import learner as module
-from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
+from slipstream.trainer.distributed.learner import ShardedLearner
 from slipstream.trainer.distributed.worker import Answer, Describe, Gather, Negate, RankModel
-from slipstream.trainer.learner import Learner, Sums
+from slipstream.trainer.learner import Learner, Reference, Sums
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
@@ -130,7 +130,7 @@ def test_its_scores_are_a_plain_ones(fp32_head, make, make_batch):
     for found, expected in (
         (ours.forward(sequences, SAMPLING), plain.forward(sequences, SAMPLING)),
         (ours.forward(sequences, micro_batch_tokens=40), plain.forward(sequences)),
-        (ShardedScorer(ours._sharded, 90).forward(sequences), plain.forward(sequences)),
+        (Reference(ours._sharded.predictions, 90).forward(sequences), plain.forward(sequences)),
     ):
         for kind in ("logprobs", "entropies"):
             torch.testing.assert_close(getattr(found, kind), getattr(expected, kind), atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,10 @@ from slipstream.trainer.learner import (
     add_gradients,
     deterministic_on_cpu,
     memory_metrics,
-    predictions,
+    predicted,
     random_state,
     restore_state,
+    row_predictions,
 )
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
@@ -55,8 +57,8 @@ def test_a_rank_without_a_row_computes_a_dummy_one(make_learner, make_batch, gra
     learner, batch = make_learner(), make_batch(num=3)
     plain, model = Counting(learner.model), Counting(learner.model)
     sampling = records.SamplingParams(max_tokens=4)
-    expected = predictions(plain, rows_of(batch, 0, 2), sampling)
-    found = predictions(model, rows_of(batch, None, 0, None, 2), sampling)
+    expected = row_predictions(plain, rows_of(batch, 0, 2), sampling)
+    found = row_predictions(model, rows_of(batch, None, 0, None, 2), sampling)
     assert model.rows == [1, plain.rows[0], 1, plain.rows[1]]
     assert found.keys() == expected.keys() == {0, 2}
     assert all(torch.equal(a, b) for key in found for a, b in zip(found[key], expected[key], strict=True))
@@ -164,7 +166,8 @@ def test_rows_are_as_long_as_asked(make_learner, make_batch, monkeypatch):
     learner, sequences = make_learner(60), make_batch(num=3).sequences
     scores = learner.forward(sequences)
     again = learner.forward(sequences, micro_batch_tokens=90)
-    reference = Reference(learner.model, 70).forward(sequences, records.SamplingParams(max_tokens=1, temperature=0.5))
+    warmer = records.SamplingParams(max_tokens=1, temperature=0.5)
+    reference = Reference(partial(predicted, learner.model), 70).forward(sequences, warmer)
     learner.values(sequences)
     learner.forward_backward(make_batch(num=3), SFTObjective())
     assert asked == [(most, {"packing": True, "device": CPU}) for most in (60, 90, 70, 60, 60)]

@@ -23,7 +23,7 @@ from slipstream.config import RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.learner import Reference, score
+from slipstream.trainer.learner import Reference, predicted, score
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.lora import LoraLinear, rate_in_adapter
 from slipstream.trainer.model.policy import PolicyModel
@@ -152,7 +152,8 @@ def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, gro
 def test_the_reference_of_a_continued_adapter_is_the_policy_that_it_began_with(make_lora, make_batch, group):
     learner = make_lora()
     first = learner.forward(group).logprobs
-    reference = Reference(learner.model.as_it_is(), 512)
+    frozen = learner.model.as_it_is()
+    reference = Reference(partial(predicted, frozen), 512)
     weights = {name: tensor.clone() for name, tensor in learner.adapter_weights()}
     assert all(map(torch.equal, reference.forward(group).logprobs, first))
     advance(learner, make_batch(seed=1))
@@ -160,7 +161,7 @@ def test_the_reference_of_a_continued_adapter_is_the_policy_that_it_began_with(m
     assert not torch.equal(learner.forward(group).logprobs[0], first[0])
     changed = {name: tensor.clone() for name, tensor in learner.adapter_weights()}
     assert not all(torch.equal(weights[name], tensor) for name, tensor in changed.items())
-    with contextlib.suppress(RuntimeError), learner.model.adapter.exchanged(reference.model._adapter_values):
+    with contextlib.suppress(RuntimeError), learner.model.adapter.exchanged(frozen._adapter_values):
         assert all(torch.equal(weights[name], tensor) for name, tensor in learner.adapter_weights())
         raise RuntimeError
     assert all(torch.equal(changed[name], tensor) for name, tensor in learner.adapter_weights())

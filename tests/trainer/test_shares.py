@@ -14,7 +14,7 @@ from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.distributed.worker import Answer, decode, encode, rank_batch_of
-from slipstream.trainer.learner import add_gradients, predictions
+from slipstream.trainer.learner import add_gradients, row_predictions
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, ValueTargets, even_rows, micro_batches_of
 
@@ -78,7 +78,7 @@ def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, obj
         rows = list(micro_batches_of(share.batch, share.rows))
         assert all(row is None or len(row.token_ids_T) <= tokens or len(row.sequences) == 1 for row in rows)
         add_gradients(learner.model, rows, objective, divisors)
-        found = predictions(learner.model, rows, SAMPLING)
+        found = row_predictions(learner.model, rows, SAMPLING)
         whole = learner.forward(batch.sequences, SAMPLING).logprobs
         for place, index in enumerate(chosen):
             torch.testing.assert_close(found[place][0], whole[index], atol=1e-6, rtol=1e-6)

@@ -76,20 +76,20 @@ def gpu(monkeypatch):
 
 def test_for_a_gpu_all_of_the_memory_is_locked_until_it_is_free(gpu):
     buffer, driver = gpu
-    buffer.allocate([4096, 5, 4097])
+    buffer.allocate(sizes := [0, 4096, 5, 4097, 0, 16385, 0])
     first = buffer._bytes.data_ptr()
     assert first % 4096 == 0
-    assert driver.locked == {first: 8192, first + 8192: 8192}
+    assert driver.locked == {first: 8192, first + 8192: 8192, first + 16384: 20480}
     assert {flags for _, flags in driver.told} == {1}, "in every context"
     assert not buffer._bytes.any()
-    buffer.allocate([4096, 5, 4097])
-    assert len(driver.told) == 2, "once"
+    buffer.allocate(sizes)
+    assert len(driver.told) == 3, "once"
     buffer.allocate([4096])
     assert driver.locked == {buffer._bytes.data_ptr(): 4096}, "the old is free"
     buffer.close()
     assert driver.locked == {}
     buffer.allocate([4096])
-    assert len(driver.told) == 4
+    assert len(driver.told) == 5
 
 
 def test_memory_that_cannot_be_locked_is_said(gpu):

@@ -16,6 +16,7 @@ from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.loading import packing_obstacle
 from slipstream.trainer.model.lora import blank_adapter
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.vision_towers import read_config
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig
 
@@ -74,7 +75,7 @@ USUAL = ("LlamaForCausalLM", "Qwen3_5ForCausalLM", "DeepseekV3ForCausalLM", "Gpt
 )
 def test_a_step_of_sft_of_every_family(name, tmp_path):
     save(name, tmp_path)
-    obstacle, row = packing_obstacle(tmp_path), TABLE[name]
+    obstacle, row = packing_obstacle(read_config(str(tmp_path), False)), TABLE[name]
     assert (row["rows"] == "packed") == (not obstacle), obstacle
     model = PolicyModel.load(tmp_path, packing=not obstacle)
     sequences = [records.Sequence([(7 * j) % 60 for j in range(n)], [j > 0 for j in range(n)]) for n in (9, 5)]

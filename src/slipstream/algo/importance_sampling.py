@@ -28,13 +28,6 @@ _EDGES = 60 + len(_BOUNDS) // 2
 """Number of bin edges on either side of a ratio of 1."""
 
 
-def truncated_importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: Tensor, cap: float) -> Tensor:
-    """`min(pi_old / pi_behaviour, cap)` for each token, detached (Espeholt et al., arXiv 1802.01561; TRL's
-    `token_truncate`). Corrects for what differs between the engine that sampled and the trainer that learns.
-    """
-    return torch.exp(old_logprobs_N.detach() - behaviour_logprobs_N.detach()).clamp(max=cap)
-
-
 def importance_weights(
     old_logprobs_N: Tensor,
     behaviour_logprobs_N: Tensor,
@@ -44,16 +37,17 @@ def importance_weights(
     floor: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights `[N]`, detached, and where they were truncated or masked, bool `[N]`.
+    """Weights `[N]`, detached, and where they were truncated or masked, bool `[N]`. They correct for what differs
+    between the engine that sampled and the trainer that learns.
 
-    `"truncated"`: `pi_old / pi_behaviour` of each token, clamped to `[floor, cap]`. `"masked"`: the same, 0 outside
-    (IcePop, Ling team, 2025; MIS). `"sequence_..."`: the product of a sequence's ratios, for each of its tokens. A
-    sequence must not be split over micro-batches.
+    `"truncated"`: `pi_old / pi_behaviour` of each token, clamped to `[floor, cap]` (Espeholt et al., arXiv 1802.01561;
+    TRL's `token_truncate`). `"masked"`: the same, 0 outside (IcePop, Ling team, 2025; MIS). `"sequence_..."`: the
+    product of a sequence's ratios, for each of its tokens. A sequence must not be split over micro-batches.
     """
-    if kind == "truncated" and floor == 0.0:
-        weights_N = truncated_importance_weights(old_logprobs_N, behaviour_logprobs_N, cap)
-        return weights_N, weights_N >= cap
     log_ratio_N = old_logprobs_N.detach() - behaviour_logprobs_N.detach()
+    if kind == "truncated" and floor == 0.0:
+        weights_N = torch.exp(log_ratio_N).clamp(max=cap)
+        return weights_N, weights_N >= cap
     if kind in ("sequence_truncated", "sequence_masked"):
         log_ratio_N = sequence_sums(log_ratio_N, sequence_index_N, num_sequences)[sequence_index_N]
     ratio_N = torch.exp(log_ratio_N)
@@ -71,16 +65,6 @@ def sequence_lengths(sequence_index_N: Tensor, num_sequences: int) -> Tensor:
 def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
     """The sum over each sequence's tokens, `[S]`; differentiable."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_index_N, values_N)
-
-
-def effective_sample_size(log_ratio_N: Tensor) -> float:
-    """Kish's `(sum w)**2 / (N sum w**2)` of `w = exp(log_ratio)`, in (0, 1]; 1 is on-policy.
-
-    Safe for any size of ratio: the largest is taken out first. `log_ratio_N` must not be empty.
-    """
-    log_ratio_N = log_ratio_N.detach().to(torch.float64)
-    twice = 2.0 * torch.logsumexp(log_ratio_N, 0) - torch.logsumexp(2.0 * log_ratio_N, 0)
-    return min(1.0, (twice.exp() / log_ratio_N.numel()).item())
 
 
 @cache

@@ -17,16 +17,6 @@ from torch import Tensor
 from slipstream.algo.importance_sampling import sequence_lengths, sequence_sums
 
 
-class ClippedLoss(NamedTuple):
-    """The clipped surrogate, to be minimized, and where clipping zeroed the gradient."""
-
-    loss_N: Tensor
-    clipped_low_N: Tensor
-    """True where the ratio fell below 1 - clip_low under a negative advantage."""
-    clipped_high_N: Tensor
-    """True where the ratio rose above 1 + clip_high under a positive advantage."""
-
-
 @dataclass(frozen=True)
 class LossInputs:
     """The inputs of a loss: N trainable tokens of S whole sequences of a micro-batch."""
@@ -62,22 +52,6 @@ class PolicyLoss(NamedTuple):
     """Masks `[N]` by metric: `clip_fraction_low`, ..."""
 
 
-def clipped_policy_loss(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
-) -> ClippedLoss:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old_logprobs)`.
-
-    PPO's surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476, equation 8).
-    """
-    ratio_N = torch.exp(logprobs_N - old_logprobs_N)
-    clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_N = -torch.min(ratio_N * advantages_N, clipped_N * advantages_N)
-    with torch.no_grad():
-        low_N = (ratio_N < 1.0 - clip_low) & (advantages_N < 0)
-        high_N = (ratio_N > 1.0 + clip_high) & (advantages_N > 0)
-    return ClippedLoss(loss_N, low_N, high_N)
-
-
 def clip_loss(inputs: LossInputs) -> PolicyLoss:
     """PPO's clipped surrogate for each token; with `clip_dual` = c, under a negative advantage at most `c |A|` (dual
     clip, arXiv 1912.09729, equation 5)."""
@@ -104,10 +78,18 @@ def gspo_token_loss(inputs: LossInputs) -> PolicyLoss:
 
 
 def _clipped(log_ratio_N: Tensor, inputs: LossInputs) -> PolicyLoss:
-    loss_N, low_N, high_N = clipped_policy_loss(
-        log_ratio_N, torch.zeros_like(log_ratio_N), inputs.advantages_N, inputs.clip_low, inputs.clip_high
-    )
-    return PolicyLoss(loss_N, log_ratio_N.detach(), {"clip_fraction_low": low_N, "clip_fraction_high": high_N})
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and where clipping zeroed the gradient.
+
+    PPO's surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476, equation 8).
+    """
+    low, high, advantages_N = 1.0 - inputs.clip_low, 1.0 + inputs.clip_high, inputs.advantages_N
+    ratio_N = torch.exp(log_ratio_N)
+    loss_N = -torch.min(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+    counts = {
+        "clip_fraction_low": (ratio_N < low) & (advantages_N < 0),
+        "clip_fraction_high": (ratio_N > high) & (advantages_N > 0),
+    }
+    return PolicyLoss(loss_N, log_ratio_N.detach(), counts)
 
 
 def cispo_loss(inputs: LossInputs) -> PolicyLoss:

@@ -21,8 +21,13 @@ import msgspec
 from slipstream.config.sft import TrainOn
 from slipstream.data.images.families import image_processor
 from slipstream.data.images.processor import ImageProcessor
-from slipstream.data.message_fields import ReadRecorder
-from slipstream.data.template_variables import THINKING_VARIABLES, check_kwargs, template_variables, thinking_kwargs
+from slipstream.data.template_variables import (
+    THINKING_VARIABLES,
+    ReadRecorder,
+    check_kwargs,
+    template_variables,
+    thinking_kwargs,
+)
 from slipstream.data.tool_calls import with_text
 from slipstream.data.unknown_characters import Vocabulary
 from slipstream.errors import ConfigError, DataError, first_line, one_line

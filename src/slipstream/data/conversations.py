@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -159,9 +160,8 @@ def problems_of(rows: Sequence[Row], columns: Columns, form: Form = "auto", *, a
     _check_named(rows, (columns.messages, columns.prompt, columns.answer, columns.gold))
     if form == "auto":
         form = _form_of(rows[0], columns)
-    make = {"verl": _verl_problem, "messages": _messages_problem, "prompt-answer": _plain_problem}[form]
-    if form == "prompt-answer" and not answers:
-        make = _prompt_problem
+    plain = partial(_plain_problem, answers=answers)
+    make = {"verl": _verl_problem, "messages": _messages_problem, "prompt-answer": plain}[form]
     problems = [replace(make(row, columns), columns=row.values) for row in rows]
     for problem in problems:
         if problem.prompt[-1].role == "assistant":
@@ -211,9 +211,12 @@ def _verl_problem(row: Row, columns: Columns) -> Problem:
     return _problem(row, columns, turns, answer, _text_at(row, "data_source"))
 
 
-def _plain_problem(row: Row, columns: Columns) -> Problem:
+def _plain_problem(row: Row, columns: Columns, *, answers: bool) -> Problem:
     prompt = columns.prompt or _first_of(row.values, PROMPTS)
     answer = columns.answer or _first_of(row.values, ANSWERS)
+    is_unanswered = not answers and (not answer or value_at(row, answer) in (None, "", [], {}))
+    if prompt and is_unanswered:
+        return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), None)
     for found, names, what in ((prompt, PROMPTS, "fill it in"), (answer, ANSWERS, "give the right answer")):
         if not found and (empty := next((name for name in names if name in row.values), "")):
             raise DataError(f"{row.where}: {empty} is null: {what} or remove the row")
@@ -225,17 +228,6 @@ def _plain_problem(row: Row, columns: Columns) -> Problem:
             f"environment.settings.{'prompt' if not prompt else 'answer'}_column"
         )
     return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), _given(row, answer))
-
-
-def _prompt_problem(row: Row, columns: Columns) -> Problem:
-    """A problem that needs no answer."""
-    answer = columns.answer or _first_of(row.values, ANSWERS)
-    if answer and value_at(row, answer) not in (None, "", [], {}):
-        return _plain_problem(row, columns)
-    prompt = columns.prompt or _first_of(row.values, PROMPTS)
-    if not prompt:
-        return _plain_problem(row, columns)  # which says so
-    return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), None)
 
 
 def _problem(row: Row, columns: Columns, turns: list[Message], answer: Any, source: str | None = None) -> Problem:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import DataError
 from slipstream.records import Message
 
@@ -18,60 +19,7 @@ _LINKS = ("role", "content", "tool_call_id")
 _MAX_RENDERED = 1000
 
 
-class _Template(Protocol):
-    @property
-    def renders_tools(self) -> bool:
-        """Whether the template renders the tools of a conversation."""
-        ...
-
-    def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
-        """(role, field name) of the message fields that the template reads while it renders `messages`."""
-        ...
-
-    def unrendered(self, messages: Sequence[Message]) -> list[int]:
-        """The places of the messages whose content the template leaves out."""
-        ...
-
-
-class ReadRecorder(dict[str, Any]):
-    """A message that records which of its fields are read, as (role, field name)."""
-
-    def __init__(self, values: dict[str, Any], read: set[tuple[str, str]]) -> None:
-        super().__init__(values)
-        self._role = str(values["role"])
-        self._read = read
-
-    def _on_read(self, name: str) -> None:
-        self._read.add((self._role, name))
-
-    def __getitem__(self, name: str) -> Any:
-        self._on_read(name)
-        return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        self._on_read(str(name))
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """As of any dictionary."""
-        self._on_read(name)
-        return super().get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        for name in super().__iter__():
-            self._on_read(name)
-            yield name
-
-    def keys(self) -> Any:
-        """As of any dictionary."""
-        return list(self)
-
-    def items(self) -> Any:
-        """As of any dictionary."""
-        return [(name, self[name]) for name in self]
-
-
-def check_fields(template: _Template, conversations: Sequence[Sequence[Message]], counts: dict[str, int]) -> None:
+def check_fields(template: ChatTokenizer, conversations: Sequence[Sequence[Message]], counts: dict[str, int]) -> None:
     """Counts the messages with a field that the template reads in none of the conversations (of up to a thousand that
     have it). Raises `DataError` if the field holds content, and for tools that the template does not render."""
     with_tools = sum(bool(conversation and conversation[0].tools) for conversation in conversations)
@@ -99,7 +47,7 @@ def check_fields(template: _Template, conversations: Sequence[Sequence[Message]]
 
 
 def check_contents(
-    template: _Template, conversations: Sequence[Sequence[Message]], where: Callable[[Sequence[Message]], str]
+    template: ChatTokenizer, conversations: Sequence[Sequence[Message]], where: Callable[[Sequence[Message]], str]
 ) -> None:
     """Raises `DataError` for messages whose content the template leaves out; `where` is a conversation's place. Which
     these are is a matter of the roles of a conversation's messages: one of each kind is rendered."""

@@ -1,9 +1,10 @@
-"""Variables of a chat template: those it reads, those a run sets, and the switch of thinking."""
+"""Variables of a chat template: those it reads, those a run sets, and the switch of thinking; and the fields of
+messages that it reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slipstream.errors import ConfigError
@@ -70,3 +71,41 @@ def template_variables(template: str | Mapping[str, str]) -> set[str]:
                 f"the model's chat template is not valid (line {error.lineno}: {error.message}): use another model"
             ) from error
     return found
+
+
+class ReadRecorder(dict[str, Any]):
+    """A message that records which of its fields are read, as (role, field name)."""
+
+    def __init__(self, values: dict[str, Any], read: set[tuple[str, str]]) -> None:
+        super().__init__(values)
+        self._role = str(values["role"])
+        self._read = read
+
+    def _on_read(self, name: str) -> None:
+        self._read.add((self._role, name))
+
+    def __getitem__(self, name: str) -> Any:
+        self._on_read(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._on_read(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any dictionary."""
+        self._on_read(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self._on_read(name)
+            yield name
+
+    def keys(self) -> Any:
+        """As of any dictionary."""
+        return list(self)
+
+    def items(self) -> Any:
+        """As of any dictionary."""
+        return [(name, self[name]) for name in self]

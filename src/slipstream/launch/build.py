@@ -151,7 +151,7 @@ def build(
     `workers` has one. `planned_bytes`: memory that the plan gives the trainer. Raises CompilerFailed where layers
     cannot be compiled: uncompiled they need more memory than planned."""
     from slipstream.trainer.critic import Critic, ValueModel
-    from slipstream.trainer.learner import Learner, Reference
+    from slipstream.trainer.learner import Learner, Reference, predicted
     from slipstream.trainer.model.loading import open_shared
 
     tokens = config.training.micro_batch_tokens
@@ -175,7 +175,7 @@ def build(
         with stage("load the critic"):
             value_model = ValueModel(with_adapter(config, load_model(config)))
         critic = Critic(learner(value_model), config.critic)
-    return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
+    return Trained(policy, None if reference is None else Reference(partial(predicted, reference), tokens), critic)
 
 
 def compile_if_asked(
@@ -205,7 +205,8 @@ def build_sharded(
     """Build all models sharded over the trainer's ranks: this rank's shards, and the connection to the others.
     `planned_bytes`: memory that the plan gives each rank."""
     from slipstream.trainer.critic import Critic
-    from slipstream.trainer.distributed.learner import ShardedLearner, ShardedModel, ShardedScorer
+    from slipstream.trainer.distributed.learner import ShardedLearner, ShardedModel
+    from slipstream.trainer.learner import Reference
 
     tokens = config.training.micro_batch_tokens
     with stage("start the ranks"):
@@ -216,7 +217,7 @@ def build_sharded(
     learner.planned_bytes = planned_bytes
     reference = critic = None
     if REFERENCE in parts:
-        reference = ShardedScorer(ShardedModel(REFERENCE, parts[REFERENCE], ranks), tokens)
+        reference = Reference(ShardedModel(REFERENCE, parts[REFERENCE], ranks).predictions, tokens)
     if CRITIC in parts:
         critic = Critic(ShardedLearner(CRITIC, parts[CRITIC], ranks, micro_batch_tokens=tokens), config.critic)
     return Trained(learner, reference, critic)

@@ -259,16 +259,16 @@ def _square_tower(whole: Any) -> dict[str, int]:
 def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
     """`model` as attention without packing computes it."""
     from slipstream.trainer.model.loading import packing_obstacle, unpacked_attention
+    from slipstream.trainer.model.vision_towers import read_config
 
-    packing = config.training.packing
-    if packing == "auto":
-        model = dataclasses.replace(
-            model, unpackable=packing_obstacle(config.model.path, config.model.trust_remote_code)
-        )
-        packing = not model.unpackable
-    if packing:
+    if config.training.packing is True:
         return model
-    implementation, is_capped = unpacked_attention(config.model.path, config.model.trust_remote_code)
+    found = read_config(config.model.path, config.model.trust_remote_code)
+    if config.training.packing == "auto":
+        model = dataclasses.replace(model, unpackable=packing_obstacle(found))
+        if not model.unpackable:
+            return model
+    implementation, is_capped = unpacked_attention(found)
     if implementation != "eager":
         return model
     return dataclasses.replace(model, scores="capped" if is_capped else "plain")

@@ -83,14 +83,14 @@ def predicted(
     sampling: records.SamplingParams | None,
     micro_batch_tokens: int,
 ) -> list[list[Tensor]]:
-    """By kind of prediction (see `predictions`) one tensor `[N]` for each sequence, by any model."""
+    """By kind of prediction (see `row_predictions`) one tensor `[N]` for each sequence, by any model."""
     rows = micro_batches(StepBatch(list(sequences)), micro_batch_tokens, packing=model.packing, device=model.device)
-    found = predictions(model, rows, sampling)
+    found = row_predictions(model, rows, sampling)
     return [[found[index][kind] for index in range(len(sequences))] for kind in range(1 if sampling is None else 2)]
 
 
 @torch.no_grad()
-def predictions(
+def row_predictions(
     model: PolicyModel, rows: Iterable[MicroBatch | None], sampling: records.SamplingParams | None
 ) -> dict[int, tuple[Tensor, ...]]:
     """Per sequence index of the step batch, float32 on the CPU, `[N]` each: with `sampling` log-probabilities and
@@ -178,12 +178,13 @@ class Scorer(Protocol):
 class Reference:
     """A frozen model."""
 
-    model: PolicyModel
+    predict: Callable[[Sequence[records.Sequence], records.SamplingParams, int], list[list[Tensor]]]
+    """See `predicted`; by a model that may be sharded."""
     micro_batch_tokens: int
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
         """See `Scorer`."""
-        return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
+        return Scores(*self.predict(sequences, sampling, self.micro_batch_tokens))
 
 
 def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:

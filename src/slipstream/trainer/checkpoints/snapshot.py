@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.algo.balancing import runs
 from slipstream.errors import SlipstreamError
 from slipstream.records import ParameterSpec
 from slipstream.trainer.checkpoints.state_files import write_state
@@ -110,8 +111,11 @@ class _HostBuffer:
         self._bytes, self._sizes = memory[-memory.data_ptr() % _PAGE_BYTES :], list(sizes)
         if self._device.type == "cuda":
             self._bytes.zero_()  # touches the pages, which takes longer than locking them
-            for start, end in _pieces([_whole_pages(size) for size in sizes]):
-                self._page_lock(self._bytes[start:end])
+            start = 0
+            # Whole tensors: a copy must not cross the boundary of a locked piece. The driver refuses empty pieces.
+            for piece in runs(filter(None, map(_whole_pages, sizes)), int, _PIECE_BYTES):
+                self._page_lock(self._bytes[start : start + sum(piece)])
+                start += sum(piece)
 
     def _page_lock(self, piece: Tensor) -> None:
         cudart: Any = torch.cuda.cudart()
@@ -153,15 +157,3 @@ class _HostBuffer:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of pieces of whole tensors: a copy must not cross the boundary of a locked piece."""
-    start = end = 0
-    for size in sizes:
-        if end > start and end + size - start > _PIECE_BYTES:
-            yield start, end
-            start = end
-        end += size
-    if end > start:
-        yield start, end

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -36,7 +36,7 @@ from slipstream.trainer.distributed.worker import (
     SetAside,
     rank_batch_of,
 )
-from slipstream.trainer.learner import UNPROCESSED, Learner, Scores, Sums
+from slipstream.trainer.learner import Learner, Sums
 from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.policy import shares_memory
 from slipstream.trainer.optim.base import OptimStats
@@ -133,18 +133,6 @@ class ShardedModel:
                 return None
             specs.append(replace(shard, name=stored[0][0]).spec(""))
         return tuple(specs)
-
-
-@dataclass(frozen=True)
-class ShardedScorer:
-    """Log-probabilities by a sharded model; see `learner.Scorer`."""
-
-    sharded: ShardedModel
-    micro_batch_tokens: int
-
-    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
-        """See `learner.Scorer`."""
-        return Scores(*self.sharded.predictions(sequences, sampling, self.micro_batch_tokens))
 
 
 class ShardedLearner(Learner):

@@ -22,7 +22,7 @@ from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.trainer.distributed.engine_memory import WorkerMemory, shard_like
 from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_of
-from slipstream.trainer.learner import Sums, add_gradients, predictions, random_state, restore_state
+from slipstream.trainer.learner import Sums, add_gradients, random_state, restore_state, row_predictions
 from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.policy import PolicyModel
@@ -250,7 +250,7 @@ class RankModel:
         rows: Iterable[MicroBatch | None] = micro_batches_of(share.batch, share.rows, self.model.device)
         if self.model.has_lazy_logits:
             rows = self.group.rows_gathered(self.model.roots, rows)
-        found = predictions(self.model, rows, sampling)
+        found = row_predictions(self.model, rows, sampling)
         columns = zip(*(found[index] for index in range(len(share.batch.sequences))), strict=True)
         return Answer(list(map(torch.cat, columns)))
 

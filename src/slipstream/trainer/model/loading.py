@@ -190,14 +190,8 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
     _check_config(read_config(str(folder), trust_remote_code), str(folder), packing)
 
 
-def packing_obstacle(path: Path | str, trust_remote_code: bool = False) -> str:
+def packing_obstacle(config: Any) -> str:
     """Why sequences cannot be packed into one row, as far as the configuration tells; empty where they can."""
-    from transformers import AutoConfig
-
-    return _packing_obstacle(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
-
-
-def _packing_obstacle(config: Any) -> str:
     text, network = text_config(config), _network_class(config)
     kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -213,12 +207,9 @@ def _packing_obstacle(config: Any) -> str:
     return ""
 
 
-def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
+def unpacked_attention(config: Any) -> tuple[str, bool]:
     """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
     sinks, so that models with these use "eager"."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         return "eager", True
     return "sdpa" if getattr(_network_class(config), "_supports_sdpa", True) else "eager", False
@@ -256,7 +247,7 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
         )
     if getattr(config, "audio_config", None) is not None:
         raise ConfigError(f"model.path {path!r} hears audio: only models of text, or of images too, can be trained")
-    if packing and (obstacle := _packing_obstacle(config)):
+    if packing and (obstacle := packing_obstacle(config)):
         raise ConfigError(f"model.path {path!r} has {obstacle}: set training.packing = false")
 
 

@@ -48,7 +48,7 @@ from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
 from slipstream.trainer.model.shared_layers import share_kernels
-from slipstream.trainer.model.vision_towers import freeze_towers, reads_images, text_config
+from slipstream.trainer.model.vision_towers import freeze_towers, read_config, reads_images, text_config
 from slipstream.trainer.model.wide_residual import widen_residual
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
@@ -120,7 +120,9 @@ class PolicyModel:
         hide_progress_bars()
         folder = resolve_folder(path)
         check_architecture(folder, trust_remote_code, packing=packing)
-        implementation = packed.register() if packing else unpacked_attention(folder, trust_remote_code)[0]
+        implementation = (
+            packed.register() if packing else unpacked_attention(read_config(str(folder), trust_remote_code))[0]
+        )
         network = load_network(
             folder, dtype, trust_remote_code, implementation=implementation, shared=shared, unread=unread
         )

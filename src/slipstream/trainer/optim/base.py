@@ -369,11 +369,22 @@ class MasterOptimizer(Optimizer):
         return self._rule_of[name][1]
 
 
+def fused_adamw(groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """torch's AdamW on parameter groups, fused on CPU and CUDA."""
+    devices = {tensor.device.type for group in groups for tensor in group["params"]}
+    return torch.optim.AdamW(groups, betas=betas, eps=ADAM_EPSILON, fused=devices <= {"cpu", "cuda"})
+
+
 class MasterAdamW(MasterOptimizer):
     """Decoupled weight decay Adam (arXiv 1711.05101) over fp32 copies of all trainable parameters.
 
     Vectors (norms, biases) are not decayed.
     """
+
+    rule: ClassVar[Any] = staticmethod(fused_adamw)
+    """A torch optimizer's class, or a factory of one."""
+    mark: ClassVar[str] = "exp_avg"
+    """A key that the rule's states always have."""
 
     def __init__(
         self,
@@ -385,13 +396,7 @@ class MasterAdamW(MasterOptimizer):
         rate_of: RateOf = one_rate,
     ) -> None:
         super().__init__(named_parameters, max_grad_norm, rate_of)
-        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", self._holders.keys(), weight_decay)
-
-
-def fused_adamw(groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """torch's AdamW on parameter groups, fused on CPU and CUDA."""
-    devices = {tensor.device.type for group in groups for tensor in group["params"]}
-    return torch.optim.AdamW(groups, betas=betas, eps=ADAM_EPSILON, fused=devices <= {"cpu", "cuda"})
+        self._add_rule(partial(self.rule, betas=betas), self.mark, self._holders.keys(), weight_decay)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

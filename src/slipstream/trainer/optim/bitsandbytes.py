@@ -10,35 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit, PagedAdamW32bit
 from torch import Tensor
 
-from slipstream.trainer.optim.base import MasterOptimizer, NamedParameters, RateOf, one_rate
+from slipstream.trainer.optim.base import MasterAdamW
 
 _MIN_8BIT_ELEMENTS = 4096
 """Parameters with fewer elements keep fp32 states."""
 
 
-class _BitsandbytesAdamW(MasterOptimizer):
-    """AdamW over fp32 master weights, computed by `rule`. Vectors (norms, biases) get no weight decay."""
+class _BitsandbytesAdamW(MasterAdamW):
+    """AdamW over fp32 master weights, computed by a `rule` of the library."""
 
-    rule: ClassVar[Any]
-    """The library's optimizer class, or a factory of one."""
-
-    def __init__(
-        self,
-        named_parameters: NamedParameters,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        rate_of: RateOf = one_rate,
-    ) -> None:
-        super().__init__(named_parameters, max_grad_norm, rate_of)
-        make: Any = partial(self.rule, betas=betas)
-        self._add_rule(make, "state1", self._holders.keys(), weight_decay)
+    mark = "state1"
 
     def _as_step(self, updates: int, name: str) -> int:
         return updates

@@ -15,10 +15,10 @@ from slipstream.errors import ConfigError
 from slipstream.trainer.model.small.tiny_qwen3 import (
     CHAT_TEMPLATE,
     START,
-    initialize,
     new_tokenizer,
     refuse_used,
     rope_theta_of,
+    save_new,
 )
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -52,9 +52,8 @@ def new_vision_model(
     other text (`detection.coordinates.LITERALS` for a detector). Images are scaled to at most 128 x 128 pixels; 16 x
     16 of them are a token. A head has `hidden_size / num_heads` dimensions, a multiple of 32. Other arguments as of
     `tiny_qwen3.new_model`."""
-    import torch
     from tokenizers import AddedToken
-    from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
+    from transformers import Qwen2VLForConditionalGeneration
 
     from slipstream.trainer.model.loading import hide_progress_bars
 
@@ -81,16 +80,7 @@ def new_vision_model(
         "max_position_embeddings": context_length,
     }
     config = _config(fast, text, rope_theta or rope_theta_of(context_length, head_dim))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network: Any = Qwen2VLForConditionalGeneration(config)
-        initialize(network, num_layers)
-    network.generation_config = GenerationConfig(
-        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, do_sample=True
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    network.to(getattr(torch, dtype)).save_pretrained(folder)
-    fast.save_pretrained(folder)
+    save_new(folder, Qwen2VLForConditionalGeneration, config, fast, seed, dtype)
     (folder / "processor_config.json").write_text(json.dumps(_processor(), indent=2) + "\n")
     return folder
 

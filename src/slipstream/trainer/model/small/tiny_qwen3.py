@@ -67,8 +67,7 @@ def new_model(
     tokenizer, by default printable ASCII and the newline; others become `<unk>`. A `"byte"` tokenizer has no
     unknown text. The model's numbers are drawn from `seed` and leave torch's own generator alone.
     """
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from slipstream.trainer.model.loading import hide_progress_bars
 
@@ -94,16 +93,7 @@ def new_model(
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = Qwen3ForCausalLM(config)
-        initialize(network, num_layers)
-    network.generation_config = GenerationConfig(
-        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, do_sample=True
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    network.to(getattr(torch, dtype)).save_pretrained(folder)
-    fast.save_pretrained(folder)
+    save_new(folder, Qwen3ForCausalLM, config, fast, seed, dtype)
     return folder
 
 
@@ -146,6 +136,23 @@ def refuse_used(folder: Path) -> None:
     """Raises ConfigError for a folder that holds something."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give a new folder")
+
+
+def save_new(folder: Path, network_class: Any, config: Any, tokenizer: Any, seed: int, dtype: str) -> None:
+    """Write a network of this configuration, with numbers drawn from `seed`, and its tokenizer into `folder`."""
+    import torch
+    from transformers import GenerationConfig
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = network_class(config)
+        initialize(network, config.get_text_config().num_hidden_layers)
+    network.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    network.to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def rope_theta_of(context_length: int, head_dim: int) -> float:
