@@ -108,7 +108,7 @@ def test_no_run_in_time_is_said():
 
 @pytest.mark.parametrize("how", ["over", "lost", "agent killed"])
 def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
-    with open_nodes(2) as nodes, agent(nodes.address) as process:
+    with open_nodes(2) as nodes, agent(nodes.address, "--attempt", "0") as process:
         nodes.wait(WAIT_S)
         child = nodes.launch(CHILD, ["family"], node="node-1")
         pids = [child.pid, pid_of(child)]
