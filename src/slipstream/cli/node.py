@@ -13,18 +13,17 @@ from slipstream.cli.output import tell
 
 def node(
     *,
-    join: Annotated[str, Parameter(help="HOST:PORT at which the run waits for its nodes.")],
+    join: Annotated[str, Parameter(help="HOST:PORT of the run (cluster.address).")],
     run_id: Annotated[str, Parameter(help="The run's cluster.run_id.")],
-    name: Annotated[str, Parameter(help="node-1, node-2 ...; by default one that has no agent yet.")] = "",
+    name: Annotated[str, Parameter(help="node-1, node-2 ...; default: the next free one.")] = "",
     attempt: Annotated[int, Parameter(help="Join this attempt of the run only; -1: any.")] = -1,
     wait: Annotated[float, Parameter(help="Seconds to wait for the run.")] = 300.0,
 ) -> int:
-    """Be the agent of this node: start the processes that a run places here.
+    """Be the agent of this node: start its part of a run.
 
-    All that the agent has started ends with the agent, and with its connection to the run. The agent then joins the
-    run's next attempt, and ends when the run has ended by itself. It needs the run's token in the variable
-    SLIPSTREAM_CLUSTER_TOKEN, and the run folder at the same path as on the run's host. The exit code is 1 if the
-    connection of the given attempt was lost.
+    The processes of the agent end with it, and with its connection to the run. After a lost connection the agent joins
+    the run's next attempt. It ends with the run. It needs the run's token in the variable SLIPSTREAM_CLUSTER_TOKEN, and
+    the run folder at the same path as on the run's host. The exit code is 1 for a lost connection of `--attempt`.
     """
     from slipstream.errors import ConfigError
     from slipstream.nodes.agent import Agent

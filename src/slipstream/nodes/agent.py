@@ -1,7 +1,7 @@
-"""The agent of a node: starts the children that a run asks for, and reports their ends.
+"""The agent of a node: starts a run's children here, and reports their ends.
 
-Guarantees: all its children have ended when it ends; it ends when the run does, or when its connection to the run is
-lost. A child's standard input is connected to the run's end of its channel as if the child were on the run's host.
+Guarantees: its children end with it, and with its connection to the run. A child's standard input is connected to the
+run's end of its channel, as on the run's host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Agent:
         self._control: Channel | None = None
 
     def join(self, wait_s: float) -> None:
-        """Connect to the run, which need not listen yet. Raises ConfigError if it refuses, or after `wait_s`."""
+        """Connect to the run, and wait for it. Raises ConfigError if it refuses, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -55,7 +55,7 @@ class Agent:
                 return
 
     def serve(self) -> bool:
-        """Do what the run asks for until it ends. Returns whether it said so; False: the connection was lost."""
+        """Serve the run until it ends. False: the connection was lost."""
         assert self._control is not None
         control, children = self._control, dict[int, Child]()
         try:
@@ -112,7 +112,7 @@ class Agent:
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Copy what arrives, and then the end."""
+    """Copy all bytes, and then the end."""
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
             target.sendall(data)

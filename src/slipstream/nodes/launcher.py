@@ -1,7 +1,7 @@
-"""Starts children on nodes whose agents have joined the run.
+"""Starts children on the nodes of a run, by their agents.
 
-Guarantees: an agent joins once, with the run's token, run id and attempt; a late one is awaited until a deadline, whose
-error names the missing nodes; the children of a lost node count as killed, and `lost` says why.
+Guarantees: an agent joins once, with the run's token, run id and attempt. A late one is awaited until a deadline; the
+error names the missing nodes. The children of a lost node count as killed, and `lost` gives the reason.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RemoteChild:
 
 
 class _Node:
-    """A node whose agent has joined."""
+    """A node with its agent."""
 
     def __init__(self, name: str, interface: str, connection: socket.socket) -> None:
         self.name, self.interface, self._connection = name, interface, connection
@@ -171,7 +171,7 @@ class Nodes:
         self._numbers = itertools.count()
         self._awaited: dict[int, RemoteChild] = {}
         self.interface = ""
-        """The interface of this host over which agents have come."""
+        """This host's interface towards its nodes."""
         self.lost: list[str] = []
         """Sentences about nodes that are lost."""
         self._is_over = False

@@ -1,8 +1,8 @@
 """Messages between a run and the agents of its nodes, over TCP.
 
-Each side proves that it knows the run's token, by an HMAC (RFC 2104) over a nonce of either side. The token is never
-sent. Messages are not encrypted: the network between the nodes must be trusted. The kernel ends a connection whose
-other side has not answered for `SILENT_S`, so that a shorter cut of the network is not noticed.
+Each side proves its knowledge of the run's token by an HMAC (RFC 2104) over a nonce of either side. The token is never
+sent. Messages are not encrypted: the network between the nodes must be trusted. The kernel ends a connection after
+`SILENT_S` without an answer. A shorter cut of the network goes unnoticed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import fcntl
 import hmac
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -22,9 +21,9 @@ from slipstream.processes.channel import Channel, ChannelClosed
 TOKEN_VARIABLE = "SLIPSTREAM_CLUSTER_TOKEN"
 SILENT_S = 45.0
 _GREETING_S = 20.0
-"""How long a side may take to prove that it knows the token."""
+"""How long a proof may take."""
 _MOST_BYTES = 1 << 20
-"""Of a message: a child's variables are the longest."""
+"""The longest message; a child's variables take most."""
 _NONCE_BYTES = 32
 _ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR of netdevice(7)."""
@@ -35,16 +34,16 @@ class Hello(msgspec.Struct, frozen=True):
 
     run_id: str
     node: str
-    """`node-3`, or empty for one that has no agent yet."""
+    """`node-3`, or empty for any free one."""
     attempt: int
-    """Of the run; negative: the agent does not know it."""
+    """The run's attempt; negative: any."""
     interface: str
     nonce: bytes
     child: int = -1
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The run's answer; `refused` says why it is none."""
+    """The run's answer, or the reason of a refusal."""
 
     node: str = ""
     proof: bytes = b""
@@ -100,7 +99,7 @@ ToRun = Launched | Exited
 
 
 def prepare(connection: socket.socket) -> socket.socket:
-    """Have the kernel send small messages at once, and end a connection that is silent for `SILENT_S`."""
+    """Have the kernel send small messages at once, and end a connection after `SILENT_S` of silence."""
     seconds = int(SILENT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -135,7 +134,7 @@ def greet(
 
 
 def admit(connection: socket.socket, token: str, judge: Callable[[Hello], Welcome]) -> Hello | None:
-    """The run's side: check the other side's proof and answer by `judge`. None for a side that was refused. Raises
+    """The run's side: check the other side's proof and answer by `judge`. None after a refusal. Raises
     OSError, ChannelClosed and msgspec.DecodeError."""
     channel, nonce = Channel(connection, _MOST_BYTES), secrets.token_bytes(_NONCE_BYTES)
     channel.send(nonce, _GREETING_S)
@@ -156,11 +155,11 @@ def _proof(token: str, side: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address; empty if none has."""
+    """The network interface of an IPv4 address; empty if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, name.encode().ljust(256, b"\0"))
             except OSError:  # it has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:

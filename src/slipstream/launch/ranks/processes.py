@@ -214,7 +214,7 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def _naming_failed_rank(self, doing: str) -> Generator[None]:
-        """Turn an error here that another rank's failure caused into an error that names that rank."""
+        """Turn an error here into the error of the rank that caused it."""
         from torch import OutOfMemoryError
 
         try:
