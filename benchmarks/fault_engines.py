@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.event_loop import call
+from benchmarks.weight_sync.process_memory import pids_of
 from slipstream.errors import EngineError
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
@@ -164,7 +165,7 @@ class Two(Pair):
 
     def kill(self, number: int) -> None:
         """The one of that number."""
-        os.kill(self.engine.pids[number], signal.SIGKILL)
+        os.kill(pids_of(self.engine)[number], signal.SIGKILL)
 
 
 class Asking:

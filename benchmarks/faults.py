@@ -31,6 +31,7 @@ from fault_engines import GROUP_TIMEOUT_S, PROMPTS, START_S, TIMEOUT_S, Asking, 
 from rich.progress import track
 
 from benchmarks.event_loop import call
+from benchmarks.weight_sync.process_memory import pids_of
 from slipstream.errors import EngineError, SlipstreamError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Ticket
@@ -64,7 +65,7 @@ def engine_killed(times: int, folder: Path) -> Outcomes:
     pair.publish()
     for _ in track(range(times), "engine killed in an update"):
         delay = random.uniform(0, 0.05)
-        (pid,) = pair.engine.pids
+        (pid,) = pids_of(pair.engine)
         killer = subprocess.Popen(["sh", "-c", f"sleep {delay:.3f}; kill -9 {pid}"])
         began = time.monotonic()
         pair.publish()
@@ -275,7 +276,7 @@ def be_the_trainer(bridge: str, folder: Path) -> None:
     """The process that is killed: publishes versions for ever, as fast as it can."""
     pair = Pair(folder, bridge)
     pair.publish()
-    print(*pair.engine.pids, *pair.engine.sockets, flush=True)
+    print(*pids_of(pair.engine), *pair.engine.sockets, flush=True)
     while True:
         pair.publish()
 

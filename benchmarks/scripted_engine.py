@@ -77,11 +77,6 @@ class ScriptedEngine:
         return ()
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """None: it has no process."""
-        return ()
-
-    @property
     def each(self) -> tuple[ScriptedEngine]:
         """See `Generates`."""
         return (self,)

@@ -54,7 +54,7 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 
 from .collective import raw_broadcast_s
 from .figures import PROMPT_TOKENS, TOGETHER, WORD_IDS, BridgeName, Memory, SyncFigures, SyncOptions, spread
-from .process_memory import gpu_memory, gpus_in_use, host_memory, session_of
+from .process_memory import gpu_memory, gpus_in_use, host_memory, pids_of, session_of
 from .trainer import SyncTrainer, sync_trainer
 
 DELTA_CHANGED = 0.02
@@ -431,7 +431,7 @@ class _Measurement:
         return self._trainer.change(step % stride, stride)
 
     def _memory(self, report: ApplyReport) -> tuple[Memory, Memory]:
-        theirs = [pid for leader in self._engine.pids for pid in session_of(leader)]
+        theirs = [pid for leader in pids_of(self._engine) for pid in session_of(leader)]
         on_gpu = self._trainer.on_gpu
         sides = ((self._trainer.pids, self._trainer.allocated_bytes()), (theirs, report.memory_bytes))
         ours, others = (

@@ -5,8 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _TIMEOUT_S = 10.0
+
+
+def pids_of(engine: Any) -> list[int]:
+    """Return the running processes of one engine, or of several as one; vLLM's own are their children."""
+    return [each.process.process.pid for each in engine.each if each.process.process.poll() is None]
 
 
 def session_of(leader: int) -> list[int]:

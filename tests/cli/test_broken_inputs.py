@@ -24,21 +24,17 @@ FILES = {
     "score.py": "def compute_score(solution):\n    return 1.0\n",
 }
 TASKS = {
-    "nothing": "return []",
     "none": "return None",
     "raises": "raise KeyError('lost')",
     "long": "return [{'prompt': split + 'x' * 999, 'answer': '5'}]",
-    "same_splits": "return [{'prompt': 'x', 'answer': '5'}]",
 }
 FILES |= {
     f"tasks_{name}.py": f"def tasks(split, num_tasks, seed):\n    {body}\ndef reward(task, completion): return 1\n"
     for name, body in TASKS.items()
 }
 DATA = {
-    "empty.jsonl": b"",
     "question_only.jsonl": b'{"messages": [{"role": "user", "content": "x"}]}\n',
     "long.jsonl": b'{"prompt": "%s", "completion": "x"}\n' % (b"x" * 9999),
-    "no_truth.jsonl": b'{"data_source": "a", "prompt": "x", "reward_model": {"style": "rule", "ground_truth": ""}}\n',
 }
 MODEL, ONE_SFT = '[model]\npath = "model"\n', '[algorithm]\nkind = "sft"\n[training]\nsteps = 2\n'
 FROM_FILE = f'{MODEL}[data]\npath = "rows.jsonl"\n'
@@ -103,7 +99,6 @@ COMMAND_LINE = [
 ]
 DATA_CASES = [
     ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),
-    ("sft sft.toml --data empty.jsonl", 3, "empty.jsonl holds no row: give"),
     ("sft sft.toml --data question_only.jsonl", 3, "row 1 of .* has no assistant message.*: add"),
     ("sft sft.toml --data long.jsonl", 3, "longer than the model's context of 512 tokens: use shorter ones"),
     ("sft sft.toml --data not_utf8.parquet", 3, "row 2 of .*, column completion cannot be read .*: correct it"),
@@ -114,15 +109,12 @@ ROWS_CASES = [
     ("path none", 3, "none cannot be read .*: correct environment.settings.path"),
     ("reward none.py", 2, "there is no file .*none.py .*: correct the path"),
     ("reward score.py:grade", 2, r"no function 'grade': use one of compute_score"),
-    ("path no_truth.jsonl", 3, "row 1 .*ground_truth is empty.*: give it"),
 ]
 ENVIRONMENTS = [
     ("none.py", 2, "there is no file .*none.py .*: correct the path"),
-    ("tasks_nothing.py", 3, "gave no held-out tasks: have tasks"),
     ("tasks_none.py", 3, r"tasks\(\) of tasks_none returned nothing: return a list of tasks"),
     ("tasks_raises.py", 4, r"of tasks_raises raised KeyError: 'lost' \(line 2 of .*\): correct it"),
     ("tasks_long.py", 3, "leaves no room for a completion .*: use shorter prompts"),
-    ("tasks_same_splits.py", 3, "is also a held-out one: give other training data"),
 ]
 MODELS = [
     ("./none", 'none" does not exist: give the folder of a model'),

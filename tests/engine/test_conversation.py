@@ -23,49 +23,7 @@ from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.processes import heartbeat
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version, encode
 
-
-class Host(SimpleNamespace):
-    """Computes `num_places` requests at once, each in `seconds` or, where there is one, until `ends`; urgent ones at
-    once."""
-
-    is_dead = False
-
-    def __init__(self, seconds, num_places=100):
-        super().__init__(
-            seconds=seconds, clock=TokenClock(), places=asyncio.Semaphore(num_places), begun=[], cancelled=[], output={}
-        )
-        self.ends = None
-
-    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
-        async with contextlib.AsyncExitStack() as place:
-            if not is_urgent:
-                await place.enter_async_context(self.places)
-            self.begun.append(id_)
-            try:
-                await (self.ends.wait() if self.ends else asyncio.sleep(self.seconds))
-            except asyncio.CancelledError:
-                self.cancelled.append(id_)
-                raise
-        self.clock.tick()
-        return SimpleNamespace(outputs=[SimpleNamespace(**{**NOTHING, **self.output})]), []
-
-    async def pause(self):
-        """Nothing steps."""
-
-    async def resume(self):
-        """Nothing steps."""
-
-    async def reset_prefix_cache(self):
-        return True
-
-    async def reset_encoder_cache(self):
-        """It has no tower."""
-
-    async def set_version(self, version):
-        """It has no labels."""
-
-
-NOTHING = {"token_ids": [], "logprobs": [], "finish_reason": "stop"}
+from ..inference.fakes import Host, until
 
 
 @contextlib.asynccontextmanager
@@ -103,12 +61,6 @@ def scripted(monkeypatch):
     monkeypatch.setattr(patience, "_LATE_S", 0.05)
 
 
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_turn_that_waits_for_a_place_longer_than_its_deadline_is_answered(tmp_path):
     async with talk(tmp_path, routes(serving(Host(0.3), max_num_seqs=1)), silence_s=0.6) as client:
         first = [asyncio.create_task(client.generate(ask(f"a{i}", 0.4))) for i in range(8)]
@@ -122,11 +74,10 @@ async def test_a_probe_does_not_wait_for_rollouts(tmp_path):
     host = Host(60.0, num_places=2)
     async with talk(tmp_path, routes(serving(host, max_num_seqs=2))) as client:
         rollouts = [asyncio.create_task(client.generate(ask(f"r{i}"))) for i in range(24)]
-        await until(lambda: len(host.begun) == 2)
+        await until(lambda: len(host.generated) == 2)
         host.seconds = 0.05
         engine = SimpleNamespace(generate=client.generate, num_restarts=0)
         engine.each = (engine,)
-        host.output = {"token_ids": [5], "logprobs": [{5: SimpleNamespace(logprob=-1.0)}]}
         await Probe(engine, [ProbePrompt([1])] * 8, SamplingParams(1), max_tokens=1, seed=0, timeout_s=60).sample()
         assert sum(not each.done() for each in rollouts) > 12
         for each in rollouts:
@@ -187,7 +138,7 @@ async def test_requests_that_are_given_up_while_they_are_on_their_way_are_not_co
         await until(lambda: len(taken_back) == 10)
         host.ends.set()
         await asyncio.gather(*calls, return_exceptions=True)
-    computed = set(host.begun) - set(host.cancelled)
+    computed = {id_ for id_, *_ in host.generated} - {call[1] for call in host.calls if call[0] == "abort"}
     assert computed == {f"q{i}" for i in range(10, 20)}
 
 
@@ -197,7 +148,7 @@ async def test_a_request_that_is_given_up_before_it_is_sent_is_not_sent(tmp_path
         calls = [asyncio.create_task(client.generate(ask(id_))) for id_ in "ab"]
         asyncio.get_running_loop().call_soon(calls[0].cancel)
         await asyncio.gather(*calls, return_exceptions=True)
-        assert host.begun == ["b"]
+        assert [id_ for id_, *_ in host.generated] == ["b"]
 
 
 @pytest.mark.parametrize(

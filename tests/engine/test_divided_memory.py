@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from benchmarks.weight_sync.process_memory import session_of
+from benchmarks.weight_sync.process_memory import pids_of, session_of
 
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
@@ -52,7 +52,7 @@ def with_words(model: Path, count: int) -> Path:
 
 def shared_files(live: LiveEngine) -> set[str]:
     """What torch and vLLM keep in shared memory for the engine's workers."""
-    pids = [pid for leader in live.engine.pids for pid in session_of(leader)]
+    pids = [pid for leader in pids_of(live.engine) for pid in session_of(leader)]
     return set(re.findall(r" (/dev/shm/(?:torch|vllm)_\S+)", maps_of(pids)))
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from benchmarks.weight_sync.process_memory import pids_of
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine_process import EngineProcess
@@ -37,7 +38,7 @@ def long_requests(tag, **changes):
 def test_its_heartbeat_says_what_it_is_doing(live):
     def beat():
         logs = stacks.prefix_of(live.engine.process.log_path).parent.parent
-        name = f"engine-{live.engine.pids[0]}"
+        name = f"engine-{pids_of(live.engine)[0]}"
         return next(each for each in heartbeat.read_folder(logs / heartbeat.FOLDER) if each.name == name)
 
     def until(doing, since=0.0):

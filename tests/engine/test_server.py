@@ -1,7 +1,6 @@
 """The engine's server by itself, without vLLM: who may be answered, and when."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,45 +12,14 @@ from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket, Version
 
+from ..inference.fakes import Host
 from .test_conversation import talk
-
-
-class Host(SimpleNamespace):
-    """Its requests end when they are told to; it counts how often it is to stand still, and `resume` may hang once."""
-
-    num_pauses, hangs, is_dead = 0, False, False
-
-    def __init__(self):
-        super().__init__(ends=asyncio.Event(), clock=TokenClock())
-
-    async def pause(self):
-        self.num_pauses += 1
-
-    async def resume(self):
-        if self.hangs:
-            self.hangs = False
-            await asyncio.sleep(60)
-
-    async def rpc(self, method, *args):
-        return ["null"]
-
-    async def reset_prefix_cache(self):
-        return True
-
-    async def set_version(self, version):
-        """It has no labels."""
-
-    async def reset_encoder_cache(self):
-        """It has no tower."""
-
-    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
-        await self.ends.wait()
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
 
 
 @pytest.fixture
 def server():
     made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
+    made.host.ends = asyncio.Event()
     made.service.started()
     return made
 
@@ -153,27 +121,28 @@ async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paus
     tickets = [Ticket(Version(0, step, ""), "single_copy", "", ()) for step in range(6)]
     await server.fence()
     await server.apply(tickets[0])
-    assert host.num_pauses == 1, "a fence and what is applied under it"
+    assert host.names.count("pause") == 1, "a fence and what is applied under it"
     await server.fence()
-    assert host.num_pauses == 2
+    assert host.names.count("pause") == 2
     wrong.append("weight")
     await server.apply(tickets[1])
     wrong.clear()
     assert "did not verify" in server.service.reason
     await server.apply(tickets[2])
-    assert host.num_pauses == 2, "it stood still since the fence"
+    assert host.names.count("pause") == 2, "it stood still since the fence"
     assert server.service.is_serving
     host.hangs = True
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(server.apply(tickets[3]), 0.05)
     assert not server.service.is_serving, "out of service"
     await server.apply(tickets[4])
-    assert host.num_pauses == 4, "nobody knows whether it had gone on"
+    assert host.names.count("pause") == 4, "nobody knows whether it had gone on"
 
 
 def _answering(monkeypatch, wrong=()) -> tuple[EngineServer, Host]:
     server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := Host())
     server.service.started()
+    host.ends = asyncio.Event()
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
 
     async def load(ticket):
@@ -221,7 +190,7 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
         "another": ("abort", True),
     }[outcome]
     assert ("had no proof" in completion.error) == (outcome != "proved")
-    assert host.num_pauses == 1 + (outcome != "proved")
+    assert host.names.count("pause") == 1 + (outcome != "proved")
     assert server.steps.is_paused != server.service.is_serving, "a version without a proof makes nothing more"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from benchmarks.weight_sync.process_memory import pids_of
 
 from ..mapped import maps_of
 from .conftest import LiveEngine, create
@@ -25,7 +26,7 @@ def shared_by(processes: list[psutil.Process]) -> set[str]:
 
 def killed(live: LiveEngine) -> set[str]:
     """What was shared by an engine's processes, which are all killed at once."""
-    engine = psutil.Process(live.engine.pids[0])
+    engine = psutil.Process(pids_of(live.engine)[0])
     family = [engine, *engine.children(recursive=True)]
     shared = shared_by(family)
     for end in ("suspend", "kill"):  # stopped first: none of them cleans up after another's death

@@ -34,8 +34,12 @@ def script(*turns, finish="stop", logprobs=True):
     return generate, prompts
 
 
+def recording(generate, tokenizer, **options):
+    return RecordingPolicy(generate, tokenizer, call_tool=None, **options)
+
+
 def policy_of(*turns, **how):
-    return RecordingPolicy(script(*turns, **how)[0], Letters())
+    return recording(script(*turns, **how)[0], Letters())
 
 
 def user(text):
@@ -48,7 +52,7 @@ def assistant(text):
 
 async def test_turns_that_extend_each_other_are_one_sequence():
     generate, prompts = script("bc", "e")
-    policy = RecordingPolicy(generate, Letters())
+    policy = recording(generate, Letters())
     reply = await policy.chat([user("a")])
     assert (reply.text, reply.finish_reason) == ("bc", "stop")
     await policy.chat([user("a"), assistant("bc"), user("d")])
@@ -71,7 +75,7 @@ async def test_experts_of_earlier_turns_stay_as_they_were_sampled():
         experts = None if given is None else ExpertChoices(given, 1, 1)
         return Completion("r", [ord("b"), END], [-0.5] * 2, "stop", experts=experts)
 
-    policy = RecordingPolicy(generate, Letters())
+    policy = recording(generate, Letters())
     await policy.chat([user("a")])
     await policy.chat([user("a"), assistant("b"), user("d")])
     (sequence,) = policy.sequences
@@ -181,7 +185,7 @@ async def test_thinking_that_the_template_opened_and_the_longest_of_several_turn
         def render(self, messages):
             return [*super().render(messages), *map(ord, "<think>\n")]
 
-    policy = RecordingPolicy(script("ab</think>c", "abcd", "a</think>")[0], Opening())
+    policy = recording(script("ab</think>c", "abcd", "a</think>")[0], Opening())
     await policy.chat([user("q")])
     assert policy.num_thinking == len("ab</think>")
     for _ in range(2):
@@ -239,7 +243,7 @@ async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prom
     tokenizer = ChatTokenizer(tmp_path)
     sampled = [*tokenizer.plain_tokens(" I ask [TOOL_CALLS]f{}\n"), tokenizer.end_token_id]
 
-    policy = RecordingPolicy(always(sampled), tokenizer)
+    policy = recording(always(sampled), tokenizer)
     reply = await policy.chat([user("q")])
     assert reply.text == policy.last_text == " I ask f{}\n"
     assert reply.message == assistant(" I ask [TOOL_CALLS]f{}\n")
@@ -254,7 +258,7 @@ async def test_a_stop_string_stays_in_the_reply_and_the_next_prompt_extends_it(t
     tokenizer = ChatTokenizer(tmp_path)
     sampled = tokenizer.plain_tokens("<a>ab</a>")  # as vLLM ends at a stop string: without an end token
 
-    policy = RecordingPolicy(always(sampled), tokenizer)
+    policy = recording(always(sampled), tokenizer)
     reply = await policy.chat([user("q")])
     assert (reply.text, reply.content, reply.message) == ("<a>ab</a>", "<a>ab</a>", assistant("<a>ab</a>"))
     await policy.chat([user("q"), reply.message, user("found")])
@@ -275,14 +279,14 @@ async def test_episodes_that_begin_alike_have_their_first_prompt_rendered_once()
     prompts = Prompts(tokenizer)
     for answer in ("a", "b"):
         generate, given = script(answer, "c")
-        policy = RecordingPolicy(generate, tokenizer, prompts=prompts)
+        policy = recording(generate, tokenizer, prompts=prompts)
         await policy.chat([user("q")])
         await policy.chat([user("q"), assistant(answer), user("r")])
         policy.close()
         assert given == [[*b"q", END], [*b"q", END, *answer.encode(), END, *b"r", END]]
         assert policy.sequences[0].token_ids == [*given[1], *b"c", END]
     assert tokenizer.num_rendered == 3
-    other = RecordingPolicy(script("d")[0], tokenizer, prompts=prompts)
+    other = recording(script("d")[0], tokenizer, prompts=prompts)
     await other.chat([user("another")])
     assert other.sequences[0].token_ids == [*b"another", END, *b"d", END]
 
@@ -299,7 +303,7 @@ async def test_what_belongs_to_a_message_need_not_be_written_again():
 
     picture = Message("user", "look", media=(Media("image", "/a.png", "digest"),))
     named = Message("system", "s", extra={"name": "n"}, tools=({"name": "f"},))
-    policy = RecordingPolicy(script("#b", "c", "d")[0], Special(), task_prompt=[named, picture])
+    policy = recording(script("#b", "c", "d")[0], Special(), task_prompt=[named, picture])
     reply = await policy.chat([Message("system", "s"), user("look")])
     assert policy.conversation[:2] == [named, picture]
     await policy.chat([Message("system", "s"), user("look"), assistant("b"), user("on")])

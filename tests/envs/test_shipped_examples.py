@@ -51,4 +51,4 @@ async def test_it_passes_its_check_and_its_splits_are_disjoint(name, settings):
     assert not {task.prompt for task in train} & {task.prompt for task in held_out}
     assert env.tasks("eval", 20) == held_out[:20]
     async with ScorerPool(config) as scorer:
-        assert (await check_environment(env, scorer, 50)).passed
+        assert not (await check_environment(env, scorer, 50)).failures

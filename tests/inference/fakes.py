@@ -1,11 +1,102 @@
-"""Modules in the place of vLLM's, for what needs no more of it than a name."""
+"""Modules in the place of vLLM's, for what needs no more of it than a name, and a host in the place of vLLM."""
 
 import asyncio
+import contextlib
+import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
+
+GOOD = {"w": ("aa", 4, "p"), "w.lora_A.weight": ("bb", 4, "q")}
+
+
+class Host(SimpleNamespace):
+    """Notes what it is asked, and answers as two workers of tensor parallelism that hold all of everything. It computes
+    `num_places` requests at once, urgent ones always, each in `seconds` or, where there is one, until `ends`."""
+
+    def __init__(self, seconds=0.0, num_places=100):
+        described = {"patches": ["flush"], "patches_left_out": {}, "files": ["/shm/a"], "head_dtypes": ["float32"]}
+        super().__init__(
+            calls=[],
+            clock=TokenClock(),
+            is_dead=False,
+            hangs=False,
+            shares=[GOOD, GOOD],
+            stale=[],
+            described=[described, {**described, "patches": [], "patches_left_out": {"flush": "old"}, "files": []}],
+            counts={},
+            resets=True,
+            loads=True,
+            seconds=seconds,
+            places=asyncio.Semaphore(num_places),
+            ends=None,
+            error=None,
+            generated=[],
+            output={"token_ids": [5], "logprobs": [{5: SimpleNamespace(logprob=-1.0)}]},
+        )
+        begin = self.clock.begin
+        self.clock.begin = lambda: begin() or self.calls.append(("begin",))
+
+    @property
+    def names(self):
+        return [call[0] for call in self.calls]
+
+    async def rpc(self, method, *args):
+        self.calls.append((method.removeprefix("slipstream_"), *map(json.loads, args)))
+        match method:
+            case "slipstream_describe":
+                return [json.dumps(each) for each in self.described]
+            case "slipstream_load":
+                return [json.dumps({"seconds": s, "num_bytes": n}) for s, n in ((0.5, 10), (2.0, 30))]
+            case "slipstream_fingerprint" | "slipstream_fingerprint_adapter":
+                await asyncio.sleep(0)
+                if self.error:
+                    raise self.error
+                return [json.dumps({"shares": each, "stale": self.stale, "memory_bytes": 7}) for each in self.shares]
+        return ["null"] * 2
+
+    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
+        async with contextlib.nullcontext() if is_urgent else self.places:
+            self.generated.append((id_, prompt, params, adapter, is_urgent))
+            try:
+                await (self.ends.wait() if self.ends else asyncio.sleep(self.seconds))
+            except asyncio.CancelledError:
+                self.calls.append(("abort", id_))
+                raise
+        if self.error:
+            raise self.error
+        self.clock.tick()
+        out = SimpleNamespace(finish_reason="stop", **self.output)
+        return SimpleNamespace(outputs=[out], prompt_logprobs=None), [(0, "0.7")]
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            self.calls.append((name, *arguments))
+
+        return call
+
+    async def resume(self):
+        self.calls.append(("resume",))
+        if self.hangs:
+            self.hangs = False
+            await asyncio.sleep(60)
+
+    async def reset_prefix_cache(self):
+        self.calls.append(("reset_prefix_cache",))
+        return self.resets
+
+    async def num_tokens(self):
+        return self.counts
+
+    async def load_adapter(self, adapter):
+        self.calls.append(("load_adapter", adapter.id, adapter.path))
+        return self.loads
+
+    async def remove_adapter(self, adapter):
+        self.calls.append(("remove_adapter", adapter.id))
 
 
 def put(monkeypatch, **modules):

@@ -1,8 +1,6 @@
 """What the engine's server asks of vLLM and its workers to start and to change weights; with a scripted vLLM."""
 
 import asyncio
-import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,90 +8,14 @@ from slipstream.errors import WeightsError
 from slipstream.inference.plugin import server as server_module
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService, State
-from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import Delta, GenerateRequest, ParameterSpec, SamplingParams, Ticket, Version
 
-from .fakes import put, until
+from .fakes import GOOD, Host, put, until
 
 SPEC = ParameterSpec("w", (4,), "float32", "00000000000000aa")
 ADAPTER = ParameterSpec("w.lora_A.weight", (1, 4), "float32", "00000000000000bb")
 FIRST, SECOND = Version(0, 1, "d1"), Version(0, 2, "d2")
-GOOD = {"w": ("aa", 4, "p"), "w.lora_A.weight": ("bb", 4, "q")}
-
-
-class Host(SimpleNamespace):
-    """Notes what it is asked, and answers as two workers of tensor parallelism that hold all of everything."""
-
-    def __init__(self):
-        described = {"patches": ["flush"], "patches_left_out": {}, "files": ["/shm/a"], "head_dtypes": ["float32"]}
-        super().__init__(
-            calls=[],
-            clock=TokenClock(),
-            is_dead=False,
-            shares=[GOOD, GOOD],
-            stale=[],
-            described=[described, {**described, "patches": [], "patches_left_out": {"flush": "old"}, "files": []}],
-            counts={},
-            resets=True,
-            loads=True,
-            gate=None,
-            error=None,
-            generated=[],
-        )
-        begin = self.clock.begin
-        self.clock.begin = lambda: begin() or self.calls.append(("begin",))
-
-    @property
-    def names(self):
-        return [call[0] for call in self.calls]
-
-    async def rpc(self, method, *args):
-        self.calls.append((method.removeprefix("slipstream_"), *map(json.loads, args)))
-        match method:
-            case "slipstream_describe":
-                return [json.dumps(each) for each in self.described]
-            case "slipstream_load":
-                return [json.dumps({"seconds": s, "num_bytes": n}) for s, n in ((0.5, 10), (2.0, 30))]
-            case "slipstream_fingerprint" | "slipstream_fingerprint_adapter":
-                await asyncio.sleep(0)
-                if self.error:
-                    raise self.error
-                return [json.dumps({"shares": each, "stale": self.stale, "memory_bytes": 7}) for each in self.shares]
-        return ["null"] * 2
-
-    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
-        self.generated.append((id_, prompt, params, adapter, is_urgent))
-        try:
-            if self.gate is not None:
-                await self.gate.wait()
-        except asyncio.CancelledError:
-            self.calls.append(("abort", id_))
-            raise
-        if self.error:
-            raise self.error
-        out = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="stop")
-        return SimpleNamespace(outputs=[out], prompt_logprobs=None), [(0, "0.7")]
-
-    def __getattr__(self, name):
-        async def call(*arguments):
-            self.calls.append((name, *arguments))
-
-        return call
-
-    async def reset_prefix_cache(self):
-        self.calls.append(("reset_prefix_cache",))
-        return self.resets
-
-    async def num_tokens(self):
-        return self.counts
-
-    async def load_adapter(self, adapter):
-        self.calls.append(("load_adapter", adapter.id, adapter.path))
-        return self.loads
-
-    async def remove_adapter(self, adapter):
-        self.calls.append(("remove_adapter", adapter.id))
 
 
 def made(host=None, **settings):
@@ -283,7 +205,7 @@ async def test_adapters_need_room():
 
 async def test_a_context_that_is_kept_is_that_of_tokens_and_prompts_begin_again():
     server = serving(in_flight="keep")
-    server.host.gate = asyncio.Event()
+    server.host.ends = asyncio.Event()
     asked = [asyncio.create_task(server.generate(ask(id_, is_urgent=id_ == "a"))) for id_ in "ab"]
     await until(lambda: len(server.host.generated) == 2, 0)
     server.host.counts = {"a": 0, "b": 3}
@@ -294,9 +216,9 @@ async def test_a_context_that_is_kept_is_that_of_tokens_and_prompts_begin_again(
     assert server.host.names == ["begin", "pause", "load", "fingerprint", *after]
     found = [(id_, prompt["cache_salt"], urgent) for id_, prompt, _, _, urgent in server.host.generated]
     assert found == [("a", "none", True), ("b", "none", False), ("a", "0.2-d2", True)]
-    server.host.gate.set()
+    server.host.ends.set()
     assert [completion.finish_reason for completion in await asyncio.gather(*asked)] == ["stop", "stop"]
-    server.host.gate = asyncio.Event()
+    server.host.ends = asyncio.Event()
     given_up = asyncio.create_task(server.generate(ask("c")))
     await until(lambda: len(server.host.generated) == 4, 0)
     given_up.cancel()

@@ -136,12 +136,12 @@ def test_every_rollout_is_in_the_batch_or_counted(rewards, size):
     refills = Refills(lambda step, number: [], 9)
     choice = choose(refills, groups, size, 1)
     assert 1 <= len(choice.groups) <= size
-    assert sum(map(len, choice.groups)) + sum(choice.left_out.values()) == sum(map(len, groups))
+    assert len(choice.groups) + len(choice.reasons) == len(groups)
     numbers = [int(group[0].group_id) for group in choice.groups]
     assert numbers == sorted(numbers)
     part = choose(refills, groups, size, 1, may_be_empty=True)
     assert all(map(refills.has_signal, part.groups)), "of a part nothing else is in the batch"
-    assert sum(map(len, part.groups)) + sum(part.left_out.values()) == sum(map(len, groups))
+    assert len(part.groups) + len(part.reasons) == len(groups)
     some = any(map(refills.has_signal, groups))
     assert all(map(refills.has_signal, choice.groups)) or not some
     wanted = refills.num_wanted(groups, size)
@@ -156,7 +156,7 @@ def test_a_refill_right_after_the_batchs_own_groups_is_one():
     refills = Refills(lambda step, number: [], 9)
     choice = choose(refills, [group("0", 1.0), group("1", 0.0, 1.0)], 1, 1)
     assert [each[0].group_id for each in choice.groups] == ["1"]
-    assert (choice.reasons, choice.left_out) == ({"0": "no_signal"}, {"no_signal": 1})
+    assert choice.reasons == {"0": "no_signal"}
     assert choice.metrics["rollout/refilled_groups"] == 1
     own = choose(refills, [group("0", 0.0, 1.0), group("1", 0.0, 1.0)], 1, 1)
     assert (own.metrics["rollout/refilled_groups"], own.reasons) == (0, {"1": "surplus"})

@@ -28,7 +28,7 @@ from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.share import Share
-from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
+from slipstream.orchestrator.batches.staleness import refuse_stale
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import handle as handle_module
 from slipstream.orchestrator.control.handle import LocalCaller, Orchestrator, Waits
@@ -352,15 +352,6 @@ def test_tokens_of_an_earlier_attempt_are_allowed_as_far_as_the_weights_descend_
     for version in ("0.4", "0.2", "1.5", "2.5"):
         with pytest.raises(TrainingError, match=f"holds tokens of version {version}"):
             refuse_stale(of(version), 4, 2, 1, {0: 3, 1: 4})
-
-
-def test_staleness_counts_sampled_tokens():
-    spans = [VersionSpan(2, "0.6"), VersionSpan(4, "0.7")]
-    sequence = Sequence([1] * 7, [False, False, True, True, True, False, True], versions=spans)
-    rollout = Rollout("a", "task", "group", [sequence], reward=0.0, outcome="done")
-    metrics = staleness_metrics(7, [rollout])
-    shares = {"staleness/age_0": 0.5, "staleness/age_1": 0.5}
-    assert metrics == {"staleness/mean": 0.5, "staleness/max": 1.0, "staleness/mixed_fraction": 1.0} | shares
 
 
 async def test_missing_logprobs_are_refused_where_they_are_needed():

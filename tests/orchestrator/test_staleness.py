@@ -8,9 +8,13 @@ from slipstream.records import Rollout, Sequence, VersionSpan
 
 
 def rollout_of(*sequences):
-    """Each sequence has one sampled token of each version."""
+    """Each sequence has two tokens of each version, of which the second is sampled."""
     made = [
-        Sequence([1] * len(each), [True] * len(each), versions=[VersionSpan(*place) for place in enumerate(each)])
+        Sequence(
+            [1] * 2 * len(each),
+            [False, True] * len(each),
+            versions=[VersionSpan(2 * place, version) for place, version in enumerate(each)],
+        )
         for each in sequences
     ]
     return Rollout("3.0.1", "t", "g", made, 0.0, "done")

@@ -110,9 +110,10 @@ def test_tensorboard_shows_samples_as_text(run):
     assert reader.SummaryMetadata("samples").plugin_data.plugin_name == "text"
 
 
-def test_samples_go_with_an_evaluation_and_at_the_end(run):
+def test_samples_go_with_an_evaluation_and_at_the_end(run, monkeypatch):
     sink = Broken(lambda step: None)
-    with MetricSinks(["x"], run, Log(), targets={"x": sink}) as sinks:
+    monkeypatch.setattr("slipstream.sinks.TARGETS", {"x": sink})
+    with MetricSinks(["x"], run, Log()) as sinks:
         for number in range(100):
             sinks.put_sample({"completion": number})
         sinks.put(0, {"train/loss": 1.0})
@@ -128,9 +129,10 @@ def test_samples_go_with_an_evaluation_and_at_the_end(run):
 @pytest.mark.parametrize(
     ("error", "exit_code"), [(None, 0), (EngineError("x"), 5), (Interrupted("x"), 130), (StartsAgain("x"), 0)]
 )
-def test_a_sink_is_told_how_the_run_ended(run, error, exit_code):
+def test_a_sink_is_told_how_the_run_ended(run, error, exit_code, monkeypatch):
     sink = Broken(lambda step: None)
-    with contextlib.suppress(Exception), MetricSinks(["x"], run, Log(), targets={"x": sink}):
+    monkeypatch.setattr("slipstream.sinks.TARGETS", {"x": sink})
+    with contextlib.suppress(Exception), MetricSinks(["x"], run, Log()):
         if error:
             raise error
     assert sink.exit_code == exit_code
@@ -174,13 +176,15 @@ OFFLINE = """
 import json, sys
 from pathlib import Path
 from slipstream.runlog import RunLog, read_settings
+import slipstream.sinks
 from slipstream.sinks import MetricSinks, run_of
+slipstream.sinks.CLOSE_TIMEOUT_S = 150
 folder, first = Path(sys.argv[1]), int(sys.argv[4])
 with RunLog.create(folder, resume=first > 0) as log:
     log.resolved('[environment]\\napi_key = "hunter2-secret"  # command line\\n[training]\\nsteps = 3  # default\\n'
                  '[run]\\nproject = "sorting"  # default\\nname = "the first"  # default\\nentity = "us"  # default\\n')
     run = run_of(folder, log.lineage, read_settings(folder))
-    with MetricSinks([sys.argv[2]], run, log, close_timeout_s=150) as sinks:
+    with MetricSinks([sys.argv[2]], run, log) as sinks:
         log.listeners.append(sinks.put)
         log.sample_listeners.append(sinks.put_sample)
         log.sample({"step": first, "completion": "hunter2-secret is out", "prompt": "say", "reward": 1.0})
@@ -335,13 +339,14 @@ def test_trackio_keeps_every_row_in_its_local_store(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("no\nnetwork"), SystemExit(3)])
-def test_a_failing_sink_is_one_warning_and_the_others_go_on(run, error):
+def test_a_failing_sink_is_one_warning_and_the_others_go_on(run, error, monkeypatch):
     def fails_at_first(step):
         if step < 2:
             raise error
 
     log, good, bad = Log(), Broken(lambda step: None), Broken(fails_at_first)
-    with MetricSinks(["bad", "good", "bad"], run, log, targets={"bad": bad, "good": good}) as sinks:
+    monkeypatch.setattr("slipstream.sinks.TARGETS", {"bad": bad, "good": good})
+    with MetricSinks(["bad", "good", "bad"], run, log) as sinks:
         put_all(sinks)
     assert [step for step, _ in good.rows] == [0, 1, 2]
     assert [step for step, _ in bad.rows] == [2]
@@ -353,24 +358,27 @@ def test_a_failing_sink_is_one_warning_and_the_others_go_on(run, error):
 
 
 @pytest.mark.parametrize("error", [ImportError("torn"), SystemExit(3)])
-def test_a_sink_that_cannot_be_opened(run, error):
+def test_a_sink_that_cannot_be_opened(run, error, monkeypatch):
     def make(run):
         raise error
 
     log = Log()
-    with MetricSinks(["bad"], run, log, targets={"bad": make}) as sinks:
+    monkeypatch.setattr("slipstream.sinks.TARGETS", {"bad": make})
+    with MetricSinks(["bad"], run, log) as sinks:
         put_all(sinks)
     (warning,) = log.warnings
     assert "cannot be opened" in warning
     assert log.events[0]["num_lost"] == 3
 
 
-def test_a_hanging_sink_neither_slows_nor_holds_the_run(run):
+def test_a_hanging_sink_neither_slows_nor_holds_the_run(run, monkeypatch):
     released = threading.Event()
     log = Log()
     begun = time.monotonic()
-    sinks = MetricSinks(["slow"], run, log, targets={"slow": Broken(lambda step: released.wait(300))},
-                        max_waiting=2, close_timeout_s=0.3)  # fmt: skip
+    monkeypatch.setattr("slipstream.sinks.TARGETS", {"slow": Broken(lambda step: released.wait(300))})
+    monkeypatch.setattr("slipstream.sinks.MAX_WAITING", 2)
+    monkeypatch.setattr("slipstream.sinks.CLOSE_TIMEOUT_S", 0.3)
+    sinks = MetricSinks(["slow"], run, log)
     put_all(sinks, [{"reward/mean": 1.0}] * 500)
     sinks.close()
     assert time.monotonic() - begun < 100.0, "a write hangs for 300 s"
@@ -389,12 +397,10 @@ def test_a_missing_library_is_one_sentence_with_the_remedy(tmp_path, monkeypatch
     require_sinks(["json"])
 
 
-def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path):
+def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path, monkeypatch):
     good = Broken(lambda step: None)
-    with (
-        RunLog.create(tmp_path / "run") as log,
-        MetricSinks(["good"], run_of(log.folder, 0, {}), log, targets={"good": good}) as sinks,
-    ):
+    monkeypatch.setattr("slipstream.sinks.TARGETS", {"good": good})
+    with RunLog.create(tmp_path / "run") as log, MetricSinks(["good"], run_of(log.folder, 0, {}), log) as sinks:
         log.listeners.append(sinks.put)
         log.metrics(0, {"a/b": 1.0, "a/nan": float("nan")})
     assert good.rows == [(0, {"a/b": 1.0})]

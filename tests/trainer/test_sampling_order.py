@@ -60,7 +60,7 @@ def play(seed, serial):
             ended.append(tokens)
             return Completion("c", tokens, [-0.5] * len(tokens), "stop")
 
-        policy = RecordingPolicy(generate, Numbers())
+        policy = RecordingPolicy(generate, Numbers(), call_tool=None)
 
         async def turn(history):
             reply = await policy.chat(history)

@@ -72,7 +72,7 @@ def smoke(
                     "invalid": each.invalid_rate,
                     "truncated": each.truncated_rate,
                     "any match": each.any_match_rate,
-                    "verdict": "healthy" if each.is_healthy else "unhealthy",
+                    "verdict": "unhealthy" if each.problems else "healthy",
                 }
                 for each in found
             ]

@@ -49,11 +49,6 @@ class Health:
     any_match_rate: float | None = None
     problems: tuple[str, ...] = ()
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether nothing speaks against it."""
-        return not self.problems
-
 
 def health_of(channels: Channels, rows: Iterable[Row], limits: Limits, error: str = "") -> Health:
     """The verdict on one run by its metrics; `error`: what it ended with, if it failed."""

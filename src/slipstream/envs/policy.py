@@ -82,10 +82,6 @@ class Prompts:
         return prompt
 
 
-async def _no_tools(call: ToolCall) -> ToolResult:
-    return ToolResult(f"there is no tool {call.name}", "unknown")
-
-
 class RecordingPolicy:
     """Sends turns to the engine and records every token of one episode.
 
@@ -105,7 +101,7 @@ class RecordingPolicy:
         *,
         task_prompt: Sequence[Message] = (),
         context_length: int | None = None,
-        call_tool: Callable[[ToolCall], Awaitable[ToolResult]] = _no_tools,
+        call_tool: Callable[[ToolCall], Awaitable[ToolResult]],
         prompts: Prompts | None = None,
     ) -> None:
         self._generate = generate

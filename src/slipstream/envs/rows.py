@@ -26,10 +26,10 @@ from slipstream.data.conversations import Columns, Form, Problem, problems_of
 from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.plain_values import plain_or_text
 from slipstream.data.readers import read_rows
-from slipstream.envs.base import Environment, Episode, Policy, Score, Split
-from slipstream.envs.conversation import converse
+from slipstream.envs.base import Episode, Score, Split
 from slipstream.envs.rewards import Options, Reward, named
 from slipstream.envs.rewards.contract import COLUMNS, Checked
+from slipstream.envs.single_turn import SingleTurn
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.records import Task
@@ -56,11 +56,9 @@ class Source(NamedTuple):
     setting: str
 
 
-class Rows(Environment):
+class Rows(SingleTurn):
     """The environment `rows`; see the module. Raises `ConfigError` for invalid settings, `DataError` for invalid
     rows."""
-
-    max_turns = 1
 
     def __init__(self, seed: int, settings: Mapping[str, Any], *, reward_timeout_s: float = 10.0) -> None:
         super().__init__(seed)
@@ -103,10 +101,6 @@ class Rows(Environment):
                 "environment.settings.eval_path or eval_split, add rows, or turn the evaluation off"
             )
         return found[:num_tasks]
-
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """A single turn, or several where there are tools: see `conversation.py`."""
-        return await converse(self, task, policy)
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward that the row's `data_source` selects."""

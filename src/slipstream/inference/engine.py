@@ -49,11 +49,6 @@ class RunEngine(Generates, TakesWeights, Protocol):
         ...
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Its running processes; vLLM's own are their children."""
-        ...
-
-    @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
         """For each engine the start-up phases that it has begun, each with its time by `time.monotonic`."""
         ...
@@ -148,12 +143,6 @@ class SupervisedEngine:
     def sockets(self) -> tuple[str, ...]:
         """See `RunEngine`."""
         return (self.socket,)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """See `RunEngine`."""
-        process = self.process.process
-        return (process.pid,) if process is not None and process.poll() is None else ()
 
     @property
     def each(self) -> tuple[SupervisedEngine]:

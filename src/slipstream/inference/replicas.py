@@ -116,11 +116,6 @@ class EngineReplicas:
         return tuple(socket for replica in self._replicas for socket in replica.engine.sockets)
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """See `RunEngine`."""
-        return tuple(pid for replica in self._replicas for pid in replica.engine.pids)
-
-    @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
         """See `RunEngine`."""
         return tuple(phases for replica in self._replicas for phases in replica.engine.phases)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.bounds import keyed
@@ -158,8 +158,9 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
     context, is_sft = facts_of_model.context_length, config.algorithm.kind == "sft"
     rolled_out = {"train": train_tasks} if not is_sft or rolls_out(config) else {}
-    fitting = _fitting(rolled_out | {"eval": eval_tasks}, tokenizer, config, facts_of_model, environment, dropped)
-    train_tasks, eval_tasks = fitting.tasks.get("train", train_tasks), fitting.tasks["eval"]
+    asked = rolled_out | {"eval": eval_tasks}
+    fitting, longest_prompt = _fitting(asked, tokenizer, config, facts_of_model, environment, dropped)
+    train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
     part_of: dict[int, str] = {}
@@ -190,7 +191,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     gold = partial(gold_turns, environment) if environment else answer_turns
     data = measure_data(
         *(train_tasks, tokenizer, eval_tasks, examples.lengths, eval_examples.lengths, gold),
-        max_prompt_tokens=fitting.max_tokens,
+        max_prompt_tokens=longest_prompt,
         max_turns=environment.max_turns if environment else 1,
         apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,
@@ -295,13 +296,6 @@ def _not_held_out(
     return kept
 
 
-class _Fitting(NamedTuple):
-    """The tasks of each split that fit, and the tokens of their longest prompt."""
-
-    tasks: dict[str, list[Task]]
-    max_tokens: int
-
-
 def _fitting(
     asked: dict[str, list[Task]],
     tokenizer: ChatTokenizer,
@@ -309,8 +303,9 @@ def _fitting(
     model: ModelFacts,
     environment: Environment | None,
     dropped: dict[str, int],
-) -> _Fitting:
-    """Keep, in each split, the tasks whose prompt leaves enough context for a completion."""
+) -> tuple[dict[str, list[Task]], int]:
+    """Keep, in each split, the tasks whose prompt leaves enough context for a completion; also returns the tokens of
+    their longest prompt."""
     limit = config.inference.max_model_len
     limit = model.context_length if limit == "auto" else min(limit, model.context_length)
     need = config.sampling.max_tokens
@@ -341,7 +336,7 @@ def _fitting(
                 f"within {limit} tokens: use shorter prompts, or a model with a longer context"
             )
         fitting[split] = kept
-    return _Fitting(fitting, longest_prompt)
+    return fitting, longest_prompt
 
 
 def _num_prompt_tokens(tokenizer: ChatTokenizer, task: Task) -> int:

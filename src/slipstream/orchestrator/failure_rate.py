@@ -57,11 +57,7 @@ def check_failures(
     if recent is not None:
         recent.append(own)
         batches = [*recent]
-    together = FailureCounts(
-        sum(each.num_failed for each in batches),
-        sum(each.num_rollouts for each in batches),
-        sum(each.num_groups for each in batches),
-    )
+    together = FailureCounts(*map(sum, zip(*batches, strict=True)))
     if not failed or not (own.exceed(max_failures) or together.exceed(max_failures)):
         return
     found, where = (own, of) if own.exceed(max_failures) else (together, f"the last {len(batches)} batches")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from slipstream.config import Derived, RunConfig, with_values
@@ -30,8 +31,7 @@ class PlanBuilder:
         for item in self.derived:
             if item.name == path:
                 return item.value
-        section, name = path.split(".")
-        return getattr(getattr(self.original, section), name)
+        return attrgetter(path)(self.original)
 
     def derive(self, path: str, value: Any, reason: str) -> None:
         """Set `section.key` to `value`."""

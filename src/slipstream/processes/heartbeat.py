@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.processes.files import UNDECODABLE, write_whole
 from slipstream.regular_files import read_regular
 
+T = TypeVar("T")
 FILE = "heartbeat.json"
 FOLDER = "heartbeats"
 """Below the run's `logs`."""
@@ -153,10 +154,7 @@ def _is_debugged() -> bool:
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
     """The last heartbeat of the run in `folder`; None where there is none that can be read."""
-    try:
-        return msgspec.json.decode(read_regular(folder / FILE, _MAX_BYTES), type=Heartbeat)
-    except (OSError, *UNDECODABLE):
-        return None
+    return _read(folder / FILE, Heartbeat)
 
 
 class ProcessHeartbeat(msgspec.Struct, frozen=True):
@@ -279,7 +277,7 @@ def progress() -> None:
 
 def remove_ended(path: Path) -> None:
     """Remove the file of a process that has ended."""
-    beat = _read(path)
+    beat = _read(path, ProcessHeartbeat)
     if beat is None or beat.has_ended:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -292,7 +290,7 @@ def read_processes(run_folder: Path) -> list[ProcessHeartbeat]:
 
 def read_folder(folder: Path) -> list[ProcessHeartbeat]:
     """The same of what is in a folder."""
-    beats = [_read(path) for path in sorted(folder.glob("*.json"))]
+    beats = [_read(path, ProcessHeartbeat) for path in sorted(folder.glob("*.json"))]
     return [beat for beat in beats if beat is not None and not beat.has_ended]
 
 
@@ -301,9 +299,9 @@ def folder_of(run_folder: Path) -> Path:
     return run_folder.absolute() / "logs" / FOLDER
 
 
-def _read(path: Path) -> ProcessHeartbeat | None:
+def _read(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(read_regular(path, _MAX_BYTES), type=ProcessHeartbeat)
+        return msgspec.json.decode(read_regular(path, _MAX_BYTES), type=kind)
     except (OSError, *UNDECODABLE):
         return None
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from slipstream.exports import exported
 
 if TYPE_CHECKING:
+    from slipstream.runlog.files import is_running
     from slipstream.runlog.reader import (
         ACCURACY,
         COUNTS,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         checkpoints_of,
         find_runs,
         holds_run,
-        is_running,
         read_events,
         read_exit,
         read_metrics,
@@ -86,9 +86,10 @@ __all__ = [
 __getattr__ = exported(
     __name__,
     {
+        "files": "is_running",
         "reader": (
             "ACCURACY COUNTS REWARD ROLLOUT_COUNTS ROLLOUT_FLAGS ExitReport ExitStatus RunStatus RunSummary "
-            "checkpoints_of find_runs holds_run is_running read_events read_exit read_metrics read_samples "
+            "checkpoints_of find_runs holds_run read_events read_exit read_metrics read_samples "
             "read_settings summarize"
         ),
         "record": "RunRecord Setting read_run samples_with_tokens",

@@ -112,9 +112,9 @@ class LineFile:
             self._handle = -1
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a running process holds the folder."""
-    return _holder(folder) is not None
+def is_running(folder: str | Path) -> bool:
+    """Whether a running process writes to the folder."""
+    return _holder(Path(folder)) is not None
 
 
 def refuse_in_use(folder: Path) -> None:

@@ -349,7 +349,7 @@ def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> Non
 def end_whole(folder: Path, step: int) -> None:
     """Leave nothing open in the ledgers of a run that has come to its end at `step`, and was killed before it could
     close them. Raises DataError for one that cannot be written."""
-    for path in _paths(folder):
+    for path in paths_of(folder):
         try:
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as data:
                 _check_tables(data)
@@ -366,18 +366,13 @@ def end_whole(folder: Path, step: int) -> None:
             raise DataError(f"{path} cannot be closed ({error}), so `slipstream ledger` counts open groups") from error
 
 
-def num_ledgers(folder: Path) -> int:
-    """How many orchestrators have kept a ledger in the run folder, at most."""
-    return len(_paths(folder))
-
-
 def _others(folder: Path) -> list[int]:
     """The orchestrators but the first that have a ledger in the run folder."""
     names = map(_OTHERS.fullmatch, os.listdir(folder))
     return sorted(int(name[1]) for name in names if name)
 
 
-def _paths(folder: Path) -> list[Path]:
+def paths_of(folder: Path) -> list[Path]:
     """All ledgers in the run folder, in the order of their orchestrators."""
     return [path for path in (_path_of(folder, other) for other in (0, *_others(folder))) if path.is_file()]
 
@@ -389,7 +384,7 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 def balance(folder: Path) -> Balance | None:
     """How the groups of the run in `folder` ended; None without a ledger. Groups of batches that `metrics.jsonl` has as
     skipped are dropped as `skipped`. Raises DataError if it cannot be read."""
-    paths = _paths(folder)
+    paths = paths_of(folder)
     if folder / FILE not in paths:
         return None
     found: Counter[tuple[str, str]] = Counter()

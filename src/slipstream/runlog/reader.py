@@ -16,7 +16,7 @@ import msgspec
 from slipstream.errors import DataError
 from slipstream.names import model_name
 from slipstream.processes.heartbeat import read_heartbeat, read_processes
-from slipstream.runlog.files import Row, Rows, is_locked, read_lines, read_record, read_toml
+from slipstream.runlog.files import Row, Rows, is_running, read_lines, read_record, read_toml
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
@@ -214,11 +214,6 @@ def read_exit(folder: str | Path) -> ExitReport | None:
     return read_record(Path(folder) / "exit.json", ExitReport)
 
 
-def is_running(folder: str | Path) -> bool:
-    """Whether a running process writes to the folder."""
-    return is_locked(Path(folder))
-
-
 @dataclass
 class FoundRuns:
     """The runs in some folders."""
@@ -274,7 +269,10 @@ def summarize(folder: str | Path) -> RunSummary:
     """Summarizes one run. Damaged or unreadable files are reported in the summary, never raised."""
     folder = Path(folder)
     try:
-        return _summarize(folder)
+        # Checked first: if the run ends in between, its `exit.json` exists when that is read.
+        running = is_running(folder)
+        report, events, rows = read_exit(folder), read_events(folder), read_metrics(folder)
+        return summary_of(folder, running, report, events, rows, read_toml(folder / "resolved.toml"))
     except (DataError, msgspec.ValidationError, KeyError, TypeError, OSError) as error:
         status: RunStatus = "unreadable" if isinstance(error, OSError) else "damaged"
         message = f"{type(error).__name__}: {error}"
@@ -286,13 +284,6 @@ def _changed(folder: Path) -> float:
         with contextlib.suppress(OSError):
             return path.stat().st_mtime
     return 0.0
-
-
-def _summarize(folder: Path) -> RunSummary:
-    # Checked first: if the run ends in between, its `exit.json` exists when that is read.
-    running = is_running(folder)
-    report, events, rows = read_exit(folder), read_events(folder), read_metrics(folder)
-    return summary_of(folder, running, report, events, rows, read_toml(folder / "resolved.toml"))
 
 
 def summary_of(

@@ -13,12 +13,11 @@ from typing import Any
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.regular_files import read_regular
-from slipstream.runlog.files import Row, Rows, read_lines, read_toml
+from slipstream.runlog.files import Row, Rows, is_running, read_lines, read_toml
 from slipstream.runlog.reader import (
     ExitReport,
     RunSummary,
     holds_run,
-    is_running,
     metrics_of,
     read_exit,
     samples_of,

@@ -54,17 +54,13 @@ class MetricSinks:
         run: Run,
         log: EventLog,
         *,
-        targets: Mapping[str, Callable[[Run], Sink]] = TARGETS,
-        max_waiting: int = MAX_WAITING,
-        close_timeout_s: float = CLOSE_TIMEOUT_S,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`tell` is called with where each sink shows the run, from its thread."""
         self._log = log
-        self._close_timeout_s = close_timeout_s
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._step = 0
-        self._workers = [_Worker(name, targets[name], run, log, max_waiting, tell) for name in dict.fromkeys(names)]
+        self._workers = [_Worker(name, TARGETS[name], run, log, tell) for name in dict.fromkeys(names)]
 
     def put(self, step: int, values: Mapping[str, float | None]) -> None:
         """Passes a step's metrics to every sink. Numbers of an earlier step may come later."""
@@ -84,7 +80,7 @@ class MetricSinks:
     def close(self, exit_code: int = 0) -> None:
         """Lets the sinks write their queues within one deadline, tells them the run's exit code, and reports what each
         of them got."""
-        deadline = time.monotonic() + self._close_timeout_s
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         samples = self._take_samples()
         for worker in self._workers:
             if samples:
@@ -120,7 +116,6 @@ class _Worker:
     make: Callable[[Run], Sink]
     run: Run
     log: EventLog
-    max_waiting: int
     tell: Callable[[str], None]
     num_put: int = 0
     num_written: int = 0
@@ -130,7 +125,7 @@ class _Worker:
 
     def __post_init__(self) -> None:
         self._ends = threading.Event()
-        self._rows: queue.Queue[_Row] = queue.Queue(self.max_waiting)
+        self._rows: queue.Queue[_Row] = queue.Queue(MAX_WAITING)
         # A daemon: a library that hangs cannot keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
         self._thread.start()

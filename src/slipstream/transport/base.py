@@ -86,23 +86,26 @@ def check_timeout(timeout_s: float) -> float:
     return timeout_s
 
 
-def check_capacity(capacity: int) -> int:
-    """Returns the number of places; raises an error for none."""
-    if capacity < 1:
-        raise ValueError(f"capacity = {capacity} lets nothing through: use at least 1")
-    return capacity
+class Sides:
+    """The number of places, and the names of both sides in errors."""
 
+    def __init__(self, capacity: int, producer: str, consumer: str) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity = {capacity} lets nothing through: use at least 1")
+        self._capacity = capacity
+        self._producer = producer
+        self._consumer = consumer
 
-def put_deadline(consumer: str, capacity: int, timeout_s: float) -> DeadlineError:
-    """The error of a `put` for which no place became free."""
-    return DeadlineError(
-        f"waited {timeout_s:g} s for {consumer}, which has not finished any of {capacity} "
-        "records: see why it is slow or allow more time"
-    )
+    def _put_deadline(self, timeout_s: float) -> DeadlineError:
+        """The error of a `put` for which no place became free."""
+        return DeadlineError(
+            f"waited {timeout_s:g} s for {self._consumer}, which has not finished any of {self._capacity} "
+            "records: see why it is slow or allow more time"
+        )
 
-
-def take_deadline(producer: str, timeout_s: float) -> DeadlineError:
-    """The error of a `take` for which no record came."""
-    return DeadlineError(
-        f"waited {timeout_s:g} s for {producer}, which has put nothing more: see why it is slow or allow more time"
-    )
+    def _take_deadline(self, timeout_s: float) -> DeadlineError:
+        """The error of a `take` for which no record came."""
+        return DeadlineError(
+            f"waited {timeout_s:g} s for {self._producer}, which has put nothing more: see why it is slow or allow "
+            "more time"
+        )

@@ -13,27 +13,18 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-from slipstream.transport.base import (
-    Receipt,
-    TransportClosed,
-    check_capacity,
-    check_timeout,
-    put_deadline,
-    take_deadline,
-)
+from slipstream.transport.base import Receipt, Sides, TransportClosed, check_timeout
 
 T = TypeVar("T")
 Answer = TypeVar("Answer")
 
 
-class MemoryTransport(Generic[T]):
+class MemoryTransport(Sides, Generic[T]):
     """A bounded queue with acknowledgements; `producer` and `consumer` are their names in errors."""
 
     def __init__(self, capacity: int, producer: str = "the orchestrator", consumer: str = "the trainer") -> None:
         """`capacity` counts records from `put` to `ack`."""
-        self._capacity = check_capacity(capacity)
-        self._producer = producer
-        self._consumer = consumer
+        super().__init__(capacity, producer, consumer)
         self._waiting: deque[T] = deque()
         self._taken: set[Receipt] = set()
         self._num_takes = 0
@@ -44,23 +35,23 @@ class MemoryTransport(Generic[T]):
     def put(self, record: T, timeout_s: float) -> None:
         """See `Transport.put`."""
         if self._wait(lambda: self._try_put(record), timeout_s) is None:
-            raise put_deadline(self._consumer, self._capacity, timeout_s)
+            raise self._put_deadline(timeout_s)
 
     def take(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take`."""
         if (taken := self._wait(self._try_take, timeout_s)) is None:
-            raise take_deadline(self._producer, timeout_s)
+            raise self._take_deadline(timeout_s)
         return taken
 
     async def put_async(self, record: T, timeout_s: float) -> None:
         """See `Transport.put_async`."""
         if await self._wait_async(lambda: self._try_put(record), timeout_s) is None:
-            raise put_deadline(self._consumer, self._capacity, timeout_s)
+            raise self._put_deadline(timeout_s)
 
     async def take_async(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take_async`."""
         if (taken := await self._wait_async(self._try_take, timeout_s)) is None:
-            raise take_deadline(self._producer, timeout_s)
+            raise self._take_deadline(timeout_s)
         return taken
 
     def ack(self, receipt: Receipt) -> bool:

@@ -23,14 +23,7 @@ import msgspec
 
 from slipstream.errors import DeadlineError
 from slipstream.records import decode, encode_kept
-from slipstream.transport.base import (
-    Receipt,
-    RecordError,
-    check_capacity,
-    check_timeout,
-    put_deadline,
-    take_deadline,
-)
+from slipstream.transport.base import Receipt, RecordError, Sides, check_timeout
 
 T = TypeVar("T")
 Answer = TypeVar("Answer")
@@ -63,16 +56,14 @@ class TransportAway(DeadlineError):
     failure_class = "orchestrator"
 
 
-class PolledTransport(ABC, Generic[T]):
+class PolledTransport(Sides, ABC, Generic[T]):
     """The parts of a `Transport` that wait, on top of attempts that do not."""
 
     def __init__(self, kind: type[T], capacity: int, producer: str, consumer: str) -> None:
         """`kind` is the type of the records, `capacity` their number from `put` to `ack`; `producer` and `consumer`
         are the sides' names in errors."""
+        super().__init__(capacity, producer, consumer)
         self._kind = kind
-        self._capacity = check_capacity(capacity)
-        self._producer = producer
-        self._consumer = consumer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="transport")
 
     @abstractmethod
@@ -91,12 +82,12 @@ class PolledTransport(ABC, Generic[T]):
         """See `Transport.put`."""
         deadline = _deadline(timeout_s)
         if self._wait(self._putting(_wrap(record)), deadline) is None:
-            raise put_deadline(self._consumer, self._capacity, timeout_s)
+            raise self._put_deadline(timeout_s)
 
     def take(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take`; raises `RecordError` for a record that cannot be read."""
         if (taken := self._wait(self._try_take, _deadline(timeout_s))) is None:
-            raise take_deadline(self._producer, timeout_s)
+            raise self._take_deadline(timeout_s)
         return self._opened(*taken)
 
     async def put_async(self, record: T, timeout_s: float) -> None:
@@ -110,7 +101,7 @@ class PolledTransport(ABC, Generic[T]):
         if done is None and is_cancelled:
             raise asyncio.CancelledError
         if done is None:
-            raise put_deadline(self._consumer, self._capacity, timeout_s)
+            raise self._put_deadline(timeout_s)
         if is_cancelled:
             _cancel_later()
 
@@ -118,7 +109,7 @@ class PolledTransport(ABC, Generic[T]):
         """See `Transport.take_async`; raises `RecordError` for a record that cannot be read."""
         taken, is_cancelled = await self._wait_async(self._try_take, _deadline(timeout_s))
         if taken is None:
-            raise asyncio.CancelledError if is_cancelled else take_deadline(self._producer, timeout_s)
+            raise asyncio.CancelledError if is_cancelled else self._take_deadline(timeout_s)
         if not is_cancelled:
             opened, is_cancelled = await self._in_thread(lambda: self._opened(*taken))
             if not is_cancelled:

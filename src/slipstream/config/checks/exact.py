@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from slipstream.config.bounds import Problems
 from slipstream.config.parse.messages import show
 from slipstream.config.schema import RLConfig, RunConfig
@@ -41,7 +43,6 @@ def exact_problems(config: RunConfig) -> Problems:
             'true compares them: use "trainer"'
         )
     for path, allowed in _NEEDED.items():
-        section, name = path.split(".")
-        value = getattr(getattr(config, section), name)
+        value = attrgetter(path)(config)
         if value not in allowed:
             yield f"{path} = {show(value)} is not among what run.exact = true computes exactly: use {show(allowed[-1])}"

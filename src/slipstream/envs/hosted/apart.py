@@ -20,7 +20,7 @@ import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
-from slipstream.envs.base import ContextFull, Environment, Episode, Limits, Policy, Split
+from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Split
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper, KeptEnvironment
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
 from slipstream.envs.hosted.verifiers_package import Verifiers
@@ -31,6 +31,11 @@ from slipstream.records import Message, Task, ToolCall
 
 _HOOKS = ("run", "setup", "close", "setup_episode", "close_episode")
 """What happens in the process."""
+_TAKEN_OVER = (
+    *("max_turns", "max_tool_calls", "tools", "scores_groups", "tools_in_prompts", "given_settings"),
+    *("limits", "has_tools", "grades_groups", "gold"),
+)
+"""These are the environment's own, methods too."""
 _ANSWER_S = 5.0
 """How long the process may take to answer, beside the time that the environment's code has."""
 _SPACE = (
@@ -85,12 +90,8 @@ class Apart(KeptEnvironment):
         super().__init__(environment.seed)
         self._environment = environment
         self._config = config
-        self.max_turns = environment.max_turns
-        self.max_tool_calls = environment.max_tool_calls
-        self.tools = environment.tools
-        self.scores_groups = environment.scores_groups
-        self.tools_in_prompts = environment.tools_in_prompts  # pyright: ignore[reportAttributeAccessIssue]
-        self.given_settings = environment.given_settings
+        for name in _TAKEN_OVER:
+            setattr(self, name, getattr(environment, name))
         self.keeper = Keeper(self.name, self._started, self.where)
         self._closes_episodes = any(_has_own(each, "close_episode") for each in parts_of(environment).values())
         self._serial = itertools.count()
@@ -112,25 +113,9 @@ class Apart(KeptEnvironment):
         """See `Environment`."""
         return self._environment.eval_source
 
-    def limits(self, task: Task) -> Limits:
-        """See `Environment`."""
-        return self._environment.limits(task)
-
-    def has_tools(self, task: Task) -> bool:
-        """See `Environment`."""
-        return self._environment.has_tools(task)
-
-    def grades_groups(self, task: Task) -> bool:
-        """See `Environment`."""
-        return self._environment.grades_groups(task)
-
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """See `Environment`."""
         return self._environment.tasks(split, num_tasks)
-
-    def gold(self, task: Task) -> str | Sequence[Message] | None:
-        """See `Environment`."""
-        return self._environment.gold(task)
 
     async def close(self) -> None:
         """Has the environment closed, and ends the process. Raises what `close` of the environment made of it."""

@@ -86,8 +86,7 @@ class Service:
 
     def started(self) -> None:
         """The loaded weights are verified."""
-        self._require(State.STARTING, State.SERVING)
-        self._change(State.SERVING)
+        self._change(State.SERVING, of=State.STARTING)
 
     def fence(self) -> None:
         """The trainer is about to write the live weights. A version without proof stays so until the next update."""
@@ -100,7 +99,8 @@ class Service:
 
     def compute_unproved(self, version: str) -> None:
         """Tokens come from `version` from here on: answers are held back until it is verified."""
-        self._require(State.PROVING, State.PROVING)
+        if self.state is not State.PROVING:
+            raise self._illegal(State.PROVING)
         self.unproved = version
 
     def begin_apply(self, version: str, *, proves_running: bool = False) -> None:
@@ -111,9 +111,8 @@ class Service:
 
     def proved(self) -> None:
         """The update has succeeded, and its version is verified: answers that were held back are given."""
-        self._require(State.APPLYING, State.SERVING)
+        self._change(State.SERVING, of=State.APPLYING)
         self.unproved = ""
-        self._change(State.SERVING)
 
     def fail(self, reason: str) -> None:
         """The update has failed: waiting requests are refused, answers that were held back are withheld."""
@@ -133,8 +132,7 @@ class Service:
 
     def wake(self) -> None:
         """The memory is taken back."""
-        self._require(State.ASLEEP, State.SERVING)
-        self._change(State.SERVING)
+        self._change(State.SERVING, of=State.ASLEEP)
 
     async def until_serving(self) -> None:
         """Wait for the end of an update, which has its own deadline; raises `OutOfService` unless requests are
@@ -156,18 +154,14 @@ class Service:
         self.num_discarded += self.unproved != ""
         self.unproved = ""
 
-    def _change(self, state: State, reason: str = "") -> None:
-        if self.state not in _LEGAL_FROM[state]:
+    def _change(self, state: State, reason: str = "", of: State | None = None) -> None:
+        if self.state not in _LEGAL_FROM[state] or of not in (None, self.state):
             raise self._illegal(state)
         self.state, self.reason = state, reason
         if self.is_updating:
             self._settled.clear()
         else:
             self._settled.set()
-
-    def _require(self, state: State, to: State) -> None:
-        if self.state is not state:
-            raise self._illegal(to)
 
     def _illegal(self, to: State) -> IllegalTransition:
         return IllegalTransition(

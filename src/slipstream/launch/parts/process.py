@@ -36,7 +36,7 @@ from slipstream.processes.launchers import LOCAL, Child
 from slipstream.processes.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.progress import Progress
 from slipstream.records import Batch
-from slipstream.runlog.ledger import num_ledgers
+from slipstream.runlog.ledger import paths_of
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -114,7 +114,7 @@ class OrchestratorProcess:
         self._run, self._number = run, number
         self._name = name_of(run.config, number)
         self._log = run.folder / "logs" / f"orchestrator{f'-{number}' if run.config.run.orchestrators > 1 else ''}.log"
-        further = range(run.config.run.orchestrators, num_ledgers(run.folder)) if number == 0 else ()
+        further = range(run.config.run.orchestrators, len(paths_of(run.folder))) if number == 0 else ()
         for earlier in range(run.log.lineage):  # what an attempt that was killed has left, with more of them, too
             for other in (number, *further):
                 Queues(run.config, run.folder, earlier, other).remove()

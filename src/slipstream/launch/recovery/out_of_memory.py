@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import re
 from collections.abc import Generator
+from operator import attrgetter
 from typing import Any, Literal
 
 from slipstream.config import RunConfig, with_values
@@ -98,13 +99,8 @@ def _changes(prepared: Prepared, failed: Shortage) -> list[str]:
         smaller = make_plan(asked, facts).config
     except ConfigError:
         return []
-    pairs = [(name, *(_value(each, name) for each in (config, smaller))) for name in _LOWERED]
+    pairs = [(name, *(attrgetter(name)(each) for each in (config, smaller))) for name in _LOWERED]
     return [f"{name} = {_toml(after)} instead of {_toml(now)}" for name, now, after in pairs if now != after]
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    section, key = name.split(".")
-    return getattr(getattr(config, section), key)
 
 
 def _toml(value: Any) -> str:

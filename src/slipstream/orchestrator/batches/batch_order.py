@@ -61,10 +61,10 @@ class BatchOrder:
 
     def refills(self) -> Refills | None:
         """How a batch gets further tasks under dynamic sampling; None without it."""
-        algorithm, max_refills = self._config.algorithm, max_refills_of(self._config)
-        if algorithm.kind == "sft" or not max_refills:
+        algorithm = self._config.algorithm
+        if algorithm.kind == "sft" or not algorithm.max_refills:
             return None
-        return Refills(self._refill, max_refills, signal_rule(algorithm))
+        return Refills(self._refill, algorithm.max_refills, signal_rule(algorithm))
 
     def _refill(self, step: int, number: int) -> list[Task]:
         if self._mixture is not None:
@@ -76,8 +76,3 @@ def mixture_weights(config: PlannedConfig) -> tuple[float, ...]:
     """The weights of a mixture's parts, as they are set."""
     section = config.environment
     return tuple(part.weight for part in section.mixture.values()) if section is not None else ()
-
-
-def max_refills_of(config: PlannedConfig) -> int:
-    """`algorithm.max_refills` of a planned config; 0 where nothing is generated to train on."""
-    return 0 if config.algorithm.kind == "sft" else config.algorithm.max_refills

@@ -37,10 +37,9 @@ class Refills:
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of a batch in sampling order, and the number of dropped rollouts by reason."""
+    """The groups of a batch in sampling order, and those that are left out."""
 
     groups: list[list[Rollout]]
-    left_out: dict[str, int]
     metrics: dict[str, float]
     reasons: dict[str, str]
     """Why each group that is left out is, by its id."""
@@ -55,15 +54,11 @@ def choose(
     with_signal = [index for index, group in enumerate(groups) if refills.has_signal(group)]
     chosen = with_signal[:size] or ([] if may_be_empty else list(range(min(size, len(groups)))))
     surplus = set(with_signal[size:])
-    left_out = {"surplus": 0, "no_signal": 0}
-    reasons: dict[str, str] = {}
-    for index in set(range(len(groups))) - set(chosen):
-        usable = sum(rollout.outcome in TRAINABLE_OUTCOMES for rollout in groups[index])
-        reason = reasons[groups[index][0].group_id] = "surplus" if index in surplus else "no_signal"
-        left_out[reason] += usable
+    others = set(range(len(groups))) - set(chosen)
+    reasons = {groups[index][0].group_id: "surplus" if index in surplus else "no_signal" for index in others}
     metrics = drawn_metrics(groups, len(chosen), sum(index >= size for index in chosen))
     metrics["rollout/refills"] = float(num_refills)
-    return Choice([groups[index] for index in chosen], {k: n for k, n in left_out.items() if n}, metrics, reasons)
+    return Choice([groups[index] for index in chosen], metrics, reasons)
 
 
 def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refilled: int) -> dict[str, float]:

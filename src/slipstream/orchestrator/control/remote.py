@@ -335,17 +335,10 @@ class NoticeProgress:
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
 
-    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+    def start(self, *given: Any, **named: Any) -> None:
         """Nothing."""
 
-    def ready(self) -> None:
-        """Nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
+    ready = step = stop = evaluated = start
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `Progress`."""
@@ -360,9 +353,6 @@ class NoticeProgress:
         """See `Progress`."""
         heartbeat.doing(_SERVING)
         self._outbox.add(Progressed("end_phase", []))
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
 
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""

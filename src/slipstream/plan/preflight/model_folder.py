@@ -87,13 +87,13 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True, quan
     _refuse_missing(folder)
     if not folder.is_dir():
         return
-    read_config_file(folder)
+    values = read_config_file(folder)
     from slipstream.trainer.model.loading import check_architecture
 
     check_architecture(folder, model.trust_remote_code, packing=packing)
     names = _check_weights(folder) if weights else []
     if not quantized:
-        _refuse_quantized(folder, names)
+        _refuse_quantized(folder, names, values)
     if not model.trust_remote_code and not has_tokenizer(folder):
         raise ConfigError(
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
@@ -208,9 +208,9 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _refuse_quantized(folder: Path, tensors: Sequence[str]) -> None:
-    """Raise `ConfigError` for a checkpoint that its config, or the types of its `tensors`, say is quantized."""
-    values: dict[str, Any] = _read_json(folder / "config.json")
+def _refuse_quantized(folder: Path, tensors: Sequence[str], values: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a checkpoint of which the `values` of its config, or the types of its `tensors`, say
+    that it is quantized."""
     parts = [part for part in (values, values.get("text_config")) if isinstance(part, dict)]
     given = [part[name] for part in parts for name in _QUANTIZATION if part.get(name)]
     if not given and not tensors:

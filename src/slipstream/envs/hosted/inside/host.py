@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -320,12 +320,6 @@ def _live_on(*_: object) -> None:
 def _as_usual() -> None:
     if signal.getsignal(signal.SIGTERM) is _live_on:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.asynccontextmanager
-async def nothing_to_serve() -> AsyncGenerator[None]:
-    """`Hosted.serving` of an environment that holds nothing."""
-    yield
 
 
 def _as_package() -> Any:

@@ -17,7 +17,7 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
-from .host import ContextFull, Refused, RewardRaised, Turns, nothing_to_serve
+from .host import ContextFull, Refused, RewardRaised, Turns
 from .openai_format import MODEL, OVERLONG, completion, max_tokens_of, module_id, unsupported
 
 _raised: contextvars.ContextVar[list[str]] = contextvars.ContextVar("raised")
@@ -126,7 +126,7 @@ class Legacy:
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """See `Hosted`."""
-        return nothing_to_serve()
+        return contextlib.nullcontext()
 
     async def play(self, task: Any, turns: Turns) -> dict[str, Any]:
         """See `Hosted`."""

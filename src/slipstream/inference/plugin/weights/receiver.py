@@ -56,17 +56,14 @@ class WorkerExtension:
         return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
-        """JSON: patches in force and reasons for those left out, device, dtypes of the logits, and files to remove when
+        """JSON: patches in force and reasons for those left out, dtypes of the logits, and files to remove when
         the engine ends."""
         patch_table.apply_to(self.model_runner)
-        model = self._slipstream_model()
-        device, heads = str(next(model.parameters()).device), _head_dtypes(model)
         return json.dumps(
             {
                 "patches": patch_table.applied(),
                 "patches_left_out": patch_table.left_out(),
-                "device": device,
-                "head_dtypes": heads,
+                "head_dtypes": _head_dtypes(self._slipstream_model()),
                 "files": _left_behind(),
             }
         )
