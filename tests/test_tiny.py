@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream import records
-from slipstream.algo.logprobs import token_logprobs
+from slipstream.algo.logprobs import processed_logprobs
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.loss import PolicyObjective
@@ -62,7 +62,7 @@ def make_step(generator, *, is_first_update):
     for length in LENGTHS:
         logits_NV = torch.randn(length, VOCABULARY, generator=generator)
         target_ids_N = torch.randint(VOCABULARY, (length,), generator=generator)
-        logprobs_N, _ = token_logprobs(logits_NV, target_ids_N)
+        logprobs_N, _ = processed_logprobs(logits_NV, target_ids_N)
         behaviour = noisy(logprobs_N, 0.8).tolist()
         batch.sequences.append(
             records.Sequence([1, 2, *target_ids_N.tolist()], [False] * 2 + [True] * length, [0.0] * 2 + behaviour)
@@ -77,7 +77,7 @@ def make_step(generator, *, is_first_update):
 
 def twins_loss(twin, batch, logits_of_sequence, settings):
     targets = [torch.tensor(sequence.token_ids[2:]) for sequence in batch.sequences]
-    logprobs_N, _ = token_logprobs(torch.cat(logits_of_sequence), torch.cat(targets))
+    logprobs_N, _ = processed_logprobs(torch.cat(logits_of_sequence), torch.cat(targets))
     lengths = torch.tensor(LENGTHS)
     return twin.grpo_loss(
         settings,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream import records
-from slipstream.algo.logprobs import token_logprobs
+from slipstream.algo.logprobs import processed_logprobs
 from slipstream.config.recipes import resolved
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
@@ -58,7 +58,7 @@ def make_problem():
     for length in LENGTHS:
         logits_NV = torch.randn(length, VOCABULARY, generator=generator)
         target_ids_N = torch.randint(VOCABULARY, (length,), generator=generator)
-        logprobs_N, _ = token_logprobs(logits_NV, target_ids_N)
+        logprobs_N, _ = processed_logprobs(logits_NV, target_ids_N)
         behaviour = noisy(logprobs_N, 0.5).tolist()
         batch.sequences.append(
             records.Sequence([1, 2, *target_ids_N.tolist()], [False] * 2 + [True] * length, [0.0] * 2 + behaviour)

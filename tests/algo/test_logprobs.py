@@ -13,7 +13,6 @@ from slipstream.algo.logprobs import (
     kept_tokens,
     processed_logits,
     processed_logprobs,
-    token_logprobs,
     token_statistics,
 )
 
@@ -79,7 +78,7 @@ def test_logprobs_and_entropy_equal_plain_autograd_with_gradients(restricted):
         logits = processed_logprobs_mask(logits, ids)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     weight = torch.randn(2, 5, generator=generator, dtype=torch.float64)
-    logprobs, entropy = token_logprobs(ours, ids)
+    logprobs, entropy = processed_logprobs(ours, ids)
     expected = plain.log_softmax(-1)
     finite = expected.masked_fill(~torch.isfinite(expected), 0.0)
     expected_logprobs = expected.gather(-1, ids[:, None])[:, 0]
@@ -99,7 +98,7 @@ def processed_logprobs_mask(logits, ids):
 
 def test_half_precision_logits_are_scored_in_float32():
     logits = torch.randn(3, 50, dtype=torch.bfloat16, requires_grad=True)
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 2, 3]))
+    logprobs, entropy = processed_logprobs(logits, torch.tensor([1, 2, 3]))
     assert logprobs.dtype == entropy.dtype == torch.float32
     exact = logits.detach().double().log_softmax(-1)[torch.arange(3), torch.tensor([1, 2, 3])]
     torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0.0)
@@ -258,7 +257,7 @@ def test_gradients_of_a_head_go_where_they_are_wanted_in_their_dtype():
         hidden, weight = head(torch.bfloat16)
         hidden.requires_grad_(is_trained[0])
         weight.requires_grad_(is_trained[1])
-        logprobs, entropy = token_logprobs(HeadLogits(hidden, weight), IDS)
+        logprobs, entropy = processed_logprobs(HeadLogits(hidden, weight), IDS)
         assert logprobs.dtype == entropy.dtype == torch.float32
         logprobs.sum().backward()
         assert (hidden.grad is not None, weight.grad is not None) == is_trained
@@ -273,7 +272,7 @@ def test_the_most_likely_tokens_come_with_the_rest():
         logprobs, entropy, greedy = token_statistics(logits, IDS)
         assert torch.equal(greedy, wanted)
         assert torch.equal(greedy_tokens(logits), wanted)
-        torch.testing.assert_close((logprobs, entropy), token_logprobs(logits, IDS))
+        torch.testing.assert_close((logprobs, entropy), processed_logprobs(logits, IDS))
 
 
 def test_no_rows_have_no_tokens():
@@ -282,14 +281,14 @@ def test_no_rows_have_no_tokens():
     greedy = greedy_tokens(lazy)
     assert (greedy.shape, greedy.dtype) == ((0,), torch.long)
     for logits in (lazy, torch.empty(0, 6)):
-        assert [len(found) for found in token_logprobs(logits, IDS[:0])] == [0, 0]
+        assert [len(found) for found in processed_logprobs(logits, IDS[:0])] == [0, 0]
 
 
 def test_what_nobody_asks_for_has_no_gradient():
     hidden, weight = head()
     plain = torch.randn(5, 6, requires_grad=True)
     for logits, leaves in ((HeadLogits(hidden, weight), (hidden, weight)), (plain, (plain,))):
-        logprobs, entropy = token_logprobs(logits, IDS)
+        logprobs, entropy = processed_logprobs(logits, IDS)
         (first,) = torch.autograd.grad(logprobs.sum(), leaves[0], retain_graph=True)
         (second,) = torch.autograd.grad(entropy.sum(), leaves[0])
         assert first.shape == second.shape
@@ -313,7 +312,7 @@ def test_the_gradient_of_log_probabilities_alone_takes_no_entropies(is_lazy):
     hidden, weight = head()
     logits = HeadLogits(hidden, weight) if is_lazy else hidden @ weight.t()
     for wanted in (0, 1):
-        found = token_logprobs(logits, IDS)[wanted].sum()
+        found = processed_logprobs(logits, IDS)[wanted].sum()
         with Called() as called:
             found.backward(retain_graph=True)
         assert ("special_entr.default" in called.names) == (wanted == 1)
@@ -342,7 +341,7 @@ def test_rows_that_are_computed_together_take_64_mib(num_rows, num_tokens, sizes
 
 def test_entropy_by_value():
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
+    logprobs, entropy = processed_logprobs(logits, torch.tensor([1]))
     assert logprobs.item() == pytest.approx(math.log(0.25))
     assert entropy.item() == pytest.approx(1.5 * math.log(2))
     _, warm = processed_logprobs(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), temperature=1e6)

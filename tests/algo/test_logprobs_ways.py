@@ -8,7 +8,7 @@ import torch
 
 from slipstream import algo
 from slipstream.algo import logprobs as module
-from slipstream.algo.logprobs import HeadLogits, greedy_tokens, processed_logprobs, token_logprobs, token_statistics
+from slipstream.algo.logprobs import HeadLogits, greedy_tokens, processed_logprobs, token_statistics
 
 IDS = torch.tensor([3, 0, 5, 5, 1])
 MM = torch.mm
@@ -108,7 +108,7 @@ def test_only_gradients_that_are_wanted_are_made(is_trained, place, kernels):
     made = leaves()
     for leaf, yes in zip(made, is_trained, strict=True):
         leaf.requires_grad_(yes)
-    token_logprobs(HeadLogits(*made), IDS)[place].sum().backward()
+    processed_logprobs(HeadLogits(*made), IDS)[place].sum().backward()
     assert kernels == [(5, True), (place == 0, place == 1)]
     assert tuple(leaf.grad is not None for leaf in made) == is_trained
 
@@ -179,7 +179,7 @@ def test_a_head_that_is_not_the_kernels_is_computed_in_larger_chunks(kernels):
 def test_without_a_gradient_of_either_result_there_is_none(way, kernels):
     hidden, weight = leaves(torch.bfloat16 if way == "kept" else torch.float32)
     logits = torch.randn(5, 6).as_subclass(OnGpu if way == "kernels" else torch.Tensor).requires_grad_()
-    found = token_logprobs(HeadLogits(hidden, weight) if way in ("lazy", "kept") else logits, IDS)
+    found = processed_logprobs(HeadLogits(hidden, weight) if way in ("lazy", "kept") else logits, IDS)
     sum(Nothing.apply(each).sum() for each in found).backward()
     assert (hidden.grad, weight.grad, logits.grad) == (None, None, None)
     assert len(kernels) == (way in ("kernels", "kept"))

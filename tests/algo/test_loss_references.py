@@ -111,21 +111,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_value_and_gradient_are_the_papers(name, problem):
-    loss, gradients, _ = problem.ours(CONFIGS[name])
+def test_value_and_gradient_are_the_papers_however_the_step_is_cut(name, problem):
     expected_loss, expected = paper(problem, CONFIGS[name])
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_micro_batches_and_packing_change_nothing_but_rounding(name, problem):
-    loss, gradients, metrics = problem.ours(CONFIGS[name], max_tokens=1000)
-    for cut in ({"max_tokens": 8}, {"max_tokens": 14}, {"packing": False}):
-        other_loss, other, other_metrics = problem.ours(CONFIGS[name], **cut)
-        assert other_loss == pytest.approx(loss, abs=1e-6)
-        torch.testing.assert_close(other, gradients, rtol=1e-5, atol=1e-6)
-        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+    whole = problem.ours(CONFIGS[name], max_tokens=1000)
+    for loss, gradients, metrics in (whole, problem.ours(CONFIGS[name]), problem.ours(CONFIGS[name], packing=False)):
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
+        assert metrics == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -136,14 +128,6 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(name):
     (gradient,) = torch.autograd.grad(result.loss_N.sum(), logprobs)
     torch.testing.assert_close(gradient, -advantages)
     assert all(not mask.any() for mask in result.counts.values())
-
-
-def test_gspo_token_differs_from_gspo_only_by_whose_gradient_it_is(problem):
-    """Equal advantages within a sequence give equal gradients (section 4.3 of the paper)."""
-    one = problem.ours(RLConfig(loss="gspo", normalize="sequence", importance_sampling="none"))
-    two = problem.ours(RLConfig(loss="gspo_token", normalize="sequence", importance_sampling="none"))
-    assert one[0] == pytest.approx(two[0], abs=1e-6)
-    torch.testing.assert_close(one[1], two[1], rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_by_value(problem):

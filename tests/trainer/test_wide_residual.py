@@ -6,7 +6,7 @@ import transformers
 from tests.trainer.steps import learner_of
 
 from slipstream import records
-from slipstream.algo.logprobs import token_logprobs
+from slipstream.algo.logprobs import processed_logprobs
 from slipstream.errors import ConfigError
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.layers import LayerOptions, configure_layers
@@ -53,7 +53,7 @@ def logprobs(model):
     """In float64 from float32 logits, so that what is left is the layers' rounding."""
     (row,) = micro_batches(StepBatch(sequences()), 1024)
     with torch.no_grad():
-        return token_logprobs(model.logits(row), row.target_ids_N)[0]
+        return processed_logprobs(model.logits(row), row.target_ids_N)[0]
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3"])

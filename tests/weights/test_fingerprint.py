@@ -109,14 +109,6 @@ def test_the_halves_of_eight_bytes_do_not_undo_one_another():
         assert fingerprint(changed) != before
 
 
-def test_shards_add_up_to_the_whole():
-    whole = torch.randn(64, 48, dtype=torch.bfloat16)
-    rows = [Slice(whole[i : i + 16].clone(), i * 48, (48, 1), (16, 48)) for i in range(0, 64, 16)]
-    columns = [Slice(whole[:, i : i + 12].clone(), i, (48, 1), (64, 12)) for i in range(0, 48, 12)]
-    (expected,) = fingerprints([Slice(whole)])
-    assert sum(fingerprints(rows)) % 2**64 == expected == sum(fingerprints(columns)) % 2**64
-
-
 def test_multipliers_are_invertible_numbers_of_the_kernels_types():
     for bits, multipliers in ((64, [GOLDEN]), (32, [LOW, HIGH, MIX_1, MIX_2])):
         for each in multipliers:

@@ -58,17 +58,8 @@ def processed_logits(
     return _restrict(logits_NV, None, temperature, top_k, top_p, min_p)
 
 
-def token_logprobs(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """`(logprobs_N, entropy_N)` of `softmax(logits)`, in nats, float32 whatever comes in; both
-    differentiable.
-
-    Logits may be -inf, but not that of the token itself, or its logprob is -inf.
-    """
-    return processed_logprobs(logits_NV, token_ids_N)
-
-
 def token_statistics(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_logprobs`, and the most likely tokens `[N]`; on a GPU in one pass over the logits."""
+    """`processed_logprobs` of the logits as they are, and the most likely tokens `[N]`; on a GPU in one pass."""
     logprobs_N, entropy_N, greedy_N = _statistics_of(logits_NV, token_ids_N, (1.0, 0, 1.0, 0.0))
     return logprobs_N, entropy_N, greedy_tokens(logits_NV) if greedy_N is None else greedy_N
 
@@ -81,9 +72,10 @@ def processed_logprobs(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`(logprobs_N, entropy_N)` under the sampling parameters.
+    """`(logprobs_N, entropy_N)` under the sampling parameters, in nats, float32 whatever comes in; both differentiable.
 
-    A token that rounding put just outside the kept set is added to it, so that every logprob is finite.
+    A token that rounding put just outside the kept set is added to it, so that every logprob is finite. Logits may be
+    -inf, but not that of the token itself, or its logprob is -inf.
     """
     return _statistics_of(logits_NV, token_ids_N, (temperature, top_k, top_p, min_p))[:2]
 

@@ -359,8 +359,6 @@ class ChatTokenizer:
     def _wants_text(self) -> bool:
         """Whether the template wants the arguments of a call as JSON text, which it joins with other text: an object it
         would refuse, or write as Python does."""
-        if "tool_calls" not in self.template:
-            return False
         arguments = {"a": "it's"}
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
         chat: list[dict[str, Any]] = [

@@ -23,7 +23,7 @@ from slipstream.algo.importance_sampling import (
     ratio_quantiles,
     ratio_shares,
 )
-from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_logprobs, token_statistics
+from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_statistics
 from slipstream.algo.surrogate_losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
@@ -65,7 +65,7 @@ class OneForward:
     def idle(self, model: PolicyModel, blank: MicroBatch, divisors: dict[str, float]) -> Tensor:
         """See `Objective`."""
         logits = model.logits(blank)
-        return logits if isinstance(logits, Tensor) else token_logprobs(logits, blank.target_ids_N)[0]
+        return logits if isinstance(logits, Tensor) else processed_logprobs(logits, blank.target_ids_N)[0]
 
 
 class SFTObjective(OneForward):

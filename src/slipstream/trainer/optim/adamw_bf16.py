@@ -96,7 +96,7 @@ class RoundedAdamW(Optimizer):
             )
             holder.grad = None
             if live.dtype == torch.bfloat16:
-                round_to_bfloat16_(values, self._generator(name, live.device))
+                round_to_bfloat16_(values, torch.Generator(live.device).manual_seed(self._noise(name)))
             self._pending[name] = values.to(live.dtype)
 
     def _update_by_kernel(self, name: str, live: Tensor, gradient: Tensor, learning_rate: float) -> Tensor:
@@ -122,9 +122,6 @@ class RoundedAdamW(Optimizer):
         # On the CPU, because the kernel's launch reads it and must not synchronize.
         own = local_tensor(self._parameters[name])
         return torch.tensor(float(updates)) if _has_kernel(own) else super()._as_step(updates, name)
-
-    def _generator(self, name: str, device: torch.device) -> torch.Generator:
-        return torch.Generator(device).manual_seed(self._noise(name))
 
     def _noise(self, name: str) -> int:
         """The 32-bit seed of the noise of this step and parameter."""
