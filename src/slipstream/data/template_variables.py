@@ -1,5 +1,4 @@
-"""Variables of a chat template: those it reads, those a run sets, and the switch of thinking; and the fields of
-messages that it reads."""
+"""Variables of a chat template: those in it, those of a run, and the switch of thinking. Fields of messages in it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MAX_TASKS = 64
 
 @dataclass(frozen=True)
 class Refills:
-    """Where further groups for a batch come from."""
+    """The source of further groups for a batch."""
 
     tasks: Callable[[int, int], Sequence[Task]]
     """(step, number of the refill, from 1) -> at most as many tasks as a batch has."""
@@ -37,20 +37,20 @@ class Refills:
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of a batch in sampling order, and those that are left out."""
+    """The groups of a batch in sampling order."""
 
     groups: list[list[Rollout]]
     metrics: dict[str, float]
     reasons: dict[str, str]
-    """Why each group that is left out is, by its id."""
+    """The reason against each other group, by its id."""
 
 
 def choose(
     refills: Refills, groups: list[list[Rollout]], size: int, num_refills: int, *, may_be_empty: bool = False
 ) -> Choice:
     """Choose the first `size` of `groups` that have signal. The first `size` of all are the batch's own, the others
-    refills. Where none has signal these are chosen, unless the choice `may_be_empty`: a part of a batch, of which the
-    first orchestrator makes another."""
+    refills. Without any signal the batch's own are chosen, unless the choice `may_be_empty`: the first orchestrator then
+    makes another part."""
     with_signal = [index for index, group in enumerate(groups) if refills.has_signal(group)]
     chosen = with_signal[:size] or ([] if may_be_empty else list(range(min(size, len(groups)))))
     surplus = set(with_signal[size:])

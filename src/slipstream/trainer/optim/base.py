@@ -42,11 +42,11 @@ class OptimStats:
     """Global norm before clipping."""
     clipped: bool
     loss_scale: float = 1.0
-    """Of the next step, in float16."""
+    """For the next step, in float16."""
     overflowed: bool = False
     """The gradient was too large for float16 and is discarded: nothing was updated."""
     num_overflows: int = 0
-    """How often that happened before this gradient fitted."""
+    """Overflows before this gradient."""
 
 
 def learning_rate_at(
