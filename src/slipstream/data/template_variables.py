@@ -54,7 +54,7 @@ def thinking_kwargs(
 
 
 def template_variables(template: str | Mapping[str, str]) -> set[str]:
-    """Names of the variables that one or several chat templates read."""
+    """Names of the variables in one or several chat templates."""
     import jinja2
     from jinja2 import meta
 
