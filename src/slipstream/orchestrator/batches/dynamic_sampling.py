@@ -49,7 +49,7 @@ def choose(
     refills: Refills, groups: list[list[Rollout]], size: int, num_refills: int, *, may_be_empty: bool = False
 ) -> Choice:
     """Choose the first `size` of `groups` that have signal. The first `size` of all are the batch's own, the others
-    refills. Without any signal the batch's own are chosen, unless the choice `may_be_empty`: then the first orchestrator
+    refills. Without any signal the own ones are chosen, unless the choice `may_be_empty`: then the first orchestrator
     makes another part."""
     with_signal = [index for index, group in enumerate(groups) if refills.has_signal(group)]
     chosen = with_signal[:size] or ([] if may_be_empty else list(range(min(size, len(groups)))))
