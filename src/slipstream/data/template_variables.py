@@ -73,7 +73,7 @@ def template_variables(template: str | Mapping[str, str]) -> set[str]:
 
 
 class ReadRecorder(dict[str, Any]):
-    """A message that records which of its fields are read, as (role, field name)."""
+    """A message that records reads of its fields, as (role, field name)."""
 
     def __init__(self, values: dict[str, Any], read: set[tuple[str, str]]) -> None:
         super().__init__(values)
