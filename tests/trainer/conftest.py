@@ -7,6 +7,7 @@ import transformers
 from slipstream import records
 from slipstream.trainer.distributed.fsdp import RankGroup
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
@@ -105,6 +106,16 @@ def gradients_of():
         return {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
 
     return gradients
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch):
+    """Dynamo and AOTAutograd as they are, without the minutes of a C++ compiler; yields dynamo's counters."""
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

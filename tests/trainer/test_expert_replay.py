@@ -15,7 +15,6 @@ from slipstream.records import ExpertChoices, Sequence
 from slipstream.trainer.experts.replay import ExpertReplay, share_that_differs
 from slipstream.trainer.experts.row_choices import MISSING, RowChoices, RowExperts
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import StepBatch, micro_batches
@@ -212,9 +211,8 @@ def test_a_model_without_experts(model_folder):
 
 @pytest.mark.quick("Qwen3Moe")
 @pytest.mark.full
-def test_compiled_layers_replay_too(folder, monkeypatch):
-    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_layers_replay_too(folder):
     group = sequences_of_a_group()
     plain, compiled = (PolicyModel.load(folder, replay_experts=True) for _ in range(2))
     assert compile_layers(compiled) == ""
@@ -223,7 +221,6 @@ def test_compiled_layers_replay_too(folder, monkeypatch):
         expected = torch.cat(score(plain, batch, micro_batch_tokens=256).logprobs)
         found = torch.cat(score(compiled, batch, micro_batch_tokens=256).logprobs)
         torch.testing.assert_close(found, expected)
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -40,15 +40,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 @pytest.fixture
-def fresh_compiler(monkeypatch):
-    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
-
-
-@pytest.fixture
 def folder_of(model_folder, save_model, tmp_path):
     """A small model with a tied head and none, or with a head of its own, and biases."""
 

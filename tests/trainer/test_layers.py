@@ -23,14 +23,7 @@ from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch):
-    """Dynamo and AOTAutograd as they are, without the minutes of a C++ compiler; see the module's benchmark for it."""
-    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")  # see the module's benchmark for the compiler that runs take
 
 
 def gradients(model, batch):

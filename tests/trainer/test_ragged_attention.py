@@ -3,12 +3,11 @@ gradients are, and a compiled layer is one graph with it."""
 
 import gc
 import itertools
-import random
 
 import pytest
 import torch
+from tests.trainer.test_shared_prefix import make_groups
 
-from slipstream import records
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention import packed
 from slipstream.trainer.attention.row_layout import segment_layout
@@ -17,7 +16,7 @@ from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.packing import StepBatch, micro_batches
+from slipstream.trainer.packing import micro_batches
 
 
 def segments(query, key, query_ends, key_ends, longest_query, longest_key, dropout, is_causal, **options):
@@ -82,18 +81,6 @@ def kernels(monkeypatch):
     monkeypatch.setattr(packed, "_has_kernel", lambda query: True)
 
 
-def make_groups(seed=0):
-    """Completions of prompts that several share, of one that one has, and of one token."""
-    rng = random.Random(seed)
-    sequences = []
-    for length, sizes in ((40, [1, 9, 9, 4]), (20, [30, 2, 17]), (33, [1, 1]), (1, [6, 3, 1]), (3, [11])):
-        prompt = [rng.randrange(1, 64) for _ in range(length)]
-        for size in sizes:
-            ids = prompt + [rng.randrange(1, 64) for _ in range(size)]
-            sequences.append(records.Sequence(ids, [place >= length for place in range(len(ids))]))
-    return StepBatch(sequences)
-
-
 def results(model, batch, most=10_000):
     """Logits of every row, and the gradients of all parameters."""
     model.network.zero_grad()
@@ -121,23 +108,18 @@ def test_it_gives_what_the_padded_route_gives(kernels, monkeypatch, save_model, 
     "checkpointing", [*(pytest.param(each, marks=pytest.mark.full) for each in (False, True)), "selective"]
 )
 @pytest.mark.full
-def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, monkeypatch, model_folder, make_batch):
-    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()  # those of other tests
+def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, fresh_compiler, model_folder, make_batch):
     plain, model = (PolicyModel.load(model_folder, checkpointing=checkpointing) for _ in range(2))
     assert compile_layers(model) == ""
-    assert sum(counters["graph_break"].values()) == 0
-    counters.clear()
+    assert sum(fresh_compiler["graph_break"].values()) == 0
+    fresh_compiler.clear()
     for batch in (make_groups(), make_batch(9, advantages=False), make_groups(3)):
         for most in (60, 10_000):
             expected, others = results(plain, batch, most)
             ours, gradients = results(model, batch, most)
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(gradients, others, atol=2e-6, rtol=1e-4)
-    assert counters["stats"]["unique_graphs"] == 0, "the trial's graphs do for every layout"
-    torch._dynamo.reset()
+    assert fresh_compiler["stats"]["unique_graphs"] == 0, "the trial's graphs do for every layout"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
