@@ -64,6 +64,7 @@ def test_two_nodes_have_the_losses_of_one_host(run_file, tmp_path):
     assert len(numbers(tmp_path / "two")) == 4
 
 
+@pytest.mark.full
 def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(run_file, tmp_path):
     file, folder = sft_file(run_file), tmp_path / "run"
     every = ("--run.checkpoint_every", 1, "--run.max_restarts", 0)
@@ -82,6 +83,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(run_file, 
     assert num_steps(folder) == steps
 
 
+@pytest.mark.full
 def test_a_missing_agent_is_named(run_file, tmp_path):
     with networks(1) as (((here, host),), _):
         wait = ("--cluster.join_timeout_s", 0.5)
