@@ -24,7 +24,7 @@ from slipstream.processes.launchers import LOCAL, Child, Resources
 _CHUNK = 1 << 16
 _PAUSE_S = 0.5
 _DRAIN_S = 5.0
-"""How long a descendant may hold a dead child's channel open."""
+"""How long a dead child's last messages may take."""
 
 
 class Agent:
@@ -104,6 +104,7 @@ class Agent:
         threading.Thread(target=_pump, args=(connection, child.socket), daemon=True).start()
         self._send(control, Launched(number, child.pid))
         code = child.wait()
+        child.kill()  # its session, which may hold its channel open
         outward.join(_DRAIN_S)
         child.end(0.0)
         self._send(control, Exited(number, code))
