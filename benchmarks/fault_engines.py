@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.bridges import Bridge, create_bridge
 from benchmarks.event_loop import call
 from benchmarks.weight_sync.process_memory import pids_of
 from slipstream.errors import EngineError
@@ -23,8 +24,7 @@ from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequ
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.weights import check_report, create_bridge
-from slipstream.weights.base import Bridge
+from slipstream.weights import check_report
 
 TIMEOUT_S, GROUP_TIMEOUT_S = 60.0, 2.0
 START_S = 300.0

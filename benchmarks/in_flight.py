@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from shapes import SHAPES, shaped_model
 
+from benchmarks.bridges import create_bridge
 from benchmarks.event_loop import call
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
@@ -36,7 +37,7 @@ from slipstream.records import ApplyReport, Completion, GenerateRequest, Samplin
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import check_report
 from slipstream.weights.bridges.single_copy import open_weights
 from slipstream.weights.model_files import read_model_folder, stored_parameters
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.bridges import Bridge, create_adapter_bridge, create_bridge
 from benchmarks.event_loop import call
 from slipstream.config import (
     LoraConfig,
@@ -48,7 +49,7 @@ from slipstream.plan.summary import check_divided
 from slipstream.processes.signals import StopRequest
 from slipstream.processes.temporary import temporary
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
-from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
+from slipstream.weights import check_report
 from slipstream.weights.base import Fence, NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
+from benchmarks.bridges import Bridge
 from benchmarks.event_loop import call
 
 from slipstream.inference.engine import SupervisedEngine
@@ -26,7 +27,7 @@ from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.weights import Bridge, check_report
+from slipstream.weights import check_report
 
 T = TypeVar("T")
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.bridges import create_bridge
 from safetensors.torch import load_file
 
 from slipstream.errors import EngineError
 from slipstream.records import GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import check_report
 
 from .conftest import PROMPTS, LiveEngine, mean_difference, perturbed
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.bridges import Bridge, create_adapter_bridge, create_bridge
 from safetensors.torch import load_file, save_file
 
 from slipstream.commands.export import export
@@ -22,7 +23,7 @@ from slipstream.errors import EngineError, WeightsError
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.model.loading import SharedTensors, load_network
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
+from slipstream.weights import check_report
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.bridges.single_copy import SharedWeights, check_loaded, open_weights
 from slipstream.weights.fingerprint import describe, digest

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from benchmarks.bridges import create_bridge
 from benchmarks.weight_sync.process_memory import pids_of, session_of
 
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams, Ticket
-from slipstream.weights import create_bridge
 from slipstream.weights.model_files import stored_parameters
 
 from ..launch import test_ranks

@@ -3,6 +3,7 @@ brings trainer and engine together."""
 
 import pytest
 import torch
+from benchmarks.bridges import create_bridge
 from safetensors.torch import load_file
 
 from slipstream.errors import EngineError
@@ -10,7 +11,6 @@ from slipstream.plan.derive import REPLAYED
 from slipstream.records import SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import create_bridge
 from slipstream.weights.model_files import write_model_folder
 
 from .conftest import PROMPTS, perturbed, sequence_of, start

@@ -10,13 +10,14 @@ import time
 import psutil
 import pytest
 import torch
+from benchmarks.bridges import create_bridge
 from safetensors.torch import load_file
 
 from slipstream import records
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import check_report
 
 from .conftest import PROMPTS, LiveEngine, perturbed, sequence_of, sparsely, start
 

@@ -13,6 +13,7 @@ import msgspec
 import peft
 import pytest
 import torch
+from benchmarks.bridges import Bridge, create_adapter_bridge, create_bridge
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,7 @@ from slipstream.errors import EngineError, WeightsError
 from slipstream.records import GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
+from slipstream.weights import check_report
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
 from .conftest import PROMPTS, LiveEngine, mean_difference, sequence_of, start, stop

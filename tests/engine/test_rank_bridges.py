@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.bridges import create_bridge
 
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.plan.memory.gpu_shares import place
 from slipstream.records import Ticket
-from slipstream.weights import create_bridge
 
 from ..launch import test_ranks
 from .architectures import ARCHITECTURES

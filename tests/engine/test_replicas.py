@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from benchmarks.bridges import create_bridge
 from benchmarks.weight_sync.process_memory import pids_of
 from safetensors.torch import load_file
 
@@ -19,7 +20,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import check_report
 
 from ..waiting import ends, until
 from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, sequence_of, stop

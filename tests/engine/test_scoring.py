@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from benchmarks.bridges import create_bridge
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
@@ -15,7 +16,6 @@ from slipstream.inference.plugin.patches import scoring
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import create_bridge
 
 from .conftest import PROMPTS
 

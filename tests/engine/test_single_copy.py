@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.bridges import create_bridge
 
 from slipstream.errors import EngineError, WeightsError
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.trainer.model.loading import SharedTensors
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import create_bridge
 from slipstream.weights.bridges.single_copy import check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 

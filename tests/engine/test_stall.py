@@ -8,11 +8,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.bridges import create_bridge
 from safetensors.torch import load_file
 
 from slipstream.inference.plugin import token_clock
 from slipstream.inference.plugin.token_clock import TokenClock
-from slipstream.weights import check_report, create_bridge
+from slipstream.weights import check_report
 
 from .conftest import LiveEngine, perturbed
 

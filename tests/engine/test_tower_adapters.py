@@ -3,12 +3,12 @@ engine says of images that it has seen before, under another version."""
 
 import pytest
 import torch
+from benchmarks.bridges import create_adapter_bridge
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.weights import create_adapter_bridge
 from slipstream.weights.adapter_folder import AdapterConfig
 
 from .conftest import sequence_of, start, stop

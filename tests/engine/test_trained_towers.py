@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.bridges import Bridge, create_bridge
 from safetensors.torch import load_file
 
 from slipstream.data.chat_template import ChatTokenizer
@@ -24,7 +25,6 @@ from slipstream.trainer.model.loading import SharedTensors
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
-from slipstream.weights import Bridge, create_bridge
 from slipstream.weights.bridges.single_copy import check_loaded, open_weights
 from slipstream.weights.model_files import stored_parameters
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.bridges import create_bridge
 from safetensors.torch import load_file
 
 from slipstream.commands.verify import _ask, raise_unless_right, verify
 from slipstream.errors import DeadlineError, EngineError, WeightsError
 from slipstream.records import ApplyReport, EngineHealth, ParameterSpec, Ticket, Version
 from slipstream.runlog import RunLog
-from slipstream.weights import create_bridge
 
 from .conftest import LiveEngine, perturbed
 

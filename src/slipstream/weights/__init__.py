@@ -5,24 +5,16 @@ a ticket; the receiver has the engine load it and reports what the engine then h
 any other bridge the engine answers bit for bit as one that was started on the version.
 """
 
-from slipstream.weights.base import Announce, Bridge, Publisher, Receiver, check_report
+from slipstream.weights.base import Announce, Publisher, Receiver, check_report
 from slipstream.weights.bridges.lora import AdapterPublisher
-from slipstream.weights.bridges.registry import (
-    create_adapter_bridge,
-    create_bridge,
-    create_publisher,
-    receiver_of,
-)
+from slipstream.weights.bridges.registry import create_publisher, receiver_of
 
 __all__ = [
     "AdapterPublisher",
     "Announce",
-    "Bridge",
     "Publisher",
     "Receiver",
     "check_report",
-    "create_adapter_bridge",
-    "create_bridge",
     "create_publisher",
     "receiver_of",
 ]

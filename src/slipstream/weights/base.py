@@ -1,9 +1,8 @@
-"""A weight bridge: the protocols `Publisher` (trainer) and `Receiver` (engine), and `Bridge`, which is both."""
+"""A weight bridge: the protocols `Publisher` (trainer) and `Receiver` (engine)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -41,18 +40,6 @@ class Receiver(Protocol):
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Have the engine take the version; the caller checks the report."""
         ...
-
-
-@dataclass(frozen=True)
-class Bridge:
-    """A way of the weights from trainer to engine."""
-
-    name: str
-    """Its name in the setting `weights.bridge`."""
-    publisher: Publisher
-    receiver: Receiver
-    fence: Fence | None = None
-    """To be called before the optimizer writes the live weights; None where the engine has a copy of its own."""
 
 
 def check_report(report: ApplyReport, ticket: Ticket) -> None:

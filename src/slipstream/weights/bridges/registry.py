@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slipstream.engine_protocols import TakesWeights
 from slipstream.records import Version
-from slipstream.weights.adapter_folder import AdapterConfig
-from slipstream.weights.base import Bridge, Fence, NamedWeights, Publisher, Receiver
+from slipstream.weights.base import Fence, Publisher, Receiver
 from slipstream.weights.bridges.broadcast import BroadcastPublisher
 from slipstream.weights.bridges.delta import DeltaPublisher
 from slipstream.weights.bridges.disk import FolderPublisher, RestartReceiver
-from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.bridges.single_copy import SharedPublisher
 
 BridgeName = Literal["disk", "restart", "broadcast", "single_copy"]
@@ -54,16 +52,3 @@ def receiver_of(name: BridgeName | Literal["lora"], engine: TakesWeights) -> tup
     if name == "restart":
         return RestartReceiver(engine), None
     return engine, engine.fence if name == "single_copy" else None
-
-
-def create_bridge(name: BridgeName, *, engine: TakesWeights, **options: Any) -> Bridge:
-    """Both halves of the bridge called `name`; `options` as for `create_publisher`."""
-    receiver, fence = receiver_of(name, engine)
-    return Bridge(name, create_publisher(name, **options), receiver, fence)
-
-
-def create_adapter_bridge(
-    *, folder: Path, engine: TakesWeights, adapter: AdapterConfig, base_weights: NamedWeights
-) -> Bridge:
-    """The bridge `lora`: only the adapter's tensors are published; the engine starts on the base."""
-    return Bridge("lora", AdapterPublisher(folder, adapter, base_weights), engine)
