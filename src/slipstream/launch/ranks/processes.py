@@ -82,10 +82,10 @@ def node_of(rank: int, config: PlannedConfig) -> str:
 @dataclass
 class _Rank:
     number: int
-    node: str
     process: Child
     channel: Channel
     log: Path
+    node: str = ""
 
 
 class RankProcesses:
@@ -131,7 +131,7 @@ class RankProcesses:
         environment, resources = {**os.environ, **ENVIRONMENT}, Resources(threads=threads)
         launcher = LOCAL if self._nodes is None else self._nodes
         process = launcher.launch(PROGRAM, [str(path)], environment, resources, node, output=log)
-        return _Rank(settings.rank, node, process, Channel(process.socket), log)
+        return _Rank(settings.rank, process, Channel(process.socket), log, node)
 
     @property
     def pids(self) -> tuple[int, ...]:
