@@ -77,7 +77,7 @@ async def rank(folder):
 
     child = Small().launch("", output=folder / "log")
     made = object.__new__(ranks.RankProcesses)
-    made._size, made._timeout_s = 2, DEADLINE_S
+    made._size, made._timeout_s, made._nodes = 2, DEADLINE_S, None
     made._ranks = [ranks._Rank(1, child, Channel(child.socket), folder / "log")]
     yield child.pid
     try:
