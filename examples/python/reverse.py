@@ -6,8 +6,8 @@ from slipstream.envs import split_of
 
 def tasks(split, num_tasks, seed):
     draw = random.Random(seed)
-    words = {"".join(draw.choices("abcdefgh", k=5)) for _ in range(20 * num_tasks)}
-    mine = [word for word in sorted(words) if split_of(word) == split]
+    words = dict.fromkeys("".join(draw.choices("abcdefgh", k=5)) for _ in range(20 * num_tasks))
+    mine = [word for word in words if split_of(word) == split]
     return [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in mine[:num_tasks]]
 
 
