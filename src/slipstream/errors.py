@@ -29,7 +29,19 @@ FailureClass = Literal[
 """What kind of thing ended a run; `guard`: a check that the run computes what it should."""
 _MAX_CHARACTERS = 300
 SECTIONS = (
-    *("algorithm", "critic", "data", "environment", "evaluation", "inference", "lora", "matching", "model", "redis"),
+    *(
+        "algorithm",
+        "cluster",
+        "critic",
+        "data",
+        "environment",
+        "evaluation",
+        "inference",
+        "lora",
+        "matching",
+        "model",
+        "redis",
+    ),
     *("run", "sampling", "teacher", "training", "weights"),
 )
 """Of a run file."""
