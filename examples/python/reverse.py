@@ -19,7 +19,7 @@ if __name__ == "__main__":
     model = slipstream.new_model("models/small")  # 0.8M parameters, random weights
     common = {"tasks": tasks, "environment": {"num_train_tasks": 5000}}
     schedule = {"schedule": "linear", "warmup_steps": 10}
-    sft = slipstream.sft(model, steps=130, training={"learning_rate": 4e-3, **schedule}, **common)
+    sft = slipstream.sft(model, steps=100, training={"learning_rate": 4e-3, **schedule}, **common)
     run = slipstream.train(sft.weights, reward=reward, steps=40, training={"learning_rate": 1e-3, **schedule}, **common)
     print(run)
     run.report("report.html")
