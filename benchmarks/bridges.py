@@ -22,7 +22,7 @@ class Bridge:
     publisher: Publisher
     receiver: Receiver
     fence: Fence | None = None
-    """To be called before the optimizer writes the live weights; None where the engine has a copy of its own."""
+    """To be called before the optimizer writes the live weights; None if the engine has a separate copy."""
 
 
 def create_bridge(name: BridgeName, *, engine: TakesWeights, **options: Any) -> Bridge:

@@ -29,22 +29,10 @@ FailureClass = Literal[
 """What kind of thing ended a run; `guard`: a check that the run computes what it should."""
 _MAX_CHARACTERS = 300
 SECTIONS = (
-    *(
-        "algorithm",
-        "cluster",
-        "critic",
-        "data",
-        "environment",
-        "evaluation",
-        "inference",
-        "lora",
-        "matching",
-        "model",
-        "redis",
-    ),
-    *("run", "sampling", "teacher", "training", "weights"),
+    *("algorithm", "cluster", "critic", "data", "environment", "evaluation", "inference", "lora", "matching"),
+    *("model", "redis", "run", "sampling", "teacher", "training", "weights"),
 )
-"""Of a run file."""
+"""Sections of a run file."""
 _NAME = rf"(?:{'|'.join(SECTIONS)})(?:\.(?!toml\b|jsonl?\b|parquet\b|txt\b|py\b)\w+)+"
 _WITH_VALUE = re.compile(rf"(?<![\w./-])({_NAME})(?:\[\d+\])? = ")
 _AT_FIRST = re.compile(rf"({_NAME})(?![\w.])")

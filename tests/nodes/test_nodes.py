@@ -10,7 +10,7 @@ import time
 import pytest
 
 from slipstream.doctor.nodes import check_nodes
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, Interrupted
 from slipstream.nodes.agent import Agent
 from slipstream.nodes.launcher import Nodes
 from slipstream.processes.channel import Channel
@@ -36,8 +36,11 @@ def test_hundreds_join_and_the_missing_ones_are_named():
             thread.start()
         for thread in threads:
             thread.join()
-        with pytest.raises(ConfigError, match=r"254 of 256 agents have joined; missing node-3, node-7 after 0.5 s"):
-            nodes.wait(0.5, said.append)
+        with pytest.raises(ConfigError, match=r"254 of 256 agents have joined; missing node-3, node-7 after 0.7 s"):
+            nodes.wait(0.7, said.append)
+        assert "missing node-3, node-7: slipstream node --join 127.0.0.1:" in said[0]
+        with pytest.raises(Interrupted, match="stopped while waiting for agents"):
+            nodes.wait(WAIT_S, should_stop=lambda: True)
         late = [Agent(nodes.address, TOKEN, RUN_ID) for _ in range(2)]
         for each in late:
             each.join(WAIT_S)

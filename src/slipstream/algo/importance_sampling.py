@@ -37,8 +37,8 @@ def importance_weights(
     floor: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights `[N]`, detached, and where they were truncated or masked, bool `[N]`. They correct for what differs
-    between the engine that sampled and the trainer that learns.
+    """Weights `[N]`, detached, and where they were truncated or masked, bool `[N]`. They correct for
+    differences between engine and trainer.
 
     `"truncated"`: `pi_old / pi_behaviour` of each token, clamped to `[floor, cap]` (Espeholt et al., arXiv 1802.01561;
     TRL's `token_truncate`). `"masked"`: the same, 0 outside (IcePop, Ling team, 2025; MIS). `"sequence_..."`: the

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +42,8 @@ def doctor(
         return check_run(run_file, overrides) if run_file is not None else ()
 
     def of_nodes() -> Iterable[Finding]:
-        return check_nodes(run_file, overrides) if run_file is not None and nodes else ()
+        warn = partial(tell, file=sys.stderr)
+        return check_nodes(run_file, overrides, warn) if run_file is not None and nodes else ()
 
     if nodes and run_file is None:
         raise ConfigError("--nodes needs the run file, which names the nodes: slipstream doctor RUN.toml --nodes")

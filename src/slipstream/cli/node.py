@@ -31,7 +31,7 @@ def node(
 
     host, _, port = join.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"--join {join} is no HOST:PORT: use the address that the run prints")
+        raise ConfigError(f"--join {join} is no HOST:PORT: use the run's cluster.address")
     if not (token := os.environ.get(TOKEN_VARIABLE)):
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: give it the run's token")
     agent = Agent((host, int(port)), token, run_id, node=name, attempt=attempt)

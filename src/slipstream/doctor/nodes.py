@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +23,14 @@ from slipstream.runlog.writer import versions
 
 PROGRAM = "slipstream.doctor.on_node"
 _LOOKING_S = 300.0
+_AT_ONCE = 64
 _CLOCKS_S = 5.0
 """Clocks may differ by so much: file times and leases tolerate it."""
 
 
-def check_nodes(run_file: Path, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+def check_nodes(
+    run_file: Path, overrides: Sequence[str] = (), warn: Callable[[str], object] = lambda text: None
+) -> Iterator[Finding]:
     """Each node of the run has joined, is healthy, has this host's versions and clock, and the run folder."""
     from slipstream.config import load_config
 
@@ -42,11 +46,11 @@ def check_nodes(run_file: Path, overrides: Sequence[str] = ()) -> Iterator[Findi
         yield Finding("nodes", "fault", str(error))
         return
     try:
-        nodes.wait(cluster.join_timeout_s)
+        nodes.wait(cluster.join_timeout_s, warn)
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary("doctor", folder.absolute()) as shared:
-            for name in nodes.names:
-                yield from _of_node(name, nodes, shared)
+        with temporary("doctor", folder.absolute()) as shared, ThreadPoolExecutor(_AT_ONCE) as pool:
+            for found in pool.map(lambda name: list(_of_node(name, nodes, shared)), nodes.names):
+                yield from found
     except (SlipstreamError, OSError) as error:
         yield Finding("nodes", "fault", one_line(error))
     finally:
@@ -56,22 +60,23 @@ def check_nodes(run_file: Path, overrides: Sequence[str] = ()) -> Iterator[Findi
 def _of_node(name: str, nodes: Nodes, shared: Path) -> Iterator[Finding]:
     file, text = shared / name, secrets.token_hex(8)
     file.write_text(text)
-    child = nodes.launch(PROGRAM, [str(file), text], node=name, output=shared / f"{name}.log")
     try:
-        report = msgspec.json.decode(Channel(child.socket).receive(_LOOKING_S), type=Report)
-    except (ChannelClosed, TimeoutError, msgspec.DecodeError) as error:
-        reason = f"its doctor gave no report ({one_line(error)})"
+        child = nodes.launch(PROGRAM, [str(file), text], node=name, output=shared / f"{name}.log")
+        try:
+            report = msgspec.json.decode(Channel(child.socket).receive(_LOOKING_S), type=Report)
+        finally:
+            child.end(0.0)
+    except (ChannelClosed, OSError, msgspec.DecodeError) as error:
+        reason = f"its doctor gave no report ({one_line(error) or type(error).__name__})"
         yield Finding(name, "fault", reason, f"run slipstream doctor on {name}")
         return
-    finally:
-        child.end(0.0)
     found = [each for each in report.findings if each.verdict != "ok"]
     yield from (replace(each, check=f"{name} {each.check}") for each in found)
     yield from (each for each in _compared(name, report, shared.parent) if each.verdict != "ok" or not found)
 
 
 def _compared(name: str, report: Report, folder: Path) -> Iterator[Finding]:
-    """What must be the same as on this host."""
+    """Differences from this host."""
     own, is_fine = versions(), True
     theirs = report.versions.items()
     differ = [f"{each} {version} (here {own.get(each)})" for each, version in theirs if own.get(each) != version]

@@ -156,7 +156,7 @@ class Children:
         nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
         self.at_exit(lambda: nodes.close(is_over=self.error is None))
         with run.stages.stage("wait for the nodes"):
-            nodes.wait(cluster.join_timeout_s, run.log.warning)
+            nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
         return nodes
 
     def start_ranks(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, Interrupted
 from slipstream.nodes.protocol import (
     Exited,
     Hello,
@@ -43,8 +43,9 @@ from slipstream.processes.launchers import LOCAL, Resources
 _AS_HERE = Resources()
 _STARTING_S = 60.0
 """How long an agent may take to start a child."""
-_TOLD_S = 10.0
-"""How often the missing nodes are told."""
+_WARN_S = 10.0
+"""Seconds between two warnings about missing nodes."""
+_POLL_S = 0.5
 
 
 class RemoteChild:
@@ -142,7 +143,7 @@ class _Node:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> None:
-        """Take reports until the connection ends."""
+        """Take reports of children until the connection ends."""
         with contextlib.suppress(ChannelClosed, OSError, msgspec.DecodeError):
             while True:
                 message: ToRun = msgspec.msgpack.decode(self.channel.receive(), type=ToRun)
@@ -151,6 +152,9 @@ class _Node:
                     child.has_started(message.pid, message.error)
                 elif child is not None and isinstance(message, Exited):
                     child.has_ended(message.code)
+
+    def lose(self) -> None:
+        """All children count as killed."""
         for child in [*self.children.values()]:
             child.has_ended(-signal.SIGKILL)
 
@@ -172,8 +176,8 @@ class Nodes:
         self._awaited: dict[int, RemoteChild] = {}
         self.interface = ""
         """This host's interface towards its nodes."""
-        self.lost: list[str] = []
-        """Sentences about nodes that are lost."""
+        self.lost = ""
+        """A sentence about the first lost node."""
         self._is_over = False
         try:
             self._server = socket.create_server(address, backlog=1024)
@@ -189,18 +193,28 @@ class Nodes:
         """Host and port."""
         return self._server.getsockname()[:2]
 
-    def wait(self, timeout_s: float, tell: Callable[[str], object] = lambda text: None) -> None:
-        """Wait for all agents. Raises ConfigError that names the missing nodes."""
-        deadline = time.monotonic() + timeout_s
+    def wait(
+        self,
+        timeout_s: float,
+        warn: Callable[[str], object] = lambda text: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait for all agents. Raises ConfigError that names the missing nodes, and Interrupted."""
+        began, warn_at = time.monotonic(), _POLL_S
+        command = "slipstream node --join {}:{} --run-id {}".format(*self.address, self._run_id)
         with self._changed:
             while missing := [name for name in self.names if name not in self._joined]:
-                num, several = len(self.names), ", ".join(missing)
-                said = f"{num - len(missing)} of {num} agents have joined; missing {several}"
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise ConfigError(f"{said} after {timeout_s:g} s: look at their logs, or start them again")
-                if not self._changed.wait(min(left, _TOLD_S)):
-                    tell(said)
+                num = len(self.names)
+                said = f"{num - len(missing)} of {num} agents have joined; missing {', '.join(missing)}"
+                waited = time.monotonic() - began
+                if waited >= timeout_s:
+                    raise ConfigError(f"{said} after {timeout_s:g} s: {command}")
+                if should_stop():
+                    raise Interrupted(f"stopped while waiting for agents ({said}): continue with --resume")
+                if waited >= warn_at:
+                    warn(f"{said}: {command}")
+                    warn_at += _WARN_S
+                self._changed.wait(min(_POLL_S, timeout_s - waited))
 
     def interface_on(self, node: str) -> str:
         """The node's network interface towards this host."""
@@ -269,7 +283,7 @@ class Nodes:
             hello = admit(prepare(connection), self._token, lambda each: given.append(self._judge(each)) or given[0])
         except (OSError, ChannelClosed, msgspec.DecodeError):
             hello = None
-            with self._changed:  # it went before it was told its name
+            with self._changed:  # it left before it got its name
                 self._free += [each.node for each in given if each.node in self.names]
         child = None if hello is None else self._awaited.get(hello.child)
         if hello is None or (hello.child >= 0 and child is None):
@@ -280,7 +294,7 @@ class Nodes:
             self._follow(hello, connection)
 
     def _judge(self, hello: Hello) -> Welcome:
-        """Whether an agent, or the connection of a child, is one of this run and attempt. A joining one is noted."""
+        """Whether an agent, or the connection of a child, is one of this run and attempt. It gets its name."""
         if hello.run_id != self._run_id:
             return Welcome(refused=f"this is the run {self._run_id}, not {hello.run_id}: correct the run id or address")
         if 0 <= hello.attempt != self._attempt:
@@ -289,6 +303,8 @@ class Nodes:
             )
         if hello.child >= 0:
             return Welcome(hello.node)
+        if not hello.interface:
+            return Welcome(refused="no network interface of the agent has the address that it connects from")
         with self._changed:
             free = self._free
             if hello.node and hello.node not in self.names:
@@ -307,5 +323,7 @@ class Nodes:
             self._joined[node.name] = node
             self._changed.notify_all()
         node.receive()
+        # Before its children end: the error of a rank is then the node's.
         if not self._is_over:
-            self.lost.append(f"{node.name} is lost: its agent has ended, or the network to it")
+            self.lost = self.lost or f"{node.name} is lost: its agent ended, or the network between failed"
+        node.lose()

@@ -7,13 +7,13 @@ sent. Messages are not encrypted: the network between the nodes must be trusted.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import psutil
 
 from slipstream.errors import ConfigError
 from slipstream.processes.channel import Channel, ChannelClosed
@@ -25,8 +25,6 @@ _GREETING_S = 20.0
 _MOST_BYTES = 1 << 20
 """The longest message; a child's variables take most."""
 _NONCE_BYTES = 32
-_ADDRESS_OF_INTERFACE = 0x8915
-"""SIOCGIFADDR of netdevice(7)."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -145,7 +143,9 @@ def admit(connection: socket.socket, token: str, judge: Callable[[Hello], Welcom
     else:
         hello = msgspec.msgpack.decode(sent, type=Hello)
         answer = judge(hello)
-    channel.send(msgspec.msgpack.encode(msgspec.structs.replace(answer, proof=_proof(token, b"run", nonce, sent))))
+    if not answer.refused:
+        answer = msgspec.structs.replace(answer, proof=_proof(token, b"run", nonce, sent))
+    channel.send(msgspec.msgpack.encode(answer), _GREETING_S)
     connection.settimeout(None)
     return None if hello is None or answer.refused else msgspec.structs.replace(hello, node=answer.node)
 
@@ -155,13 +155,6 @@ def _proof(token: str, side: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 def interface_of(address: str) -> str:
-    """The network interface of an IPv4 address; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, name.encode().ljust(256, b"\0"))
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+    """The network interface with this address, or empty."""
+    every = psutil.net_if_addrs().items()
+    return next((name for name, found in every if any(each.address == address for each in found)), "")

@@ -54,7 +54,7 @@ class KeptEnvironment(Environment):
 
 class Keeper:
     """One environment process at a time, in the event loop that asks first. `start` starts one; `where` gives
-    the path of its output, for errors."""
+    the end of an error message, with the path of its output."""
 
     def __init__(self, name: str, start: Callable[[], Awaitable[Host]], where: Callable[[], str]) -> None:
         self._name = name

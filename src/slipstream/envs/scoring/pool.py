@@ -2,10 +2,9 @@
 
 Guarantees: a hanging reward is killed at its deadline with all its descendants (`RewardTimeout`). An exception, an exit
 or a value that is not finite is a `RewardFailed`. A new worker then takes the other requests, and no call waits longer
-than the deadlines allow. A reward's deadline counts from the moment the worker was
-free for it, not from the call. Output of a reward appears only in the `details` of its failure. No descendant of a
-reward outlives the pool, however the pool ends. The same holds for tools, whose failures are results that the policy
-reads.
+than the deadlines allow. A reward's deadline counts from the moment the worker was free for it, not from the call.
+Output of a reward appears only in the `details` of its failure. No descendant of a reward outlives the pool, however
+the pool ends. The same holds for tools, whose failures are results that the policy reads.
 
 Rewards and tools have workers of their own (`workers.py`), so that neither delays or ends the other: a hung tool costs
 no reward its deadline.

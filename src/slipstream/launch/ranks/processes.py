@@ -238,7 +238,7 @@ class RankProcesses:
         deadline = time.monotonic() + _GRACE_S
         while True:
             if self._nodes is not None and self._nodes.lost:
-                return RankError(f"{self._nodes.lost[0]}: continue with --resume")
+                return RankError(f"{self._nodes.lost}: continue with --resume")
             for rank in self._ranks:
                 code = rank.process.poll()
                 if code is not None and code < 0:
