@@ -28,6 +28,8 @@ def main(what, *rest):
             signal.signal(END, lambda *_: os._exit(7))
         parent.send(str(os.getpid()).encode())
         time.sleep(600)
+    elif what == "alone":  # it does not notice its parent's end
+        time.sleep(600)
     elif what == "quiet":
         Parent()
         time.sleep(600)
