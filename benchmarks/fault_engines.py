@@ -84,7 +84,6 @@ class Pair:
         """An engine that does not run yet, the one of that number."""
         settings = EngineSettings(
             model=str(self.model),
-            socket="",
             dtype="float32",
             max_model_len=256,
             max_num_seqs=16,

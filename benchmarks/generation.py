@@ -140,7 +140,6 @@ def engine_main(connection: Connection, setting: Setting) -> None:
 
     settings = EngineSettings(
         model=setting.model,
-        socket="",
         dtype=setting.dtype,
         max_model_len=setting.max_tokens,
         max_num_seqs=setting.max_sequences,

@@ -76,7 +76,6 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     is_apart = on_gpu and torch.cuda.device_count() > 1 and options.bridge == "broadcast"
     settings = EngineSettings(
         model=str(model),
-        socket="",
         dtype=options.dtype,
         max_model_len=options.length,
         max_num_seqs=options.requests,

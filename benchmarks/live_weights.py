@@ -49,7 +49,6 @@ def engine_main(connection: Connection, model: str, dtype: str, load: Load, thre
 
     settings = EngineSettings(
         model=model,
-        socket="",
         dtype=dtype,
         max_model_len=PROMPT_TOKENS + load.num_tokens,
         max_num_seqs=load.num_sequences,

@@ -223,7 +223,6 @@ def settings(options: argparse.Namespace, model: Path, name: str, on_gpu: bool) 
     """How an engine is started, but for the patches as a run starts it."""
     return EngineSettings(
         model=str(model),
-        socket="",
         dtype="bfloat16" if on_gpu else "float32",
         max_model_len=options.prompt + options.length + 1,
         max_num_seqs=options.sequences,

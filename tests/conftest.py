@@ -22,7 +22,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 NUM_PARTS = 12
-CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")
+CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full", "cluster")
 
 # How long an example takes is a matter of the machine, and nothing that a test should fail for.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +39,8 @@ def pytest_addoption(parser):
         "--tests",
         choices=CHOICES,
         default="full",
-        help="quick: without those marked full; 0 to 11: with that part of them; full: all (default)",
+        help="quick: without those marked full or cluster; 0 to 11: with that part of the full ones; "
+        "cluster: those alone; full: all (default)",
     )
 
 
@@ -56,9 +57,13 @@ def part_of(item):
 
 def pytest_collection_modifyitems(config, items):
     chosen = config.getoption("--tests")
-    left_out = [
-        item for item in items if item.get_closest_marker("full") and chosen != "full" and chosen != str(part_of(item))
-    ]
+
+    def is_chosen(item):
+        if chosen == "cluster" or item.get_closest_marker("cluster"):
+            return chosen == "full" or (chosen == "cluster") == bool(item.get_closest_marker("cluster"))
+        return not item.get_closest_marker("full") or chosen in ("full", str(part_of(item)))
+
+    left_out = [item for item in items if not is_chosen(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

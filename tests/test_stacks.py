@@ -249,7 +249,7 @@ def test_the_guard_reads_the_same_variable():
 
 
 def test_what_a_silent_engine_said_is_kept_however_many_calls_gave_it_up(start, tmp_path, monkeypatch):
-    settings = EngineSettings("m", "", "float32", max_model_len=8, max_num_seqs=1)
+    settings = EngineSettings("m", "float32", max_model_len=8, max_num_seqs=1)
     engine = EngineProcess(settings, tmp_path / "engine.log", start_timeout_s=1)
     engine.process = LocalChild(start("engine"), socket.socket(), has_session=True)
     engine.process.send_signal(signal.SIGSTOP)

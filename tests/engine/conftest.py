@@ -128,7 +128,7 @@ class LiveEngine:
 
 def settings_for(model: Path, dtype: str = "float32", *, threads: int = 1, **changes: Any) -> EngineSettings:
     size = {"max_model_len": 256, "max_num_seqs": 64, "kv_cache_bytes": 1 << 28}
-    return EngineSettings(model=str(model), socket="", dtype=dtype, threads=threads, **size, **changes)
+    return EngineSettings(model=str(model), dtype=dtype, threads=threads, **size, **changes)
 
 
 def create(

@@ -131,6 +131,6 @@ async def until(condition, pause_s=0.001):
 
 def supervised(folder, tool_parser="", on_event=lambda kind, **fields: None, **options):
     """An engine whose process nobody has started."""
-    settings = EngineSettings("", str(folder / "socket"), "float32", 8, 8, tool_parser=tool_parser)
+    settings = EngineSettings("", "float32", 8, 8, tool_parser=tool_parser)
     options = {"start_timeout_s": 120, "max_restarts": 1, **options}
     return SupervisedEngine(settings, folder / "log", on_event=on_event, **options)

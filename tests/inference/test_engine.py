@@ -38,7 +38,7 @@ class Sleepers:
     def __init__(self, *numbers):
         self.numbers, self.started = list(numbers), []
 
-    def launch(self, module, arguments, environment, resources, *, output):
+    def launch(self, module, arguments, environment, resources, node, *, output):
         self.started.append(
             LOCAL.launch("tests.processes.small_child", ["live"], environment, resources, output=output)
         )

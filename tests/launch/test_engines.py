@@ -10,7 +10,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EnginePlan, create_engine
 
-PLAN = EnginePlan(EngineSettings("model", "", "float32", max_model_len=64, max_num_seqs=4), 10.0, 10.0, gpus=((),))
+PLAN = EnginePlan(EngineSettings("model", "float32", max_model_len=64, max_num_seqs=4), 10.0, 10.0, gpus=((),))
 
 
 def test_the_only_engine_of_a_run_is_one_and_one_of_several_orchestrators_a_replica(tmp_path):

@@ -187,6 +187,8 @@ def _run_plan(config: PlannedConfig, scratch: Path) -> EnginePlan:
 
     lora, folder = config.lora, resolve_folder(config.model.path)
     plan = engine_plan(config, str(folder), on_cpu=not torch.cuda.is_available())
+    if config.cluster.nodes > 1:  # no agent joins a command: one engine, on this host
+        plan = replace(plan, gpus=plan.gpus[:1], nodes=("",), is_only=True)
     if lora is None or lora.path is None:
         return verified_plan(plan, scratch)  # a fresh adapter changes nothing
     if not lora.dora and (publishes_adapter(config) or not config.model.train_tower):

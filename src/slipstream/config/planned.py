@@ -15,6 +15,7 @@ from pydantic import Field
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.schema import (
+    ClusterConfig,
     Correction,
     CriticConfig,
     EvaluationConfig,
@@ -134,6 +135,12 @@ class PlannedRun(RunSection):
     threads: int = 1
 
 
+class PlannedCluster(ClusterConfig):
+    """[cluster]."""
+
+    gpus_per_node: int = 0
+
+
 class PlannedConfig(RunConfig):
     """One run, everything decided."""
 
@@ -147,3 +154,4 @@ class PlannedConfig(RunConfig):
     weights: PlannedWeights = PlannedWeights()
     evaluation: PlannedEvaluation | None = None
     run: PlannedRun = PlannedRun()
+    cluster: PlannedCluster = PlannedCluster()

@@ -474,12 +474,14 @@ class RedisConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Nodes of the run. The trainer's ranks are divided over them, and all else is on this host. Agents start the ranks
-    of the other nodes (`slipstream node`), with the token in SLIPSTREAM_CLUSTER_TOKEN. The run folder is at one path on
-    all nodes."""
+    """Nodes of the run. The trainer's ranks are on the first ones and engines on the last; all else is on this host.
+    Agents start what is on other nodes (`slipstream node`), with the token in SLIPSTREAM_CLUSTER_TOKEN. Run folder and
+    model are at one path on all nodes."""
 
     nodes: Annotated[int, Field(ge=1, le=4096)] = 1
     """Nodes, this host included."""
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] | Auto = "auto"
+    """`auto`: as many as this host has."""
     address: str = ""
     """`HOST:PORT` of this host, at which agents join."""
     run_id: str = ""

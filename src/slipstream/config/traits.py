@@ -122,11 +122,6 @@ def num_task_gradients(config: RunConfig) -> int:
     return max(1, len(environment.mixture))
 
 
-def ranks_here(config: RunConfig) -> int:
-    """How many of the trainer's ranks are on this host; other nodes have as many or one less."""
-    return -(-config.training.ranks // config.cluster.nodes)
-
-
 def num_replicas(config: RunConfig) -> int:
     """How many engines each orchestrator has; 1 while nobody has decided."""
     replicas = config.inference.replicas

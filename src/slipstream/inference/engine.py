@@ -118,11 +118,18 @@ class SupervisedEngine:
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
         launcher: Launcher = LOCAL,
+        node: str = "",
     ) -> None:
         """An engine that is silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
-        process that has imported vLLM and may become the engine. `launcher` starts it otherwise."""
+        process that has imported vLLM and may become the engine. `launcher` starts it otherwise, on `node`."""
         self.process = EngineProcess(
-            settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s, ahead=ahead, launcher=launcher
+            settings,
+            log_path,
+            start_timeout_s=start_timeout_s,
+            silence_s=silence_s,
+            ahead=ahead,
+            launcher=launcher,
+            node=node,
         )
         """The engine's process, for its log and pid."""
         self._max_restarts = max_restarts

@@ -21,19 +21,19 @@ from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.plugin import start_marks
 from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
-from slipstream.inference.settings import EngineSettings
+from slipstream.inference.settings import SOCKET, EngineSettings
 from slipstream.patience import Patience
 from slipstream.processes import exits, stacks
 from slipstream.processes.launchers import LOCAL, Child, Launcher, Resources
-from slipstream.processes.temporary import remove_shared, remove_temporary
+from slipstream.processes.temporary import make_temporary, remove_shared, remove_temporary
 from slipstream.weights.model_files import links_to_one_model
 
 _POLL_S = 0.1
 
 
 class EngineProcess:
-    """One engine process. `log_path` takes its output; `settings.socket` is filled in here. It is killed when it is
-    silent for `silence_s` while a call waits, or stopped (SIGSTOP) for as long while it starts."""
+    """One engine process on a node (empty: this host). `log_path` takes its output. It is killed when it is silent for
+    `silence_s` during a call, or stopped (SIGSTOP) for as long during its start."""
 
     def __init__(
         self,
@@ -44,16 +44,19 @@ class EngineProcess:
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
         launcher: Launcher = LOCAL,
+        node: str = "",
     ) -> None:
         self.settings = settings
         self.log_path = log_path
         self.start_timeout_s = start_timeout_s
         self.process: Child | None = None
-        self._launcher = launcher
+        self._launcher, self._node = launcher, node
         # Of mode 0700, and not in the run folder, whose path may be too long for a Unix socket (108 bytes).
         self._folder = exits.private_folder("engine")
+        self._files = make_temporary("engine", log_path.parent) if node else self._folder
+        """For the settings: on a disk of all nodes."""
         self.client = EngineClient(
-            str(self._folder / "engine.sock"),
+            str(self._folder / SOCKET),
             is_alive=self.is_alive,
             describe=self.describe,
             give_up=self._give_up,
@@ -62,7 +65,7 @@ class EngineProcess:
         self._silence_s = silence_s
         self._was_silent = False
         self._stacks = ""
-        """What its processes said of their stacks before it was killed for its silence."""
+        """Its processes' stacks before it was killed for its silence."""
         self._giving_up = asyncio.Lock()
         self._ahead = ahead
         """A process that has imported vLLM, for the first launch."""
@@ -85,20 +88,23 @@ class EngineProcess:
             return "engine process never started"
         code = self.process.poll()
         if not self._was_silent:
-            return f"engine process {exits.ending(code, self.log_path)}"
+            return f"engine process {self._where}{exits.ending(code, self.log_path)}"
         state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"
-        return f"engine process {state}; its log is {self.log_path}{f'; {self._stacks}' if self._stacks else ''}"
+        stacks_said = f"; {self._stacks}" if self._stacks else ""
+        return f"engine process {self._where}{state}; its log is {self.log_path}{stacks_said}"
+
+    @property
+    def _where(self) -> str:
+        return f"on {self._node} " if self._node else ""
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
         check_plugin()
-        model = links_to_one_model(Path(self.settings.model), self._folder / "model")
-        socket = str(self._folder / "engine.sock")
-        settings = msgspec.structs.replace(self.settings, model=str(model), socket=socket)
+        model, socket = links_to_one_model(Path(self.settings.model), self._files / "model"), self._folder / SOCKET
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(settings.socket)
-        path = self._folder / "settings.json"
-        path.write_bytes(msgspec.json.encode(settings))
+            socket.unlink()
+        path = self._files / "settings.json"
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(self.settings, model=str(model))))
         process: Child | None = None
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -107,7 +113,9 @@ class EngineProcess:
         if process is None:
             self._imports_since(time.monotonic())
             environment = self._environment(os.environ)
-            process = self._launcher.launch(MODULE, [str(path)], environment, self._resources, output=self.log_path)
+            launch, resources = self._launcher.launch, self._resources
+            process = launch(MODULE, [str(path)], environment, resources, self._node, output=self.log_path)
+            process.forward(socket)
         self.process = process
         self._was_silent = False
 
@@ -137,7 +145,7 @@ class EngineProcess:
         with contextlib.suppress(TimeoutError):
             async with Patience(self.start_timeout_s):
                 while not await self._is_ready():
-                    is_stopped = self.process is not None and exits.is_stopped(self.process.pid)
+                    is_stopped = self.process is not None and not self._node and exits.is_stopped(self.process.pid)
                     num_stopped = num_stopped + 1 if is_stopped else 0
                     if num_stopped * _POLL_S >= self._silence_s:
                         await self._give_up()
@@ -191,3 +199,4 @@ class EngineProcess:
     def remove_files(self) -> None:
         """Remove the socket's folder; the process can not be started again afterwards."""
         remove_temporary(self._folder)
+        remove_temporary(self._files)

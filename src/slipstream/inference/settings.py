@@ -9,14 +9,15 @@ import msgspec
 from slipstream.inference.plugin.patches.patch_table import Choice
 from slipstream.records import ParameterSpec, Ticket, Version
 
+SOCKET = "engine.sock"
+"""An engine's Unix socket, in its private temporary folder (TMPDIR)."""
+
 
 class EngineSettings(msgspec.Struct, frozen=True):
     """Settings of one engine process."""
 
     model: str
     """Folder or hub id that vLLM loads."""
-    socket: str
-    """Path of the Unix socket to answer on; its folder is private to the user."""
     dtype: str
     max_model_len: int
     max_num_seqs: int
@@ -33,8 +34,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     own_process: bool = False
     """Give vLLM's engine core a process of its own on a CPU too, as on GPUs."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
-    """What happens to running requests while a whole model is updated: their KV cache is recomputed or kept, or the
-    update waits for them."""
+    """Running requests during an update of a whole model: their KV cache is recomputed or kept, or the update waits for
+    them."""
     can_sleep: bool = False
     """Enable vLLM's sleep mode."""
     fp32_head: bool = False
@@ -61,7 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     deltas: tuple[Ticket, ...] = ()
     """Deltas to apply to `model` in order before the engine is ready."""
     patches: Choice = "auto"
-    """Which patches of vLLM are applied."""
+    """Patches of vLLM to apply."""
     tool_parser: str = ""
     """vLLM's parser for the calls of requests with tools; empty: such requests are refused."""
     options: dict[str, Any] = {}

@@ -30,6 +30,8 @@ from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.processes import stacks
+from slipstream.processes.launchers import LOCAL
+from slipstream.processes.rendezvous import INTERFACE
 from slipstream.processes.signals import StopRequest
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
@@ -78,6 +80,7 @@ class Children:
     def __init__(self, run: Context) -> None:
         self._run = run
         self._exits = contextlib.ExitStack()
+        self.nodes: Nodes | None = None
         self.engine: RunEngine | None = None
         self.teacher: RunTeacher | None = None
         self._scorer: ScorerPool | None = None
@@ -122,7 +125,9 @@ class Children:
 
             run, config = self._run, self._run.config
             folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
-            plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=run.orchestrator)
+            launcher = LOCAL if self.nodes is None else self.nodes
+            number = run.orchestrator
+            plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=number, launcher=launcher)
             self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
             self.killed_by(self.engine.kill)
             self.at_exit(self.engine.kill)
@@ -146,24 +151,25 @@ class Children:
         self.at_exit(self.teacher.kill)
         return self.teacher
 
-    def join_nodes(self, attempt: int) -> Nodes | None:
-        """Wait for the agents of the other nodes; None on one node. At the end of the run they end too, or await its
-        next attempt if an error ended it."""
+    def join_nodes(self, attempt: int) -> None:
+        """Wait for the agents of other nodes, if there are any. At the end of the run they end too, or await its next
+        attempt if an error ended it."""
         cluster, run = self._run.config.cluster, self._run
         if cluster.nodes == 1:
-            return None
+            return
         token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
         nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
         self.at_exit(lambda: nodes.close(is_over=self.error is None))
         with run.stages.stage("wait for the nodes"):
             nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
-        return nodes
+        if INTERFACE not in os.environ:
+            os.environ[INTERFACE] = nodes.interface
+            self._exits.callback(os.environ.pop, INTERFACE)
+        self.nodes = nodes
 
-    def start_ranks(
-        self, sampling: SamplingParams, shared: tuple[SharedWeights, ...], nodes: Nodes | None = None
-    ) -> RankProcesses:
+    def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankProcesses:
         """Start the trainer's ranks 1 and up; `shared`: the engine's weights that they train in place, if any."""
-        ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared, nodes=nodes)
+        ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared, nodes=self.nodes)
         self.killed_by(ranks.kill)
         self.at_exit(ranks.close)
         return ranks

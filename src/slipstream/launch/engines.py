@@ -13,14 +13,16 @@ import msgspec
 
 from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
-from slipstream.config.traits import engine_workers, num_engines, num_replicas, publishes_adapter
+from slipstream.config.traits import num_engines, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.plan.memory.gpu_shares import place
+from slipstream.plan.nodes import assign, engine_workers_of_a_node, node_name
 from slipstream.plan.tool_parser import NONE as NO_PARSER
+from slipstream.processes.launchers import LOCAL, Launcher
 
 _GRACE_S = 5.0
 
@@ -36,6 +38,9 @@ class EnginePlan:
     max_restarts: int = 1
     gpus: tuple[tuple[str, ...], ...] = ((),)
     """Of each engine, see `EngineSettings.gpus`."""
+    nodes: tuple[str, ...] = ("",)
+    """Each engine's; empty: this host."""
+    launcher: Launcher = LOCAL
     first_number: int = 0
     """The number of the first of them among the engines of all orchestrators."""
     is_only: bool = True
@@ -48,7 +53,9 @@ EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
 """Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
 
-def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator: int = 0) -> EnginePlan:
+def engine_plan(
+    config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator: int = 0, launcher: Launcher = LOCAL
+) -> EnginePlan:
     """The plan of the engines of an orchestrator on the folder `model`."""
     inference, visible = config.inference, os.environ.get("CUDA_VISIBLE_DEVICES")
     lora = config.lora if publishes_adapter(config) else None
@@ -57,7 +64,6 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator
     gpus = tuple(() if on_cpu else engine_gpus(config, visible, replica) for replica in replicas)
     settings = EngineSettings(
         model=model,
-        socket="",
         dtype=config.model.dtype,
         max_model_len=inference.max_model_len,
         max_num_seqs=inference.max_num_seqs,
@@ -75,7 +81,7 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator
         replay_experts=config.model.replay_experts,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel_size=inference.tensor_parallel_size,
-        threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,
+        threads=max(1, config.run.threads // engine_workers_of_a_node(config)) if on_cpu else None,
         lora_rank=lora.rank if lora else None,
         lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
         lora_tower=config.model.train_tower and lora is not None,
@@ -89,6 +95,8 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator
         request_timeout_s=inference.request_timeout_s,
         max_restarts=inference.max_restarts,
         gpus=gpus,
+        nodes=tuple(node_name(assign(config).engines[replica]) for replica in replicas),
+        launcher=launcher,
         first_number=first,
         is_only=num_engines(config) == 1,
         num_sequences=config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1),
@@ -102,8 +110,11 @@ def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) ->
     ranks, replicas = config.training.ranks, num_engines(config)
     if not separate and replicas == 1:
         return ()
-    gpus = place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate).engines[replica]
-    return tuple(gpu_name(gpu, visible) for gpu in gpus)
+    per_node = config.cluster.gpus_per_node if config.cluster.nodes > 1 else 0
+    placement = place(
+        ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate, gpus_per_node=per_node
+    )
+    return tuple(gpu_name(gpu % per_node if per_node else gpu, visible) for gpu in placement.engines[replica])
 
 
 def gpu_name(number: int, visible: str | None) -> str:
@@ -119,7 +130,7 @@ def create_engine(
     that has imported vLLM already, which may become the first engine's."""
 
     def create(
-        settings: EngineSettings, log: str, on_event: OnEvent, ahead: EngineAhead | None = None
+        settings: EngineSettings, log: str, on_event: OnEvent, node: str, ahead: EngineAhead | None = None
     ) -> SupervisedEngine:
         return SupervisedEngine(
             settings,
@@ -128,19 +139,22 @@ def create_engine(
             max_restarts=plan.max_restarts,
             on_event=on_event,
             silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
-            ahead=ahead,
+            ahead=None if node else ahead,
+            launcher=plan.launcher,
+            node=node,
         )
 
     settings = plan.settings
     if plan.is_only and len(plan.gpus) == 1:
-        return create(settings, "engine.log", on_event, ahead)
+        return create(settings, "engine.log", on_event, plan.nodes[0], ahead)
     engines: list[SupervisedEngine] = []
-    for number, gpus in enumerate(plan.gpus):
+    for number, (gpus, node) in enumerate(zip(plan.gpus, plan.nodes, strict=True)):
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
         own_number = plan.first_number + number
         own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
-        engines.append(create(own, f"engine-{own_number}.log", functools.partial(on_event, replica=own_number), first))
+        on_own = functools.partial(on_event, replica=own_number)
+        engines.append(create(own, f"engine-{own_number}.log", on_own, node, first))
 
     def on_replica_event(kind: str, *, replica: int, **fields: Any) -> None:
         on_event(kind, replica=plan.first_number + replica, **fields)

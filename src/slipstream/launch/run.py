@@ -182,6 +182,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
         try:
             with reports_out_of_memory(run.prepared, run.log), stacks.asked_at_deadlines(run.log):
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
+                children.join_nodes(run.log.lineage)
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine:
                     generation = start_generation(run, children, lambda: _end_of(run.log, loop, children.error))
@@ -371,7 +372,7 @@ def _build_models(
     planned_bytes, stage = run.prepared.plan.trainer_bytes, run.stages.stage
     if config.training.ranks == 1:
         return build(config, workers, planned_bytes, stage)
-    ranks = children.start_ranks(sampling, workers, children.join_nodes(run.log.lineage))
+    ranks = children.start_ranks(sampling, workers)
     return build_sharded(config, sampling, ranks, planned_bytes, stage)
 
 

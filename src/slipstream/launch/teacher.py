@@ -52,7 +52,6 @@ def _teacher_settings(config: PlannedConfig, planned: TeacherMemory) -> EngineSe
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return EngineSettings(
         model=str(folder),
-        socket="",
         dtype=config.model.dtype,
         max_model_len=planned.max_model_len,
         max_num_seqs=planned.max_num_seqs,

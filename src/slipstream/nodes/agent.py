@@ -1,7 +1,7 @@
 """The agent of a node: starts a run's children here, and reports their ends.
 
 Guarantees: its children end with it, and with its connection to the run. A child's standard input is connected to the
-run's end of its channel, as on the run's host.
+run's end of its channel, as on the run's host. Its temporary folder (TMPDIR) ends with it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,26 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, one_line
-from slipstream.nodes.protocol import Exited, Launch, Launched, Leave, Signal, ToAgent, ToRun, greet, prepare
+from slipstream.nodes.forwarding import join, pump
+from slipstream.nodes.protocol import (
+    Connect,
+    Exited,
+    Launch,
+    Launched,
+    Leave,
+    Signal,
+    ToAgent,
+    ToRun,
+    greet,
+    interface_of,
+    prepare,
+)
 from slipstream.processes.channel import Channel, ChannelClosed
+from slipstream.processes.exits import private_folder
 from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.processes.rendezvous import INTERFACE
+from slipstream.processes.temporary import remove_temporary
 
-_CHUNK = 1 << 16
 _PAUSE_S = 0.5
 _DRAIN_S = 5.0
 """How long a dead child's last messages may take."""
@@ -35,6 +50,7 @@ class Agent:
         self.node = node
         self._sending = threading.Lock()
         self._control: Channel | None = None
+        self._interface = ""
 
     def join(self, wait_s: float) -> None:
         """Connect to the run, and wait for it. Raises ConfigError if it refuses, or after `wait_s`."""
@@ -42,6 +58,9 @@ class Agent:
         while True:
             try:
                 connection = prepare(socket.create_connection(self._address, timeout=max(0.1, _PAUSE_S)))
+                self._interface = os.environ.get(INTERFACE) or interface_of(connection.getsockname()[0])
+                if not self._interface:
+                    raise ConfigError(f"no network interface has the address of this agent: set {INTERFACE}")
                 joined = greet(connection, self._token, self._run_id, self.node, self._attempt)
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -57,14 +76,18 @@ class Agent:
     def serve(self) -> bool:
         """Serve the run until it ends. False: the connection was lost."""
         assert self._control is not None
-        control, children = self._control, dict[int, Child]()
+        control, children, folders = self._control, dict[int, Child](), dict[int, Path]()
         try:
             while True:
                 message: ToAgent = msgspec.msgpack.decode(control.receive(), type=ToAgent)
                 if isinstance(message, Leave):
                     return True
                 if isinstance(message, Launch):
-                    threading.Thread(target=self._launch, args=(message, control, children), daemon=True).start()
+                    own = message, control, children, folders
+                    threading.Thread(target=self._launch, args=own, daemon=True).start()
+                elif isinstance(message, Connect):
+                    folder = folders.get(message.child, Path("/nowhere"))
+                    threading.Thread(target=self._connect, args=(message, control, folder), daemon=True).start()
                 elif (child := children.get(message.child)) is not None and isinstance(message, Signal):
                     child.send_signal(message.number)
                 elif child is not None:
@@ -76,32 +99,52 @@ class Agent:
                 child.kill()
             for child in [*children.values()]:
                 child.end(0.0)
+            for folder in [*folders.values()]:
+                remove_temporary(folder)
             control.close()
 
     def _send(self, control: Channel, message: ToRun) -> None:
         with self._sending, contextlib.suppress(ChannelClosed, OSError):
             control.send(msgspec.msgpack.encode(message))
 
-    def _launch(self, message: Launch, control: Channel, children: dict[int, Child]) -> None:
+    def _call_back(self, number: int) -> tuple[socket.socket, bytes]:
+        """A connection to the run for a child, or for a connection to one, and what the run has sent already."""
+        connection = prepare(socket.create_connection(self._address, timeout=_DRAIN_S))
+        _, channel = greet(connection, self._token, self._run_id, self.node, self._attempt, number)
+        return connection, channel.take_rest()
+
+    def _connect(self, message: Connect, control: Channel, folder: Path) -> None:
+        """Connect the run with a child's socket."""
+        there = socket.socket(socket.AF_UNIX)
+        try:
+            there.connect(str(folder / message.name))
+            connection, first = self._call_back(message.connection)
+        except (OSError, ConfigError) as error:
+            there.close()
+            self._send(control, Launched(message.connection, error=one_line(error)))
+        else:
+            join(there, connection, first)
+
+    def _launch(self, message: Launch, control: Channel, children: dict[int, Child], folders: dict[int, Path]) -> None:
         """Start a child, and report its end."""
         number = message.child
         try:
-            connection = prepare(socket.create_connection(self._address, timeout=_DRAIN_S))
-            greet(connection, self._token, self._run_id, self.node, self._attempt, number)
+            connection, first = self._call_back(number)
+            folder = folders[number] = private_folder("node")
             options: dict[str, Any] = dict(message.resources)
             child = children[number] = LOCAL.launch(
                 Path(message.module) if message.is_file else message.module,
                 message.arguments,
-                {**os.environ, **message.environment},
+                {**os.environ, **message.environment, INTERFACE: self._interface, "TMPDIR": str(folder)},
                 Resources(**options),
                 output=None if message.output is None else Path(message.output),
             )
         except (OSError, ConfigError) as error:
             self._send(control, Launched(number, error=one_line(error)))
             return
-        outward = threading.Thread(target=_pump, args=(child.socket, connection), daemon=True)
+        outward = threading.Thread(target=pump, args=(child.socket, connection), daemon=True)
         outward.start()
-        threading.Thread(target=_pump, args=(connection, child.socket), daemon=True).start()
+        threading.Thread(target=pump, args=(connection, child.socket, first), daemon=True).start()
         self._send(control, Launched(number, child.pid))
         code = child.wait()
         child.kill()  # its session, which may hold its channel open
@@ -110,12 +153,4 @@ class Agent:
         self._send(control, Exited(number, code))
         connection.close()
         children.pop(number, None)
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Copy all bytes, and then the end."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(_CHUNK):
-            target.sendall(data)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
+        remove_temporary(folders.pop(number))

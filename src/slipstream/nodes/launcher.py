@@ -14,19 +14,20 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 
-from slipstream.errors import ConfigError, Interrupted
+from slipstream.errors import ConfigError, EngineError, Interrupted
+from slipstream.nodes.forwarding import Forwarder
 from slipstream.nodes.protocol import (
+    Connect,
     Exited,
     Hello,
     Kill,
     Launch,
-    Launched,
     Leave,
     Signal,
     ToAgent,
@@ -48,21 +49,65 @@ _WARN_S = 10.0
 _POLL_S = 0.5
 
 
+class _Call:
+    """A connection that the run has asked an agent for."""
+
+    def __init__(self, number: int, node: _Node) -> None:
+        self.number, self.node = number, node
+        self.error = ""
+        self._answered, self._connected = threading.Event(), threading.Event()
+        self.socket: socket.socket
+
+    def has_answer(self, error: str) -> None:
+        """The agent's answer, or the node is lost."""
+        self.error = error
+        self._answered.set()
+        if error:
+            self._connected.set()
+
+    def has_socket(self, connection: socket.socket) -> None:
+        """The agent has connected."""
+        self.socket = connection
+        self._connected.set()
+
+    def wait(self, *, for_answer: bool) -> None:
+        """Raises OSError if there is no connection, or no answer, in time."""
+        deadline = time.monotonic() + _STARTING_S
+        in_time = self._connected.wait(_STARTING_S)
+        if in_time and for_answer:
+            in_time = self._answered.wait(deadline - time.monotonic())
+        if self.error or not in_time:
+            why = self.error or f"no answer within {_STARTING_S:g} s"
+            raise OSError(f"{self.node.name} could not start it: {why}")
+
+
 class RemoteChild:
     """See `Child`."""
 
-    def __init__(self, number: int, node: _Node) -> None:
-        self._number, self._node = number, node
+    def __init__(self, call: _Call, connect: Callable[[Connect], socket.socket]) -> None:
+        self._call, self._node, self._connect = call, call.node, connect
         self.pid = 0
-        self.error = ""
-        self._started, self._connected, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._code: int | None = None
-        self.socket: socket.socket
+        self._forwarder: Forwarder | None = None
+
+    @property
+    def socket(self) -> socket.socket:
+        """See `Child`."""
+        return self._call.socket
 
     @property
     def output(self) -> int:
         """See `Child`."""
         raise ConfigError(f"the output of a child on {self._node.name} is a file: give its path")
+
+    def forward(self, path: Path) -> None:
+        """See `Child`."""
+
+        def reach() -> socket.socket:
+            return self._connect(Connect(next(self._node.numbers), self._call.number, path.name))
+
+        self._forwarder = Forwarder(path, reach)
 
     def poll(self) -> int | None:
         """See `Child`."""
@@ -78,7 +123,7 @@ class RemoteChild:
     def send_signal(self, number: int) -> None:
         """See `Child`."""
         if self._code is None:
-            self._node.send(Signal(self._number, number))
+            self._node.send(Signal(self._call.number, number))
 
     def end(self, timeout_s: float, first: int = END) -> None:
         """See `Child`."""
@@ -88,36 +133,15 @@ class RemoteChild:
         self.kill()
         self._ended.wait(DYING_S)
         self.socket.close()
+        if self._forwarder is not None:
+            self._forwarder.close()
 
     def kill(self) -> None:
         """See `Child`."""
-        self._node.send(Kill(self._number))
-
-    def await_start(self) -> None:
-        """Raises OSError if it was not started."""
-        deadline = time.monotonic() + _STARTING_S
-        in_time = self._started.wait(_STARTING_S) and (
-            bool(self.error) or self._connected.wait(deadline - time.monotonic())
-        )
-        if self.error or not in_time:
-            why = self.error or f"no answer within {_STARTING_S:g} s"
-            raise OSError(f"{self._node.name} could not start it: {why}")
-
-    def has_started(self, pid: int, error: str) -> None:
-        """The agent's answer."""
-        self.pid, self.error = pid, error
-        self._started.set()
-
-    def has_socket(self, connection: socket.socket) -> None:
-        """The agent has connected its standard input."""
-        self.socket = connection
-        self._connected.set()
+        self._node.send(Kill(self._call.number))
 
     def has_ended(self, code: int) -> None:
         """The agent's report, or the node is lost."""
-        if not self._started.is_set():
-            self.error = "its agent is lost"
-            self._started.set()
         if self._code is None:
             self._code = code
         self._ended.set()
@@ -126,9 +150,10 @@ class RemoteChild:
 class _Node:
     """A node with its agent."""
 
-    def __init__(self, name: str, interface: str, connection: socket.socket) -> None:
-        self.name, self.interface, self._connection = name, interface, connection
+    def __init__(self, name: str, connection: socket.socket, numbers: Iterator[int]) -> None:
+        self.name, self._connection, self.numbers = name, connection, numbers
         self.children: dict[int, RemoteChild] = {}
+        self.calls: dict[int, _Call] = {}
         self.channel = Channel(connection)
         self._sending = threading.Lock()
 
@@ -147,14 +172,19 @@ class _Node:
         with contextlib.suppress(ChannelClosed, OSError, msgspec.DecodeError):
             while True:
                 message: ToRun = msgspec.msgpack.decode(self.channel.receive(), type=ToRun)
-                child = self.children.get(message.child)
-                if child is not None and isinstance(message, Launched):
-                    child.has_started(message.pid, message.error)
-                elif child is not None and isinstance(message, Exited):
-                    child.has_ended(message.code)
+                child, call = self.children.get(message.child), self.calls.get(message.child)
+                if isinstance(message, Exited):
+                    if child is not None:
+                        child.has_ended(message.code)
+                elif call is not None:
+                    if child is not None:
+                        child.pid = message.pid
+                    call.has_answer(message.error)
 
     def lose(self) -> None:
         """All children count as killed."""
+        for call in [*self.calls.values()]:
+            call.has_answer("its agent is lost")
         for child in [*self.children.values()]:
             child.has_ended(-signal.SIGKILL)
 
@@ -173,7 +203,7 @@ class Nodes:
         """Names that no agent has."""
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._awaited: dict[int, RemoteChild] = {}
+        self._awaited: dict[int, _Call] = {}
         self.interface = ""
         """This host's interface towards its nodes."""
         self.lost = ""
@@ -216,10 +246,6 @@ class Nodes:
                     warn_at += _WARN_S
                 self._changed.wait(min(_POLL_S, timeout_s - waited))
 
-    def interface_on(self, node: str) -> str:
-        """The node's network interface towards this host."""
-        return self._joined[node].interface if node else self.interface
-
     def launch(
         self,
         module: str | Path,
@@ -237,24 +263,43 @@ class Nodes:
             raise ConfigError(f"the output of a child on {node} is a file: give its path")
         with self._changed:
             where = self._joined.get(node)
+        if where is None and self.lost:
+            raise EngineError(f"{self.lost}: continue with --resume")
         if where is None:
             raise ConfigError(f"no agent of {node} has joined: nodes are {', '.join(self.names)}")
-        child = RemoteChild(number := next(self._numbers), where)
-        where.children[number] = self._awaited[number] = child
+        call = _Call(number := next(self._numbers), where)
+        child = where.children[number] = RemoteChild(call, self._connect)
         own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         is_file = isinstance(module, Path)
         asked = asdict(resources)
         if resources.python == _AS_HERE.python:
             del asked["python"]  # the agent's
-        where.send(Launch(number, str(module), is_file, arguments, own, asked, None if output is None else str(output)))
+        file = None if output is None else str(output)
         try:
-            child.await_start()
-        except OSError:
+            self._ask(call, Launch(number, str(module), is_file, arguments, own, asked, file), for_answer=True)
+        except OSError as error:
             where.send(Kill(number))
-            raise
-        finally:
-            self._awaited.pop(number, None)
+            raise (EngineError(f"{self.lost}: continue with --resume") if self.lost else error) from error
         return child
+
+    def _connect(self, message: Connect) -> socket.socket:
+        """Raises OSError."""
+        with self._changed:
+            node = next((each for each in self._joined.values() if message.child in each.children), None)
+        if node is None:
+            raise OSError(self.lost)
+        call = _Call(message.connection, node)
+        self._ask(call, message, for_answer=False)
+        return call.socket
+
+    def _ask(self, call: _Call, message: ToAgent, *, for_answer: bool) -> None:
+        """Have an agent connect, and answer. Raises OSError."""
+        self._awaited[call.number] = call.node.calls[call.number] = call
+        try:
+            call.node.send(message)
+            call.wait(for_answer=for_answer)
+        finally:
+            del self._awaited[call.number], call.node.calls[call.number]
 
     def close(self, *, is_over: bool = True) -> None:
         """End all that the agents have started. They end too if the run `is_over`, and else await its next attempt."""
@@ -285,11 +330,11 @@ class Nodes:
             hello = None
             with self._changed:  # it left before it got its name
                 self._free += [each.node for each in given if each.node in self.names]
-        child = None if hello is None else self._awaited.get(hello.child)
-        if hello is None or (hello.child >= 0 and child is None):
+        call = None if hello is None else self._awaited.get(hello.child)
+        if hello is None or (hello.child >= 0 and call is None):
             connection.close()
-        elif child is not None:
-            child.has_socket(connection)
+        elif call is not None:
+            call.has_socket(connection)
         else:
             self._follow(hello, connection)
 
@@ -303,8 +348,6 @@ class Nodes:
             )
         if hello.child >= 0:
             return Welcome(hello.node)
-        if not hello.interface:
-            return Welcome(refused="no network interface of the agent has the address that it connects from")
         with self._changed:
             free = self._free
             if hello.node and hello.node not in self.names:
@@ -317,7 +360,7 @@ class Nodes:
 
     def _follow(self, hello: Hello, connection: socket.socket) -> None:
         """Take a node's reports to its end."""
-        node = _Node(hello.node, hello.interface, connection)
+        node = _Node(hello.node, connection, self._numbers)
         with self._changed:
             self.interface = self.interface or interface_of(connection.getsockname()[0])
             self._joined[node.name] = node
@@ -326,4 +369,6 @@ class Nodes:
         # Before its children end: the error of a rank is then the node's.
         if not self._is_over:
             self.lost = self.lost or f"{node.name} is lost: its agent ended, or the network between failed"
+        with self._changed:
+            del self._joined[node.name]
         node.lose()

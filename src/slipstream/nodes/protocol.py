@@ -35,7 +35,6 @@ class Hello(msgspec.Struct, frozen=True):
     """`node-3`, or empty for any free one."""
     attempt: int
     """The run's attempt; negative: any."""
-    interface: str
     nonce: bytes
     child: int = -1
 
@@ -73,12 +72,20 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
     child: int
 
 
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Connect the run with a child's Unix socket of this name, in the child's temporary folder."""
+
+    connection: int
+    child: int
+    name: str
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
 class Launched(msgspec.Struct, frozen=True, tag=True):
-    """A child runs, or could not be started."""
+    """A child runs, or could not be started; or a child's socket could not be reached."""
 
     child: int
     pid: int = 0
@@ -92,7 +99,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-ToAgent = Launch | Signal | Kill | Leave
+ToAgent = Launch | Signal | Kill | Connect | Leave
 ToRun = Launched | Exited
 
 
@@ -112,12 +119,11 @@ def greet(
     connection: socket.socket, token: str, run_id: str, node: str, attempt: int, child: int = -1
 ) -> tuple[str, Channel]:
     """The agent's side: join. Returns the node's name and the channel to the run. Raises OSError, and ConfigError if
-    the run refuses, or does not know the token."""
+    the run refuses, or does not know the token. `child`: the number of a child, or of a connection to one."""
     channel = Channel(connection, _MOST_BYTES)
     try:
         theirs = channel.receive(_GREETING_S)
-        interface = interface_of(connection.getsockname()[0])
-        hello = Hello(run_id, node, attempt, interface, secrets.token_bytes(_NONCE_BYTES), child)
+        hello = Hello(run_id, node, attempt, secrets.token_bytes(_NONCE_BYTES), child)
         sent = msgspec.msgpack.encode(hello)
         channel.send(_proof(token, b"agent", theirs, sent) + sent, _GREETING_S)
         welcome = msgspec.msgpack.decode(channel.receive(_GREETING_S), type=Welcome)

@@ -246,7 +246,6 @@ def deployed_engine(deployable: Deployable, options: ServeOptions) -> EngineSett
         )
     return EngineSettings(
         model=deployable.model,
-        socket="",
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=max_num_seqs,

@@ -34,6 +34,7 @@ from slipstream.plan.memory.split import (
     time_notes,
 )
 from slipstream.plan.memory.teacher import TeacherMemory, planned_teacher
+from slipstream.plan.nodes import with_all_nodes
 from slipstream.plan.placement import plan_placement
 from slipstream.plan.preflight.disk import check_disk
 from slipstream.plan.summary import (
@@ -44,6 +45,7 @@ from slipstream.plan.summary import (
     lora_warnings,
     memory_notes,
     memory_refusals,
+    node_notes,
     parameter_notes,
     rl_warnings,
     rotary_notes,
@@ -136,6 +138,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
 
 def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     """The same, of a run that does not fit, too; raises ConfigError for what nothing can be planned for."""
+    facts = with_all_nodes(config, facts)
     builder = PlanBuilder(config, facts)
     _plan_dtype(builder)
     obstacle = builder.facts.model.unpackable
@@ -189,6 +192,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     notes = (
         *rotary_notes(planned, facts),
         *parameter_notes(facts),
+        *node_notes(planned),
         *batch_notes(planned, facts),
         *retry_notes(planned),
         *memory_notes(planned, facts),

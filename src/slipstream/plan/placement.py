@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.traits import planned_config, ranks_here, rolls_out, shares_weights, starts_teacher, uses_engine
+from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_teacher, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.memory.gpu_shares import (
@@ -11,6 +11,7 @@ from slipstream.plan.memory.gpu_shares import (
     replicas_that_fit,
 )
 from slipstream.plan.memory.teacher import planned_teacher
+from slipstream.plan.nodes import assign, node_name, ranks_of_a_node
 from slipstream.plan.summary import (
     check_divided,
 )
@@ -23,9 +24,7 @@ def plan_placement(builder: PlanBuilder) -> None:
     orchestrators = builder.original.run.orchestrators
     least = (1 if asked == "auto" else asked) * orchestrators
     needed = least * size if uses_engine(builder.original) else 0
-    nodes, here = builder.original.cluster.nodes, ranks_here(builder.original)
-    if nodes > 1 and not builder.on_cpu:
-        raise ConfigError(f"cluster.nodes = {nodes} is tried on CPUs alone so far: use the GPUs of one host")
+    per_node = _plan_nodes(builder, size)
     shares = shares_weights(builder.original) or _ranks_share_gpus(builder, needed)
     beside = ranks > 1 and not builder.on_cpu and not shares
     if beside and (ranks + needed > num_gpus or builder["run.placement"] == "shared"):
@@ -33,13 +32,16 @@ def plan_placement(builder: PlanBuilder) -> None:
             f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
             f'there are {num_gpus}: lower it, and leave run.placement = "shared" to one rank'
         )
-    if builder.on_cpu and here > builder.facts.num_cpus:
+    if builder.on_cpu and (here := ranks_of_a_node(builder.config())) > builder.facts.num_cpus:
         builder.warnings.append(f"training.ranks = {here} processes share {builder.facts.num_cpus} cores: lower it")
     if not needed:
+        _check_nodes(builder)
         return
     check_divided(builder.facts.model, size, has_ranks=ranks > 1 and shares)
     apart, together = (
-        num_gpus_needed(place(ranks=ranks, replicas=least, tensor_parallel_size=size, separate=s))
+        num_gpus_needed(
+            place(ranks=ranks, replicas=least, tensor_parallel_size=size, separate=s, gpus_per_node=per_node)
+        )
         for s in (True, False)
     )
     if num_gpus >= apart and not shares:
@@ -64,13 +66,42 @@ def plan_placement(builder: PlanBuilder) -> None:
             + ("lower training.ranks and it together" if ranks > 1 else "lower one of them")
         )
     _plan_replicas(builder, separate)
+    _check_nodes(builder)
     replicas = builder["inference.replicas"] * orchestrators
-    used = num_gpus_needed(place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate))
+    used = num_gpus_needed(
+        place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate, gpus_per_node=per_node)
+    )
     used += starts_teacher(builder.original) and num_gpus > used
     if used < num_gpus:
         builder.warnings.append(
             f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses {'one' if ranks == 1 else ranks} "
             "(training.ranks)"
+        )
+
+
+def _plan_nodes(builder: PlanBuilder, tensor_parallel_size: int) -> int:
+    """Derive `cluster.gpus_per_node`; 0 on one node."""
+    if (nodes := builder.original.cluster.nodes) == 1:
+        return 0
+    per_node = builder.facts.num_gpus // nodes
+    builder.derive_auto("cluster.gpus_per_node", per_node, "as many as this host has")
+    if 0 < per_node < tensor_parallel_size:
+        raise ConfigError(
+            f"inference.tensor_parallel_size = {tensor_parallel_size} is more than cluster.gpus_per_node = {per_node}, "
+            "and an engine is on one node: lower it"
+        )
+    return per_node
+
+
+def _check_nodes(builder: PlanBuilder) -> None:
+    """Raise ConfigError where a node has nothing to do, or trainer and engines share the GPUs of several."""
+    nodes, assigned = builder.original.cluster.nodes, assign(builder.config())
+    if nodes > 1 and not builder.on_cpu and assigned.engines and builder["run.placement"] == "shared":
+        raise ConfigError(f'cluster.nodes = {nodes} needs run.placement = "separate": set it, or use one node')
+    if idle := sorted({*range(nodes)} - {*assigned.ranks, *assigned.engines}):
+        raise ConfigError(
+            f"cluster.nodes = {nodes} leaves {', '.join(map(node_name, idle))} without a rank or engine: lower it, or "
+            "raise training.ranks or inference.replicas"
         )
 
 
@@ -129,13 +160,19 @@ def _plan_replicas(builder: PlanBuilder, separate: bool) -> None:
     orchestrators = builder.original.run.orchestrators
     if starts_teacher(builder.original) and num_gpus > size + ranks:
         num_gpus -= 1
-    beside = replicas_that_fit(num_gpus, ranks=ranks, tensor_parallel_size=size) // orchestrators if separate else 1
+    nodes, per_node = builder.original.cluster.nodes, builder["cluster.gpus_per_node"]
+    fit = replicas_that_fit(
+        num_gpus, ranks=ranks, tensor_parallel_size=size, gpus_per_node=per_node if nodes > 1 else 0
+    )
+    beside = fit // orchestrators if separate else 1
     count, reason = beside, f"as many as the {num_gpus - ranks} GPUs hold that are left to them"
     if orchestrators > 1:
         reason += f", of each of {orchestrators} orchestrators"
     if not separate:
         where = "one GPU" if ranks == 1 else f"the same {ranks} GPUs"
         reason = "one engine uses all cores" if builder.on_cpu else f"trainer and engine are on {where}"
+        if nodes > ranks:
+            count, reason = nodes - ranks, "one for each node without a rank"
     elif builder.original.algorithm.kind == "sft" and not rolls_out(builder.original):
         count, reason = 1, "the engine has only evaluations to make"
     elif prompts // orchestrators < beside:

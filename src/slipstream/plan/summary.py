@@ -11,9 +11,7 @@ from slipstream.config.traits import (
     engine_workers,
     keeps_copy,
     measures_loss,
-    num_engines,
     num_replicas,
-    ranks_here,
     shares_weights,
     uses_critic,
     uses_engine,
@@ -34,6 +32,7 @@ from slipstream.plan.memory.sizes import (
 from slipstream.plan.memory.teacher import planned_teacher
 from slipstream.plan.memory.tower import feature_bytes, patches_at_once, tower_bytes
 from slipstream.plan.memory.trainer import model_state, row_memory
+from slipstream.plan.nodes import assign, most_on_a_node, node_name, ranks_of_a_node
 
 LEAST_UNREACHED = 0.01
 """Part of a model's parameters beyond which it is a warning that LoRA cannot reach them."""
@@ -47,6 +46,22 @@ class Note:
     value: int | float
     unit: str
     how: str
+
+
+def node_notes(config: PlannedConfig) -> Iterator[Note]:
+    """The ranks and engines of each node; nothing on one node."""
+    if (nodes := config.cluster.nodes) == 1:
+        return
+    assigned, orchestrator = assign(config), "the orchestrator"
+    found: list[str] = []
+    for node in range(nodes):
+        has = [orchestrator] * (node == 0 and bool(assigned.engines))
+        for kind, places in (("rank", assigned.ranks), ("engine", assigned.engines)):
+            if own := [number for number, place in enumerate(places) if place == node]:
+                has.append(f"{kind} {own[0]}" if len(own) == 1 else f"{kind}s {own[0]} to {own[-1]}")
+        found.append(f"{node_name(node) or 'node-0'}: {', '.join(has)}")
+    gpus = f" of {config.cluster.gpus_per_node} GPUs" if config.cluster.gpus_per_node else ""
+    yield Note("nodes", nodes, f"nodes{gpus}", "; ".join(found))
 
 
 def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
@@ -78,13 +93,13 @@ def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
 
 
 def trainer_bytes(config: PlannedConfig, facts: Facts) -> int:
-    """What a planned run's trainer will hold at most, without contexts and workspaces."""
+    """A planned trainer's memory at most, without contexts and workspaces."""
     trainer, _ = _memory(config, facts)
     return trainer.kept + trainer.working
 
 
 def rotary_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
-    """Which of the two sets of longrope factors trainer and engine use."""
+    """Trainer's and engine's set of longrope factors."""
     if original := facts.model.original_context:
         length = config.inference.max_model_len
         which, side = ("long", "above") if length > original else ("short", "within")
@@ -260,14 +275,14 @@ class _Side:
 def _memory(config: PlannedConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     dtype, on_gpu = config.model.dtype, facts.num_gpus > 0
     rows = row_memory(config, facts, checkpointing=config.training.gradient_checkpointing)
-    activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else ranks_here(config))
+    activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else ranks_of_a_node(config))
     trainer = _Side(rows.state, activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None
     cache, size = int(config.inference.kv_cache_gib * GIB), config.inference.tensor_parallel_size
     if on_gpu:
         return trainer, _Side(-(-weights_bytes(facts.model, dtype) // size), cache, ENGINE_RESERVE)
-    replicas = num_engines(config)
+    replicas = most_on_a_node(assign(config).engines)
     return trainer, _Side(replicas * weights_bytes(facts.model, dtype), replicas * size * cache, 0)
 
 

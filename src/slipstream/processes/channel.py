@@ -66,6 +66,12 @@ class Frames:
         del self._data[:end]
         return message
 
+    def take_rest(self) -> bytes:
+        """Take the bytes after the last message."""
+        rest = bytes(self._data)
+        self._data.clear()
+        return rest
+
 
 def take_stdin() -> int:
     """Move standard input, this side of `Child.socket`, to a private descriptor; reading from it then gives nothing."""
@@ -115,6 +121,10 @@ class Channel:
     def has_message(self) -> bool:
         """Whether `receive` has one without reading."""
         return self._frames.has_next
+
+    def take_rest(self) -> bytes:
+        """The bytes read after the last message; the socket's next reader needs them first."""
+        return self._frames.take_rest()
 
     def fileno(self) -> int:
         """For an event loop that is to notice messages."""

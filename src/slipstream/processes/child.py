@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 from typing import Protocol
 
 END = signal.SIGRTMIN
@@ -35,6 +36,11 @@ class Child(Protocol):
     @property
     def output(self) -> int:
         """The descriptor that its output is read from, under `PIPE`."""
+        ...
+
+    def forward(self, path: Path) -> None:
+        """Have the Unix socket `path` of this host reach the child's own of the same name, in its temporary folder. One
+        on this host listens at `path` itself."""
         ...
 
     def poll(self) -> int | None:
@@ -75,6 +81,9 @@ class LocalChild:
         """See `Child`."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
+
+    def forward(self, path: Path) -> None:
+        """See `Child`."""
 
     def poll(self) -> int | None:
         """See `Child`."""

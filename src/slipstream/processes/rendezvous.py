@@ -6,9 +6,21 @@ who they are and lists its keys, so that another user of the host could take a r
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+INTERFACE = "SLIPSTREAM_INTERFACE"
+"""In the environment of a run's processes: the network interface of their node towards the others."""
+
+
+def interface_variables() -> dict[str, str]:
+    """Variables by which gloo and NCCL take the node's interface. On one host gloo has loopback, and NCCL chooses."""
+    found = {"GLOO_SOCKET_IFNAME": (interface := os.environ.get(INTERFACE, "lo"))}
+    if interface != "lo":
+        found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", interface)
+    return found
 
 
 def address_in(folder: Path, attempt: str = "") -> str:

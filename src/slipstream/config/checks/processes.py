@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.config.bounds import Problems
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import RunConfig
-from slipstream.config.traits import num_replicas, shares_weights, uses_engine
+from slipstream.config.traits import num_replicas, shares_weights, starts_teacher, uses_engine
 
 
 def process_problems(config: RunConfig) -> Problems:
@@ -18,12 +18,9 @@ def process_problems(config: RunConfig) -> Problems:
 
 
 def _nodes(config: RunConfig) -> Problems:
-    """Checks for ranks on several nodes."""
-    number, ranks = config.cluster.nodes, config.training.ranks
-    if number == 1:
+    """Checks for several nodes."""
+    if (number := config.cluster.nodes) == 1:
         return
-    if ranks < number:
-        yield f"cluster.nodes = {number} are more than training.ranks = {ranks}: give each node a rank at least"
     address = config.cluster.address
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -33,8 +30,16 @@ def _nodes(config: RunConfig) -> Problems:
     if shares_weights(config):
         yield (
             "weights.bridge",
-            f"cluster.nodes = {number} divides the trainer over nodes, and weights.bridge = "
-            '"single_copy" has it in the memory of one engine: use another bridge',
+            f"cluster.nodes = {number} divides trainer and engines over nodes, and weights.bridge = "
+            '"single_copy" has both in one memory: use another bridge',
+        )
+    if starts_teacher(config):
+        yield f"cluster.nodes = {number} has no place for the engine of teacher.path: give the address of its server"
+    if config.run.streams != "memory" and uses_engine(config):
+        yield (
+            "run.streams",
+            f'cluster.nodes = {number} does not go with run.streams = "{config.run.streams}", whose engines another '
+            'process starts: use "memory"',
         )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
-from slipstream.inference.settings import EngineSettings
+from slipstream.inference.settings import SOCKET, EngineSettings
 from slipstream.processes import heartbeat, lifeline, stacks
 from slipstream.processes.child import END
 from slipstream.processes.exits import leave
@@ -41,7 +42,7 @@ async def serve(settings: EngineSettings) -> bool:
     gc.collect()
     gc.freeze()  # what is imported stays: a full collection takes longer than an update may
     gc.enable()
-    runner = await listen(server, settings.socket)
+    runner = await listen(server, str(Path(tempfile.gettempdir()) / SOCKET))
     start_marks.mark(start_marks.READY)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(END, stop.set)
@@ -72,7 +73,7 @@ def main() -> None:
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     lifeline.name_shared_memory()
-    lifeline.shield_children(Path(settings.socket).parent)
+    lifeline.shield_children(Path(tempfile.gettempdir()))
     os.environ[patch_table.VARIABLE] = settings.patches
     os.environ[patch_table.ASKED] = ",".join(patch.setting for patch in patch_table.asking(settings))
     import uvloop

@@ -56,8 +56,8 @@ def _serve(settings: RankSettings, parent: lifeline.Parent) -> None:
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
     answer(Answer())
-    timeout_s, interface = config.training.rank_timeout_s, settings.interface
-    group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=timeout_s, interface=interface)
+    timeout_s = config.training.rank_timeout_s
+    group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=timeout_s, gpu=settings.gpu)
     parts = build_parts(config, settings.sampling, group, settings.shared, trains=settings.trains)
     answer(Answer())
     is_warm = False

@@ -23,9 +23,9 @@ import msgspec
 
 from slipstream import errors
 from slipstream.config import PlannedConfig
-from slipstream.config.traits import ranks_here
 from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
 from slipstream.nodes.launcher import Nodes
+from slipstream.plan.nodes import assign, node_name, ranks_of_a_node
 from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed, Garbage
 from slipstream.processes.launchers import LOCAL, Child, Resources
@@ -60,8 +60,8 @@ class RankSettings(msgspec.Struct, frozen=True):
     size: int
     store: str
     """Address of the process group, see `processes.rendezvous`."""
-    interface: str = "lo"
-    """The network interface that other ranks connect to."""
+    gpu: int
+    """The number of its GPU on its node, if it has one."""
     shared: tuple[SharedWeights, ...] = ()
     """Exported weights of the engine's workers, one per rank, where the policy is trained in their memory."""
     trains: bool = True
@@ -70,13 +70,7 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 def rank_threads(config: PlannedConfig) -> int:
     """CPU threads of each trainer process."""
-    return max(1, config.run.threads // ranks_here(config))
-
-
-def node_of(rank: int, config: PlannedConfig) -> str:
-    """The node of a rank: each has neighbouring ranks. Empty: this host."""
-    number = rank * config.cluster.nodes // config.training.ranks
-    return f"node-{number}" if number else ""
+    return max(1, config.run.threads // ranks_of_a_node(config))
 
 
 @dataclass
@@ -111,19 +105,15 @@ class RankProcesses:
         self._ended = threading.Event()
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            for number in range(1, self._size):
-                node = node_of(number, config)
-                interface = self._interface(node)
-                text, place = config.model_dump_json(), (number, self._size, self._store, interface)
+            text, per_node = config.model_dump_json(), config.cluster.gpus_per_node or self._size
+            for number, node in enumerate(assign(config).ranks[1:], 1):
+                place = number, self._size, self._store, number % per_node
                 settings = RankSettings(text, sampling, *place, shared, trains)
                 log = logs / f"rank-{number}.log"
-                self._ranks.append(self._launch(settings, log, rank_threads(config), node))
+                self._ranks.append(self._launch(settings, log, rank_threads(config), node_name(node)))
         except BaseException:
             self.close()
             raise
-
-    def _interface(self, node: str = "") -> str:
-        return "lo" if self._nodes is None else self._nodes.interface_on(node)
 
     def _launch(self, settings: RankSettings, log: Path, threads: int, node: str) -> _Rank:
         path = self._folder / f"rank-{settings.rank}.json"
@@ -144,8 +134,7 @@ class RankProcesses:
 
         self._answers("start", max(_START_S, self._timeout_s))
         with self._naming_failed_rank("meet"):
-            timeout_s, interface = self._timeout_s, self._interface()
-            self._group = RankGroup(self._store, 0, self._size, timeout_s=timeout_s, interface=interface)
+            self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
         if self._group.device.type == "cuda":
             threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
         return self._group

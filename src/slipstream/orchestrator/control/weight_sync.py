@@ -202,6 +202,7 @@ def _publisher(
         source=model.folder,
         timeout_s=timeout_s,
         num_workers=engine_workers(config),
+        has_nodes=config.cluster.nodes > 1,
         between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
         held=held if keeps_copy(config) else None,
         joined=joined,

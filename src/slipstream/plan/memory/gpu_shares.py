@@ -32,14 +32,18 @@ class Placement:
     """Of each engine."""
 
 
-def place(*, ranks: int = 1, replicas: int = 1, tensor_parallel_size: int = 1, separate: bool) -> Placement:
+def place(
+    *, ranks: int = 1, replicas: int = 1, tensor_parallel_size: int = 1, separate: bool, gpus_per_node: int = 0
+) -> Placement:
     """Assign the first GPUs to the trainer's ranks, and to engines the next ones if `separate`, else the first ones,
-    too."""
-    first = ranks if separate else 0
-    gpus = range(first, first + replicas * tensor_parallel_size)
-    starts = range(0, len(gpus), tensor_parallel_size)
-    engines = tuple(tuple(gpus[start : start + tensor_parallel_size]) for start in starts)
-    return Placement(tuple(range(ranks)), engines)
+    too. Nodes have `gpus_per_node` each, if it is not 0; an engine's are on one node."""
+    first, engines = ranks if separate else 0, list[tuple[int, ...]]()
+    for _ in range(replicas):
+        if gpus_per_node and first % gpus_per_node + tensor_parallel_size > gpus_per_node:
+            first += -first % gpus_per_node
+        engines.append(tuple(range(first, first + tensor_parallel_size)))
+        first += tensor_parallel_size
+    return Placement(tuple(range(ranks)), tuple(engines))
 
 
 def num_gpus_needed(placement: Placement) -> int:
@@ -47,9 +51,13 @@ def num_gpus_needed(placement: Placement) -> int:
     return 1 + max(gpu for gpus in (placement.trainer, *placement.engines) for gpu in gpus)
 
 
-def replicas_that_fit(num_gpus: int, *, ranks: int = 1, tensor_parallel_size: int = 1) -> int:
+def replicas_that_fit(num_gpus: int, *, ranks: int = 1, tensor_parallel_size: int = 1, gpus_per_node: int = 0) -> int:
     """How many engines the GPUs hold that the trainer's ranks leave."""
-    return max(0, num_gpus - ranks) // tensor_parallel_size
+    if ranks >= num_gpus:
+        return 0
+    each = gpus_per_node or num_gpus
+    beside_ranks, others = -ranks % each, (num_gpus - ranks) // each
+    return beside_ranks // tensor_parallel_size + others * (each // tensor_parallel_size)
 
 
 @dataclass(frozen=True)

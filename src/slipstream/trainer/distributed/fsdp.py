@@ -1,7 +1,7 @@
 """The process group of the trainer ranks, and sharding of models over them by FSDP2.
 
 The ranks meet through a file in a folder that only the user can open. Gloo's sockets listen on the loopback interface,
-or on the node's one towards rank 0.
+or on the node's one towards the others.
 Guarantees: each rank keeps a shard of every parameter, by rows, or by columns where an engine's worker has columns, and
 a frozen vision tower as a whole, so that it reads its own images; gradients are reduce-scattered as sums in float32,
 not averages, because an objective's divisors are those of the whole step; only rank 0 reads the model's files.
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.processes.rendezvous import meet
+from slipstream.processes.rendezvous import interface_variables, meet
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.packing_check import check_isolation
@@ -48,16 +48,17 @@ that cache, and destroying a process group there would wait for threads that the
 class RankGroup:
     """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`."""
 
-    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float, interface: str = "lo") -> None:
+    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float, gpu: int | None = None) -> None:
+        """`gpu`: the number of its GPU on its node, by default `rank`."""
         distributed: Any = torch.distributed
         on_gpu = torch.cuda.is_available()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", rank if gpu is None else gpu) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
         store = meet(address, rank, size, timeout_s)
-        with environment(_VARIABLES | {"GLOO_SOCKET_IFNAME": interface}):
+        with environment(_VARIABLES | interface_variables()):
             distributed.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,

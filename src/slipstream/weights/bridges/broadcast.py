@@ -5,8 +5,9 @@ otherwise it is gloo's, and a version is copied to the CPU's memory before it is
 only for the transfer. Large tensors are messages of their own, without a copy where they are contiguous; small ones are
 packed into two buckets, of which one travels while the other is packed or read. The trainer's half is
 `BroadcastPublisher`, the worker's `Group.receive`. The group is made at the first version, over a file in a folder of
-mode 0700; every wait has the group's timeout. gloo listens on the loopback interface, NCCL on the one that it chooses
-(NCCL_SOCKET_IFNAME). Nothing on the wire describes a tensor: the ticket's parameters say what the bytes are.
+mode 0700; every wait has the group's timeout. gloo listens on loopback, and NCCL chooses; on several nodes both take
+the node's interface (`processes.rendezvous`). Nothing on the wire describes a tensor: the ticket's parameters say what
+the bytes are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightsError, first_line
-from slipstream.processes.rendezvous import address_in, meet
+from slipstream.processes.rendezvous import address_in, interface_variables, meet
 from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, NamedWeights
@@ -88,7 +90,7 @@ class Group:
             self.device = torch.device("cuda", torch.cuda.current_device())
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            with environment(_NO_WATCHDOG):
+            with environment(_NO_WATCHDOG | interface_variables()):
                 self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
             return
         if not distributed.is_gloo_available():
@@ -96,7 +98,8 @@ class Group:
         self.device = torch.device("cpu")
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        interface = interface_variables()["GLOO_SOCKET_IFNAME"]
+        options._devices = [distributed.ProcessGroupGloo.create_device(interface=interface)]
         self._group = distributed.ProcessGroupGloo(store, rank, size, options)
 
     def begin(self, buffer: Tensor) -> Any:
@@ -250,14 +253,15 @@ class BroadcastPublisher:
         backend: Literal["gloo", "nccl"] = "gloo",
         joined: Callable[[], int] = lambda: 0,
         leave: Callable[[], None] = lambda: None,
+        meet_in: Path | None = None,
     ) -> None:
         """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group,
         and so does a version that could not be sent. `leave` has the workers leave it before it ends; it is bounded and
-        does not raise."""
+        does not raise. `meet_in`: a folder of all nodes, by default the temporary one."""
         self._joined, self._leave = joined, leave
         self._num_replaced = 0
         self._num_broken = 0
-        self._folder = make_temporary("group")
+        self._folder = make_temporary("group", meet_in)
         self._rendezvous = Rendezvous(address_in(self._folder), num_workers, timeout_s, backend)
         self._group: Group | None = None
 

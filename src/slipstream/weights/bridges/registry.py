@@ -24,6 +24,7 @@ def create_publisher(
     source: Path,
     timeout_s: float = 300.0,
     num_workers: int = 1,
+    has_nodes: bool = False,
     between_gpus: bool = False,
     held: Callable[[], Version | None] | None = None,
     joined: Callable[[], int] = lambda: 0,
@@ -31,16 +32,22 @@ def create_publisher(
     go_on: Callable[[Version], None] = lambda version: None,
 ) -> Publisher:
     """The trainer's half of the bridge called `name`, for whole models. `folder` takes published versions; `source` is
-    the model's own folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes
-    over NCCL `between_gpus`; `joined` waits for them all and says how often some were replaced, `leave` has them leave
-    it. With `held`, which asks the engine what it has verified, `disk` and `broadcast` send deltas. Under `single_copy`
-    `go_on` has the engine compute with what was written before it is proved."""
+    the model's own folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`. It goes
+    over NCCL `between_gpus`. If the run `has_nodes`, they meet in its folder. `joined` waits for them all and says how
+    often some were replaced, `leave` has them leave it. With `held`, which asks the engine what it has verified, `disk`
+    and `broadcast` send deltas. Under `single_copy` `go_on` has the engine compute with what was written before it is
+    proved."""
     if name == "single_copy":
         return SharedPublisher(go_on)
     if name == "broadcast":
         backend = "nccl" if between_gpus else "gloo"
         carrier = BroadcastPublisher(
-            num_workers=num_workers, timeout_s=timeout_s, backend=backend, joined=joined, leave=leave
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            backend=backend,
+            joined=joined,
+            leave=leave,
+            meet_in=folder.parent if has_nodes else None,
         )
     else:
         carrier = FolderPublisher(name, folder, source)
