@@ -8,9 +8,9 @@ from slipstream.errors import EngineError
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engines import EnginePlan, create_engine
+from slipstream.launch.engines import EnginePlace, EnginePlan, create_engine
 
-PLAN = EnginePlan(EngineSettings("model", "float32", max_model_len=64, max_num_seqs=4), 10.0, 10.0, gpus=((),))
+PLAN = EnginePlan(EngineSettings("model", "float32", max_model_len=64, max_num_seqs=4), 10.0, 10.0)
 
 
 def test_the_only_engine_of_a_run_is_one_and_one_of_several_orchestrators_a_replica(tmp_path):
@@ -27,7 +27,9 @@ def test_the_only_engine_of_a_run_is_one_and_one_of_several_orchestrators_a_repl
 @pytest.mark.parametrize("num_engines", [1, 2])
 async def test_events_name_an_engine_by_its_number_in_the_run(tmp_path, num_engines):
     events = []
-    plan = dataclasses.replace(PLAN, gpus=((),) * num_engines, is_only=False, first_number=2, max_restarts=0)
+    plan = dataclasses.replace(
+        PLAN, places=(EnginePlace(),) * num_engines, is_only=False, first_number=2, max_restarts=0
+    )
     engines = create_engine(plan, tmp_path, lambda kind, **fields: events.append((kind, fields["replica"])))
     with pytest.raises(EngineError, match=r"inference.max_restarts = 0"):
         await engines.joined()

@@ -35,7 +35,7 @@ def test_without_gpus_ranks_come_first_and_engines_last(nodes, ranks, replicas, 
     found = assign(made.config)
     assert (found.ranks, found.engines) == (of_ranks, of_engines)
     engines = engine_plan(made.config, "m", on_cpu=True)
-    assert engines.nodes == tuple(f"node-{number}" if number else "" for number in of_engines)
+    assert [place.node for place in engines.places] == [f"node-{number}" * (number > 0) for number in of_engines]
     assert engines.settings.threads == 8 // max(map(of_engines.count, of_engines))
 
 

@@ -18,7 +18,7 @@ from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch.build import load_model, with_adapter
-from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
+from slipstream.launch.engines import EnginePlace, EnginePlan, create_engine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.names import model_name
 from slipstream.orchestrator.concurrency import all_of
@@ -188,7 +188,7 @@ def _run_plan(config: PlannedConfig, scratch: Path) -> EnginePlan:
     lora, folder = config.lora, resolve_folder(config.model.path)
     plan = engine_plan(config, str(folder), on_cpu=not torch.cuda.is_available())
     if config.cluster.nodes > 1:  # no agent joins a command: one engine, on this host
-        plan = replace(plan, gpus=plan.gpus[:1], nodes=("",), is_only=True)
+        plan = replace(plan, places=(EnginePlace(gpus=plan.settings.gpus),), is_only=True)
     if lora is None or lora.path is None:
         return verified_plan(plan, scratch)  # a fresh adapter changes nothing
     if not lora.dora and (publishes_adapter(config) or not config.model.train_tower):

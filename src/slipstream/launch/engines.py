@@ -28,6 +28,16 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
+class EnginePlace:
+    """Where an engine runs."""
+
+    node: str = ""
+    """Empty: this host."""
+    gpus: tuple[str, ...] = ()
+    """See `EngineSettings.gpus`."""
+
+
+@dataclass(frozen=True)
 class EnginePlan:
     """What to start: one engine, or several alike, and how they are supervised."""
 
@@ -36,10 +46,8 @@ class EnginePlan:
     start_timeout_s: float
     request_timeout_s: float
     max_restarts: int = 1
-    gpus: tuple[tuple[str, ...], ...] = ((),)
-    """Of each engine, see `EngineSettings.gpus`."""
-    nodes: tuple[str, ...] = ("",)
-    """Each engine's; empty: this host."""
+    places: tuple[EnginePlace, ...] = (EnginePlace(),)
+    """Each engine's."""
     launcher: Launcher = LOCAL
     first_number: int = 0
     """The number of the first of them among the engines of all orchestrators."""
@@ -61,7 +69,11 @@ def engine_plan(
     lora = config.lora if publishes_adapter(config) else None
     first = orchestrator * num_replicas(config)
     replicas = range(first, first + num_replicas(config))
-    gpus = tuple(() if on_cpu else engine_gpus(config, visible, replica) for replica in replicas)
+    nodes = assign(config).engines
+    places = tuple(
+        EnginePlace(node_name(nodes[replica]), () if on_cpu else engine_gpus(config, visible, replica))
+        for replica in replicas
+    )
     settings = EngineSettings(
         model=model,
         dtype=config.model.dtype,
@@ -71,7 +83,7 @@ def engine_plan(
         enforce_eager=inference.enforce_eager,
         kv_cache_bytes=int(inference.kv_cache_gib * GIB),
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        gpus=gpus[0],
+        gpus=places[0].gpus,
         first_rank=1 + first * inference.tensor_parallel_size,
         in_flight=config.weights.in_flight,
         can_sleep=inference.sleep,
@@ -94,8 +106,7 @@ def engine_plan(
         start_timeout_s=inference.start_timeout_s,
         request_timeout_s=inference.request_timeout_s,
         max_restarts=inference.max_restarts,
-        gpus=gpus,
-        nodes=tuple(node_name(assign(config).engines[replica]) for replica in replicas),
+        places=places,
         launcher=launcher,
         first_number=first,
         is_only=num_engines(config) == 1,
@@ -145,16 +156,16 @@ def create_engine(
         )
 
     settings = plan.settings
-    if plan.is_only and len(plan.gpus) == 1:
-        return create(settings, "engine.log", on_event, plan.nodes[0], ahead)
+    if plan.is_only and len(plan.places) == 1:
+        return create(settings, "engine.log", on_event, plan.places[0].node, ahead)
     engines: list[SupervisedEngine] = []
-    for number, (gpus, node) in enumerate(zip(plan.gpus, plan.nodes, strict=True)):
+    for number, own_place in enumerate(plan.places):
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
         own_number = plan.first_number + number
-        own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
+        own = msgspec.structs.replace(settings, gpus=own_place.gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
         on_own = functools.partial(on_event, replica=own_number)
-        engines.append(create(own, f"engine-{own_number}.log", on_own, node, first))
+        engines.append(create(own, f"engine-{own_number}.log", on_own, own_place.node, first))
 
     def on_replica_event(kind: str, *, replica: int, **fields: Any) -> None:
         on_event(kind, replica=plan.first_number + replica, **fields)
