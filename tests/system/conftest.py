@@ -139,7 +139,7 @@ class Scripted:
 
         def make_engine(plan, logs, on_event):
             options = {"max_restarts": plan.max_restarts, "on_event": on_event}
-            self.engines = [kind(script or self.letter, self._logprobs, **options) for _ in plan.gpus]
+            self.engines = [kind(script or self.letter, self._logprobs, **options) for _ in plan.places]
             for engine in self.engines:
                 change(engine)
                 if on_request:
