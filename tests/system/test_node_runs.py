@@ -16,7 +16,7 @@ from tests.nodes.agents import TOKEN, agent
 from tests.nodes.networks import CAN_MAKE, ip, networks
 from tests.waiting import WAIT_S, until
 
-from .test_real_runs import COIN, check_run, num_steps, sft_file
+from .test_real_runs import check_run, num_steps, sft_file
 
 pytestmark = pytest.mark.real_start
 PORT = 29411
@@ -94,24 +94,51 @@ def test_a_missing_agent_is_named(run_file, tmp_path):
     assert "0 of 1 agents have joined; missing node-1 after 0.5 s" in output
 
 
-@pytest.mark.full
+@contextlib.contextmanager
+def run_on_four_nodes(run_file, folder, *arguments):
+    """Two ranks and two engines, with a node each; the agents, and the namespace of the bridge between them."""
+    more = {"weights.bridge": "broadcast", "inference.replicas": 2, "run.threads": 1, "run.max_restarts": 0}
+    with networks(4) as (places, hub), contextlib.ExitStack() as stack:
+        here, host = places[0]
+        run = start(here, "train", run_file, *PARITY, *arguments, *options_of(host, folder, 4, **more))
+        stack.callback(run.kill)
+        nodes = [run]
+        for other in range(1, 4):
+            name = ("--name", f"node-{other}", "--attempt", "0")
+            nodes.append(stack.enter_context(agent((host, PORT), *name, prefix=places[other][0])))
+        yield nodes, hub
+
+
+def nothing_is_left(folder):
+    until(lambda: not [each for each in psutil.process_iter(["cmdline"]) if str(folder) in str(each.info)], 30)
+
+
+@pytest.mark.cluster
 @pytest.mark.skipif(not CAN_MAKE, reason="there is no network to cut on loopback")
-def test_a_short_cut_of_the_network_changes_no_loss(run_file, tmp_path):
-    file = sft_file(run_file)
-    with networks(2) as (((here, host), (there, _)), hub):
-        for name in ("whole", "cut"):
-            run = start(here, "sft", file, "--training.steps", 60, *options_of(host, tmp_path / name))
-            with agent((host, PORT), prefix=there):
-                if name == "cut":
-                    until(lambda: num_steps(tmp_path / "cut") >= 2, 200)
-                    ip("-n", hub, "link", "set", "to1", "nomaster")
-                    stood = num_steps(tmp_path / "cut")
-                    with pytest.raises(subprocess.TimeoutExpired):
-                        run.wait(5)
-                    assert num_steps(tmp_path / "cut") <= stood + 1
-                    ip("-n", hub, "link", "set", "to1", "master", "hub")
-                finish(run)
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_short_cut_of_the_network_changes_no_loss_and_a_long_one_ends_the_run(run_file, tmp_path, number):
+    steps = ("--training.steps", 200)
+    with run_on_four_nodes(run_file, tmp_path / "whole", *steps) as ((run, *_), _):
+        finish(run)
+    with run_on_four_nodes(run_file, tmp_path / "cut", *steps) as ((run, *_), hub):
+        until(lambda: num_steps(tmp_path / "cut") >= 2, 200)
+        ip("-n", hub, "link", "set", f"to{number}", "nomaster")
+        stood = num_steps(tmp_path / "cut")
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(10)
+        assert num_steps(tmp_path / "cut") <= stood + 1
+        ip("-n", hub, "link", "set", f"to{number}", "master", "hub")
+        finish(run)
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    with run_on_four_nodes(run_file, tmp_path / "ends", "--training.steps", 100_000) as (nodes, hub):
+        until(lambda: num_steps(tmp_path / "ends") >= 2, 200)
+        began = time.monotonic()
+        ip("-n", hub, "link", "set", f"to{number}", "nomaster")
+        assert f"node-{number} is lost" in finish(nodes[0], code=None)
+        assert nodes[0].returncode not in (0, None)
+        assert all(each.wait(60) for each in nodes[1:])
+        assert time.monotonic() - began < 60
+    nothing_is_left(tmp_path)
 
 
 @pytest.mark.cluster
@@ -147,25 +174,16 @@ def test_two_ranks_and_two_engines_on_four_nodes_then_three(run_file, tmp_path, 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_node_that_is_killed_is_named_and_nothing_is_left(run_file, tmp_path, number, moment):
     folder = tmp_path / "run"
-    more = {"weights.bridge": "broadcast", "inference.replicas": 2, "run.threads": 1, "run.max_restarts": 0}
-    with networks(4) as (places, _):
-        here, host = places[0]
-        run = start(here, "train", run_file, *COIN, "--training.steps", 1000, *options_of(host, folder, 4, **more))
-        with contextlib.ExitStack() as stack:
-            nodes = [run]
-            for other in range(1, 4):
-                name = ("--name", f"node-{other}", "--attempt", "0")
-                nodes.append(stack.enter_context(agent((host, PORT), *name, prefix=places[other][0])))
-            if moment == "start":
-                until(lambda: (folder / "logs" / "engine-1.log").exists(), 100)
-            else:
-                until(lambda: num_steps(folder) >= 2, 200)
-            nodes[number].send_signal(signal.SIGKILL)
-            began = time.monotonic()
-            output = "" if number == 0 else finish(run, code=None)
-            assert all(each.wait(60) is not None for each in nodes)
-            assert time.monotonic() - began < 60
-            if number:
-                assert run.returncode not in (0, None)
-                assert f"node-{number} is lost" in output
-    until(lambda: not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info)], 30)
+    with run_on_four_nodes(run_file, folder, "--training.steps", 100_000) as (nodes, _):
+        if moment == "start":
+            until(lambda: (folder / "logs" / "engine-1.log").exists(), 100)
+        else:
+            until(lambda: num_steps(folder) >= 2, 200)
+        nodes[number].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        if number:
+            assert f"node-{number} is lost" in finish(nodes[0], code=None)
+            assert nodes[0].returncode not in (0, None)
+        assert all(each.wait(60) is not None for each in nodes)
+        assert time.monotonic() - began < 60
+    nothing_is_left(tmp_path)
