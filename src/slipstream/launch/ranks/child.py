@@ -56,8 +56,14 @@ def _serve(settings: RankSettings, parent: lifeline.Parent) -> None:
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
     answer(Answer())
-    timeout_s = config.training.rank_timeout_s
-    group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=timeout_s, gpu=settings.gpu)
+    group = RankGroup(
+        settings.store,
+        settings.rank,
+        settings.size,
+        timeout_s=config.training.rank_timeout_s,
+        gpu=settings.gpu,
+        num_together=config.training.context_parallel,
+    )
     parts = build_parts(config, settings.sampling, group, settings.shared, trains=settings.trains)
     answer(Answer())
     is_warm = False

@@ -97,6 +97,7 @@ class RankProcesses:
     ) -> None:
         self.shared, self._nodes = shared, nodes
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
+        self._num_together = config.training.context_parallel
         # The folder of the logs is on all nodes.
         self._folder = make_temporary("ranks", None if nodes is None else logs.parent)
         self._store = address_in(self._folder)
@@ -134,7 +135,8 @@ class RankProcesses:
 
         self._answers("start", max(_START_S, self._timeout_s))
         with self._naming_failed_rank("meet"):
-            self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
+            together, timeout_s = self._num_together, self._timeout_s
+            self._group = RankGroup(self._store, 0, self._size, timeout_s=timeout_s, num_together=together)
         if self._group.device.type == "cuda":
             threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
         return self._group

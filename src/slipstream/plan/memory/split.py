@@ -275,7 +275,10 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
     rows = _plan_checkpointing(builder, longest, budget, source)
     builder.warnings += _tower_warnings(builder.facts, rows, budget, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if builder.on_cpu else MAX_MICRO_BATCH_TOKENS
-    fitting = rows.fitting(budget, most)
+    if (together := builder.original.training.context_parallel) > 1:
+        most *= together
+        source += f", on each of the {together} ranks that hold a row together"
+    fitting = rows.fitting(budget, max(most, longest))
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
         reason = f"{rows.each / 1024:.3g} KiB a token in {source}, at most {most}"

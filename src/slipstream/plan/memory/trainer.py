@@ -95,7 +95,7 @@ class RowMemory:
     """Memory of the trainer's rows while they are trained on, in bytes."""
 
     each: int
-    """Of a token."""
+    """Of a token of the row, on each rank that holds a part of it."""
     state: int
     """Of what the trainer keeps between steps."""
     margin: float = 1.0
@@ -138,6 +138,8 @@ def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMem
         longest=_longest(config, facts),
         fp32_residual=config.model.fp32_residual is True,
         masked=facts.num_gpus > 0 and facts.tower is not None and facts.tower.model_type == "gemma3",
+        context_parallel=training.context_parallel,
     )
+    each = -(-each // training.context_parallel)
     tower = tower_bytes(facts.tower, dtype) if facts.tower is not None else 0
     return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0, tower)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.processes.rendezvous import interface_variables, meet
+from slipstream.trainer.distributed.context import ContextGroup
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.packing_check import check_isolation
@@ -46,9 +47,19 @@ that cache, and destroying a process group there would wait for threads that the
 
 
 class RankGroup:
-    """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`."""
+    """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`.
+    Every `num_together` neighbours hold a row together (context parallelism)."""
 
-    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float, gpu: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        gpu: int | None = None,
+        num_together: int = 1,
+    ) -> None:
         """`gpu`: the number of its GPU on its node, by default `rank`."""
         distributed: Any = torch.distributed
         on_gpu = torch.cuda.is_available()
@@ -67,7 +78,13 @@ class RankGroup:
                 timeout=timeout,
                 device_id=self.device if on_gpu else None,
             )
-        _kept.append(torch.distributed.group.WORLD)
+            self._groups = [distributed.group.WORLD]
+            self.context: ContextGroup | None = None
+            if num_together > 1:
+                neighbours, _ = distributed.new_subgroups(num_together, timeout=timeout)
+                self._groups.append(neighbours)
+                self.context = ContextGroup(rank % num_together, num_together, neighbours)
+        _kept.extend(self._groups)
         self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
 
     def leave(self) -> None:
@@ -82,8 +99,8 @@ class RankGroup:
     def abort(self) -> None:
         """Abort all pending collectives, from any thread. Only NCCL needs it: gloo notices lost peers by itself."""
         try:
-            group: Any = torch.distributed.group.WORLD
-            group._get_backend(self.device).abort()
+            for group in self._groups:
+                group._get_backend(self.device).abort()
         except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
             _log.warning("aborting the ranks' collectives failed: %s: %s", type(error).__name__, error)
 
@@ -136,6 +153,7 @@ class RankGroup:
         self._broadcast_values(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
+        model.context = self.context
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the full layers and embeddings: an engine may need the memory
 

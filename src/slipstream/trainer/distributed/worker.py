@@ -247,16 +247,19 @@ class RankModel:
         return self.optimizer
 
     def _score(self, share: RankBatch, sampling: records.SamplingParams | None) -> Answer:
-        rows: Iterable[MicroBatch | None] = micro_batches_of(share.batch, share.rows, self.model.device)
+        rows = self._micro_batches(share)
         if self.model.has_lazy_logits:
             rows = self.group.rows_gathered(self.model.roots, rows)
         found = row_predictions(self.model, rows, sampling)
         columns = zip(*(found[index] for index in range(len(share.batch.sequences))), strict=True)
         return Answer(list(map(torch.cat, columns)))
 
+    def _micro_batches(self, share: RankBatch) -> Iterable[MicroBatch | None]:
+        return micro_batches_of(share.batch, share.rows, self.model.device, self.model.context)
+
     def _backward(self, share: RankBatch, divisors: dict[str, float]) -> Answer:
         assert self.objective is not None
-        rows = micro_batches_of(share.batch, share.rows, self.model.device)
+        rows = self._micro_batches(share)
         # Embeddings and LM head belong to no layer, are large, and are used at both ends of every pass.
         unsharded = [*self.model.roots, *(text_layers(self.model.network) if self.keeps_whole else ())]
         rows = self.group.rows_unsharded(unsharded, rows, len(share.rows))

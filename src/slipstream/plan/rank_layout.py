@@ -1,0 +1,28 @@
+"""How the trainer's ranks lie on nodes, and what follows for rows and weights that several of them hold. Pure."""
+
+from __future__ import annotations
+
+from slipstream.config import RunConfig
+from slipstream.errors import ConfigError
+from slipstream.plan.facts import Facts
+from slipstream.plan.nodes import assign
+
+
+def check_context_parallel(config: RunConfig, facts: Facts) -> None:
+    """Raises ConfigError for nodes, a model or data whose rows several ranks cannot hold together."""
+    model, size = facts.model, config.training.context_parallel
+    if size == 1:
+        return
+    what, heads, kv_heads = f"training.context_parallel = {size}", model.num_heads, model.num_kv_heads
+    nodes = assign(config).ranks
+    if any(len(set(nodes[first : first + size])) > 1 for first in range(0, len(nodes), size)):
+        raise ConfigError(f"{what} ranks hold a row on one node, and here on two: make it a divisor of a node's ranks")
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise ConfigError(
+            f"{what} does not divide the model's {heads} attention heads (and {kv_heads} of keys and values) evenly: "
+            "use a divisor of both"
+        )
+    if model.unpackable:
+        raise ConfigError(f"{what} needs the attention of packed rows, and the model has {model.unpackable}: use 1")
+    if facts.tower is not None:
+        raise ConfigError(f"{what} divides rows, and those with images are not divided so far: use 1")
