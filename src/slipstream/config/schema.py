@@ -330,6 +330,10 @@ class TrainingConfig(Section):
     """For sequences too long for one GPU: so many neighbouring ranks hold each row together, an equal part of its
     tokens each, and exchange attention heads in every layer (Ulysses, arXiv 2309.14509). A rank's activations are those
     of its part. It divides the `ranks` of a node and the model's attention heads."""
+    sharding: Literal["full", "hybrid", "auto"] = "auto"
+    """Over nodes: how ranks share weights, gradients and optimizer state. `"full"`: over all ranks. `"hybrid"`: over
+    those of a node, and each node has a copy (HSDP), so that only shards of gradients travel between nodes. `auto`:
+    `"hybrid"` on GPUs where a node has room for it."""
     reshard: Literal["layer", "step", "auto"] = "auto"
     """Over ranks: how long each keeps a layer's all-gathered weights. `"layer"`: while the layer computes, in every
     micro-batch anew, and gradients are reduce-scattered after each. `"step"`: until a step's last micro-batch, and

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.plan.facts import Facts
 from slipstream.plan.nodes import assign
+
+
+def num_copies(config: RunConfig) -> int:
+    """How many copies of the weights the ranks hold: one, or under hybrid sharding one on each node."""
+    return len(set(assign(config).ranks)) if config.training.sharding == "hybrid" else 1
+
+
+def hybrid_obstacle(config: RunConfig) -> str:
+    """Why each node cannot hold a copy; empty where it can."""
+    counts = Counter(assign(config).ranks)
+    if len(counts) == 1:
+        return "the ranks are on one node"
+    if len(set(counts.values())) > 1:
+        found = ", ".join(str(counts[node]) for node in sorted(counts))
+        return f"nodes have unequal numbers of ranks ({found})"
+    return ""
 
 
 def check_context_parallel(config: RunConfig, facts: Facts) -> None:

@@ -16,6 +16,7 @@ from slipstream.plan.memory.sizes import (
     weights_bytes,
 )
 from slipstream.plan.memory.tower import feature_bytes, tower_bytes
+from slipstream.plan.rank_layout import num_copies
 
 ACTIVATION_MARGIN = 0.6
 """Fraction of the memory left for activations that is planned with: the estimate has no workspaces or fragmentation."""
@@ -43,7 +44,8 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     whole = of_towers + features + gathered_bytes(sharded, dtype, num_kept=num_kept)
     state -= of_towers
     # For a delta rank 0 gathers the whole model.
-    return 2 * copy + (-(-state // ranks) + whole if facts.num_gpus else state + ranks * whole)
+    num_shards = ranks // num_copies(config)
+    return 2 * copy + (-(-state // num_shards) + whole if facts.num_gpus else state + ranks * whole)
 
 
 def _features(config: RunConfig, dtype: str, facts: Facts) -> int:

@@ -48,7 +48,8 @@ that cache, and destroying a process group there would wait for threads that the
 
 class RankGroup:
     """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`.
-    Every `num_together` neighbours hold a row together (context parallelism)."""
+    Every `num_together` neighbours hold a row together (context parallelism). The ranks hold `num_copies` copies of the
+    weights, each by equally many neighbours (hybrid sharding)."""
 
     def __init__(
         self,
@@ -59,11 +60,15 @@ class RankGroup:
         timeout_s: float,
         gpu: int | None = None,
         num_together: int = 1,
+        num_copies: int = 1,
     ) -> None:
         """`gpu`: the number of its GPU on its node, by default `rank`."""
         distributed: Any = torch.distributed
         on_gpu = torch.cuda.is_available()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.num_copies, self.num_shards = num_copies, size // num_copies
+        self.copy, self.place = divmod(rank, self.num_shards)
+        """Which copy of the weights this rank has a shard of, and which shard."""
         self.device = torch.device("cuda", rank if gpu is None else gpu) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -84,8 +89,25 @@ class RankGroup:
                 neighbours, _ = distributed.new_subgroups(num_together, timeout=timeout)
                 self._groups.append(neighbours)
                 self.context = ContextGroup(rank % num_together, num_together, neighbours)
+            self.of_copy: Any = None
+            """The process group of this rank's copy; None: all ranks."""
+            self.mesh: Any = self._hybrid_mesh(timeout) if num_copies > 1 else self._flat_mesh()
         _kept.extend(self._groups)
-        self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
+
+    def _flat_mesh(self) -> Any:
+        return torch.distributed.device_mesh.init_device_mesh(self.device.type, (self.size,))
+
+    def _hybrid_mesh(self, timeout: timedelta) -> Any:
+        """Gradients are reduce-scattered within a copy, and their shards are all-reduced over the copies."""
+        distributed: Any = torch.distributed
+        ranks = torch.arange(self.size).view(self.num_copies, self.num_shards)
+        # Groups of our own: those that a mesh makes would wait for half an hour.
+        self.of_copy, _ = distributed.new_subgroups(self.num_shards, timeout=timeout)
+        across, _ = distributed.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+        self._groups += [self.of_copy, across]
+        mesh: Any = distributed.device_mesh.DeviceMesh
+        names = ("replicate", "shard")
+        return mesh.from_group([across, self.of_copy], self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def leave(self) -> None:
         """Destroy the process group without waiting for other ranks."""
@@ -105,10 +127,11 @@ class RankGroup:
             _log.warning("aborting the ranks' collectives failed: %s: %s", type(error).__name__, error)
 
     def sums(self, own: list[float]) -> list[float]:
-        """All-reduce: the element-wise sums over the ranks, in float64."""
+        """All-reduce: the element-wise sums over the shards of one copy, in float64."""
         sums = torch.tensor(own, dtype=torch.float64, device=self.device)
+        # Over all ranks, so that all copies have the same bits.
         torch.distributed.all_reduce(sums)
-        return sums.tolist()
+        return (sums / self.num_copies).tolist()
 
     def first_problem(self, own: str) -> str:
         """All-reduce of error messages: the first rank's that has one, with its number; the same on all ranks."""
@@ -176,7 +199,7 @@ class RankGroup:
             if (dim := shard_dim(parameter)) is None:
                 parameter.data = value
             elif memory is None or name not in memory.dims:
-                local_tensor(parameter).copy_(part_of(value, dim, self.rank, self.size))
+                local_tensor(parameter).copy_(part_of(value, dim, self.place, self.num_shards))
         for buffer in network.buffers():
             value = buffer.detach().to(self.device).contiguous()
             torch.distributed.broadcast(value, 0)
@@ -233,7 +256,7 @@ def shard_dim(tensor: Tensor) -> int | None:
     known: Any = tensor
     if not hasattr(known, "placements"):
         return None
-    (placement,) = known.placements
+    *_, placement = known.placements  # over the copies it is replicated
     return int(placement.dim)
 
 

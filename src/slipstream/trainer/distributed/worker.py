@@ -301,17 +301,19 @@ class RankModel:
 
     def gather(self, what: str) -> Generator[tuple[str, Tensor]]:
         """Gather the full tensors on rank 0, one after another, under the network's names."""
-        yield from gathered(self.shards(what), self.group.rank, self.group.size)
+        group = self.group
+        if group.copy == 0:
+            yield from gathered(self.shards(what), group.place, group.num_shards, group.of_copy)
 
     def _fingerprints(self, what: str) -> list[int]:
-        rank, size = self.group.rank, self.group.size
+        place, size = self.group.place, self.group.num_shards
         slices: list[Slice] = []
         for shard in self.shards(what):
-            if shard.dim is None and rank:
-                # Replicated tensors count once.
+            if self.group.copy or (shard.dim is None and place):
+                # What several ranks have counts once.
                 slices.append(Slice(shard.part.reshape(-1)[:0]))
             else:
-                slices.append(Slice(shard.part, *place_of(shard, rank, size), tuple(shard.part.shape)))
+                slices.append(Slice(shard.part, *place_of(shard, place, size), tuple(shard.part.shape)))
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
@@ -324,7 +326,8 @@ class RankModel:
                 replicated[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
                 shards[f"{STATE_PREFIX}{path}"] = shard_like(tensor, parameter)
-        write_shards(folder, shards, self.group.rank)
+        if self.group.copy == 0:
+            write_shards(folder, shards, self.group.place)
         if self.group.rank == 0:
             write_state(folder, {**replicated, **random_state(self.model.device)}, optimizer.step)
 
