@@ -3,9 +3,9 @@
     python benchmarks/context_parallel.py [--shape 1.5b] [--ranks 2] [--row 32768] [--steps 4] [--compile]
                                           [--checkpointing true|false|selective] [--no-longest] [--json FILE]
 
-Each case is a process of its own that trains by SFT on random tokens, one sequence a step, with the random weights of a
-Qwen2 of the named shape in bfloat16: `one` rank; `--ranks` of which one computes the row while all hold the weights
-(`fsdp`); and `--ranks` that hold the row together (`context`, `training.context_parallel`). A step is a forward and
+Each case is a separate process. It trains by SFT on random tokens, one sequence a step, with the random weights of a
+Qwen2 of the named shape in bfloat16: `one` rank; `fsdp`, `--ranks` with the weights of all and the row of one; and
+`context`, `--ranks` with the row of all (`training.context_parallel`). A step is a forward and
 backward pass, the update and its commit; two are left out first. Efficiency: seconds of one GPU over seconds of all
 times their number, for one row of `--row` tokens. The longest row: what a row takes is measured, and rows around the
 length that should fill the card are tried, each 4 % longer than the one before, until one does not fit. Prints a

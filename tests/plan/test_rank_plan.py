@@ -115,7 +115,7 @@ def test_ranks_that_hold_a_row_together():
     working = [float(note(e, TRAINER).how.partition("activations ")[2].partition(" ")[0]) for e in (apart, together)]
     assert working[1] == pytest.approx(working[0] / 2, rel=0.04), "attention's output is there twice"
     assert together.config.training.micro_batch_tokens == 40_000
-    assert "2 hold a row together (training.context_parallel)" in note(together, TRAINER).how
+    assert "every 2 ranks hold a row together (training.context_parallel)" in note(together, TRAINER).how
     assert "training.context_parallel" not in note(apart, TRAINER).how
     small = FOUR | {"max_sequence_tokens": 4000, "gpu_memory_bytes": 24 * GIB}
     rows = [plan(each, ALONE, **small).config.training.micro_batch_tokens for each in (values, two)]

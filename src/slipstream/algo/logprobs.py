@@ -172,16 +172,16 @@ class HeadLogits:
 
 @dataclass(frozen=True)
 class PartLogits:
-    """The logits `[M, V]` of targets `index_M`, where other processes have those of the other targets."""
+    """The logits `[M, V]` of targets `index_M`; other processes have the rest."""
 
     logits_MV: Tensor | HeadLogits
     index_M: Tensor
     join: Callable[[Tensor], Tensor]
-    """From the values `[M]` of these targets to those of all, `[N]`; differentiable."""
+    """From the values `[M]` of these targets to all, `[N]`; differentiable."""
 
 
 Logits = Tensor | HeadLogits | PartLogits
-"""Of N targets: as they are, lazy, or a part of them."""
+"""Logits of N targets: plain, lazy, or a part of them."""
 
 
 def greedy_tokens(logits_NV: Logits) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the trainer's ranks lie on nodes, and what follows for rows and weights that several of them hold. Pure."""
+"""The nodes of the trainer's ranks; rows and copies of the weights shared by neighbours. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def num_copies(config: RunConfig) -> int:
 
 
 def hybrid_obstacle(config: RunConfig) -> str:
-    """Why each node cannot hold a copy; empty where it can."""
+    """Why nodes cannot hold a copy each; empty: they can."""
     counts = Counter(assign(config).ranks)
     if len(counts) == 1:
         return "the ranks are on one node"
@@ -27,7 +27,7 @@ def hybrid_obstacle(config: RunConfig) -> str:
 
 
 def check_context_parallel(config: RunConfig, facts: Facts) -> None:
-    """Raises ConfigError for nodes, a model or data whose rows several ranks cannot hold together."""
+    """Raises ConfigError if nodes, model or data do not allow `training.context_parallel`."""
     model, size = facts.model, config.training.context_parallel
     if size == 1:
         return
@@ -43,4 +43,4 @@ def check_context_parallel(config: RunConfig, facts: Facts) -> None:
     if model.unpackable:
         raise ConfigError(f"{what} needs the attention of packed rows, and the model has {model.unpackable}: use 1")
     if facts.tower is not None:
-        raise ConfigError(f"{what} divides rows, and those with images are not divided so far: use 1")
+        raise ConfigError(f"{what} divides rows, but not yet rows with images: use 1")

@@ -163,7 +163,7 @@ def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     if (ranks := config.training.ranks) > 1:
         how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
     if (together := config.training.context_parallel) > 1:
-        how += f", of which {together} hold a row together (training.context_parallel)"
+        how += f"; every {together} ranks hold a row together (training.context_parallel)"
     yield _memory_note("memory of the trainer", trainer, how)
     yield from _tower_notes(config, facts)
     if engine is not None:

@@ -166,12 +166,11 @@ class MicroBatch:
     experts: RowExperts | None = None
     """The engine's, under `model.replay_experts`."""
     shard: RowShard | None = None
-    """This rank's part, where several ranks hold the row."""
+    """This rank's part of the row. None: all of it."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank computes: token ids and positions `[T]`, and the positions that predict a target `[N]`; of its
-        shard where several ranks hold the row."""
+        """Token ids and positions `[T]`, and the predicting positions `[N]`, of this rank's shard or the whole row."""
         if (own := self.shard) is None:
             return self.token_ids_T, self.position_ids_T, self.predict_index_N
         return self.token_ids_T[own.tokens], self.position_ids_T[own.tokens], own.predict_index_M
@@ -222,7 +221,7 @@ def micro_batches(
     """Yield micro-batches of at most `max_tokens` tokens and as many predictions; without `packing`, one sequence each.
 
     They are built lazily. Sequences without a trainable token are left out; a longer sequence is a micro-batch alone.
-    `context`: the ranks that hold each together.
+    `context`: the ranks of each.
     """
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
@@ -256,8 +255,7 @@ def even_rows(
 def micro_batches_of(
     batch: StepBatch, rows: Iterable[Row], device: torch.device | str = "cpu", context: ContextGroup | None = None
 ) -> Iterable[MicroBatch | None]:
-    """Yield the micro-batches of `rows`, built lazily; None for an empty row. `context`: the ranks that hold each
-    together."""
+    """Yield the micro-batches of `rows`, built lazily; None for an empty row. `context`: the ranks of each."""
     targets = [_targets(sequence) for sequence in batch.sequences]
     for row in rows:
         yield _micro_batch(batch, row, targets, device, context) if row else None
@@ -373,7 +371,7 @@ def _micro_batch(
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
             target_ids += [ids[place] for place in target.positions]
     if context is not None and (missing := -len(token_ids) % context.size):
-        # Equal shards: a segment of its own, which predicts nothing.
+        # Equal shards: a last segment without targets.
         add(records.Sequence([0] * missing, [False] * missing), 0, missing, None)
     indices = [index for group in groups for index in group]
     own, places = batch.only(indices), [all_targets[index].positions for index in indices]

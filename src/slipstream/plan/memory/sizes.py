@@ -115,8 +115,8 @@ def activation_bytes_per_token(
     Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
     for two), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
     together, kept where products are (`selective`); DoRA keeps as many, which it multiplies. Logits: as if every token
-    carried loss. `masked`: attention has a mask, see `masked_elements`. `context_parallel`: ranks that exchange heads,
-    see `exchanged_elements`; of all of them together.
+    carried loss. `masked`: attention has a mask, see `masked_elements`. `context_parallel`: see `exchanged_elements`;
+    the bytes are those of all its ranks.
     """
     # The residual stream twice in a layer, and once as its input, with two more bytes.
     wider = model.hidden_size * 2 // BYTES_OF[dtype] if fp32_residual else 0
@@ -176,8 +176,8 @@ def masked_elements(model: ModelFacts, dtype: str) -> int:
 
 
 def exchanged_elements(model: ModelFacts, context_parallel: int) -> int:
-    """What a layer keeps more for a token where ranks exchange heads: attention's output before and after it, and the
-    copies of keys and values where these have fewer heads than there are ranks."""
+    """A layer's further elements for a token when ranks exchange heads: attention's output in a second layout, and
+    copies of keys and values with fewer heads than ranks."""
     if context_parallel == 1:
         return 0
     copies = max(0, context_parallel - model.num_kv_heads)

@@ -279,7 +279,7 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
     most = MAX_CPU_MICRO_BATCH_TOKENS if builder.on_cpu else MAX_MICRO_BATCH_TOKENS
     if (together := builder.original.training.context_parallel) > 1:
         most *= together
-        source += f", on each of the {together} ranks that hold a row together"
+        source += f", on each of the {together} ranks of a row"
     fitting = rows.fitting(budget, max(most, longest))
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
@@ -303,7 +303,7 @@ def _tower_warnings(facts: Facts, rows: RowMemory, budget: float, source: str) -
 
 
 def _plan_sharding(builder: PlanBuilder, longest: int) -> None:
-    """Derive `training.sharding`. Raises ConfigError where nodes cannot have a copy each."""
+    """Derive `training.sharding`. Raises ConfigError if nodes cannot have a copy each."""
     training = builder.original.training
     if builder.original.cluster.nodes == 1:
         return
@@ -324,8 +324,8 @@ def _plan_sharding(builder: PlanBuilder, longest: int) -> None:
 
 
 def _row_and_budget(builder: PlanBuilder, config: RunConfig, longest: int) -> tuple[RowMemory, float, int, str]:
-    """Under a `config` that decides what ranks hold: memory of rows, bytes that are left for them, tokens of the
-    longest one, and what it takes, for people."""
+    """Memory of rows, bytes left for them, tokens of the longest one and its bytes as a sentence, under a `config` with
+    decided sharding."""
     training, row = builder.original.training, builder["training.micro_batch_tokens"]
     given = training.gradient_checkpointing
     checkpointing = training.offload_activations if given == "auto" else given

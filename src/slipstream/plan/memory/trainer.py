@@ -97,7 +97,7 @@ class RowMemory:
     """Memory of the trainer's rows while they are trained on, in bytes."""
 
     each: int
-    """Of a token of the row, on each rank that holds a part of it."""
+    """A token's, on each rank of its row."""
     state: int
     """Of what the trainer keeps between steps."""
     margin: float = 1.0

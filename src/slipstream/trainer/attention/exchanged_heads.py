@@ -1,8 +1,8 @@
-"""Attention over a row that several ranks hold together (Ulysses, arXiv 2309.14509).
+"""Attention over a row on several ranks (Ulysses, arXiv 2309.14509).
 
 Before attention an all-to-all turns the ranks' shards of all heads into the whole row of a share of the heads, and
-another one turns the output back. Guarantee: attention sees whole rows, so that packing, sliding windows and kernels
-stay as they are.
+another one turns the output back. Guarantee: attention sees whole rows; packing, sliding windows and kernels stay the
+same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def gather_heads(
     context: ContextGroup, layout_id: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """From all heads of a shard, `[1, heads, T / size, D]` each, to this rank's heads of the whole row `[1, heads /
-    size, T, D]`. Heads of keys and values that are fewer than the ranks are repeated."""
+    size, T, D]`. Fewer heads of keys and values than ranks are repeated."""
     parts: list[Tensor] = []
     for states in (query, key, value):
         states_THD = states.squeeze(0).transpose(0, 1)
@@ -38,8 +38,8 @@ def gather_heads(
 
 
 def scatter_heads(context: ContextGroup, layout_id: Tensor, output: Tensor) -> Tensor:
-    """From attention's output for this rank's heads `[1, T, heads / size, D]` to that of all heads for its shard `[1,
-    T / size, heads, D]`."""
+    """From attention's output of this rank's heads `[1, T, heads / size, D]` to all heads of its shard `[1, T / size,
+    heads, D]`."""
     shard_TCF = _to_shard(output.squeeze(0).flatten(1), context.size, layout_id)
     return shard_TCF.unflatten(-1, (-1, output.shape[-1])).flatten(1, 2).unsqueeze(0)
 

@@ -56,7 +56,7 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query `[1, H, T, D]`, key and value `[1, K, T, D]`, gives `[1,
-    T, H, D]`; of a shard where several ranks hold the row."""
+    T, H, D]`; of this rank's shard if several ranks hold the row."""
     name = type(module).__name__
     if segments is None:
         raise ConfigError(f"{name} does not pass keyword arguments on to its attention: set training.packing = false")

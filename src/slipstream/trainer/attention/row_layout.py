@@ -103,7 +103,7 @@ class SegmentLayout:
     blocks: tuple[tuple[int, int], ...] = ()
     """Row positions, first and past the last, of tokens that all attend to one another: images of some models."""
     context: ContextGroup | None = None
-    """The ranks that hold the row together, each a shard of its tokens."""
+    """The ranks of the row, each with a shard of its tokens. None: one rank."""
     has_blocks: bool = field(init=False)
     """Whether there are any. Compiled layers read this: by the blocks they would be compiled for each number."""
     windows_seen: set[int] = field(default_factory=set[int])

@@ -1,8 +1,7 @@
 """Context parallelism: neighbouring ranks hold one row together, split by position.
 
-`attention.exchanged_heads` brings the row together where tokens meet. Guarantees: the loss sees all targets, with the
-same bits on these ranks, and its gradient reaches each target on one rank, so that gradients summed over all ranks are
-those of one.
+`attention.exchanged_heads` brings the row together for attention. Guarantees: the loss sees all targets, with the same
+bits on these ranks; its gradient reaches each target on one rank, so gradients summed over all ranks are exact.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor
 
 
 class ContextGroup:
-    """The ranks that hold a row together, as seen by number `rank` of `size`. Without a process `group` a rank
-    exchanges with itself: shapes are right and values are not, for the trials of a compiler."""
+    """The ranks of a row, as seen by number `rank` of `size`. Without a process `group` a rank exchanges with itself:
+    shapes are right and values are not, for the trials of a compiler."""
 
     # A plain class: torch.compile would guard on every field of a frozen dataclass.
     def __init__(self, rank: int, size: int, group: Any = None) -> None:
@@ -43,14 +42,14 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class RowShard:
-    """One rank's part of a row: a range of its tokens, and those M of its N targets that they predict."""
+    """One rank's part of a row: a range of its tokens, and the M of its N targets predicted by them."""
 
     context: ContextGroup
     tokens: slice
     index_M: Tensor
     """Place of each of these targets among the row's."""
     predict_index_M: Tensor
-    """Position in the shard of the token that predicts it."""
+    """Position in the shard of the predicting token."""
 
     def join(self, values_M: Tensor, num_targets: int) -> Tensor:
         """The values `[N, ...]` of all targets, on every rank; differentiable."""
@@ -58,18 +57,18 @@ class RowShard:
 
 
 def shard_tokens(num_tokens: int, rank: int, size: int) -> range:
-    """The positions of a row of `num_tokens`, a multiple of `size`, that `rank` holds."""
+    """The positions held by `rank`, in a row of `num_tokens`, a multiple of `size`."""
     length = num_tokens // size
     return range(rank * length, (rank + 1) * length)
 
 
 def shard_targets(predict_index_N: Tensor, tokens: range) -> Tensor:
-    """Which targets `[M]` the `tokens` of a shard predict."""
+    """The targets `[M]` predicted by the `tokens` of a shard."""
     return ((predict_index_N >= tokens.start) & (predict_index_N < tokens.stop)).nonzero()[:, 0]
 
 
 class _Join(torch.autograd.Function):
-    """Each value is one rank's, and all ranks compute the same of them: each takes the gradient of its own."""
+    """Each value comes from one rank, and all ranks compute the same loss: a rank takes the gradient of its values."""
 
     @staticmethod
     def forward(ctx: Any, values_M: Tensor, index_M: Tensor, num_targets: int, context: ContextGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -68,7 +68,7 @@ class RankGroup:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.num_copies, self.num_shards = num_copies, size // num_copies
         self.copy, self.place = divmod(rank, self.num_shards)
-        """Which copy of the weights this rank has a shard of, and which shard."""
+        """The number of this rank's copy of the weights, and of its shard."""
         self.device = torch.device("cuda", rank if gpu is None else gpu) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -101,7 +101,7 @@ class RankGroup:
         """Gradients are reduce-scattered within a copy, and their shards are all-reduced over the copies."""
         distributed: Any = torch.distributed
         ranks = torch.arange(self.size).view(self.num_copies, self.num_shards)
-        # Groups of our own: those that a mesh makes would wait for half an hour.
+        # A mesh's groups would wait for half an hour.
         self.of_copy, _ = distributed.new_subgroups(self.num_shards, timeout=timeout)
         across, _ = distributed.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
         self._groups += [self.of_copy, across]
@@ -129,7 +129,7 @@ class RankGroup:
     def sums(self, own: list[float]) -> list[float]:
         """All-reduce: the element-wise sums over the shards of one copy, in float64."""
         sums = torch.tensor(own, dtype=torch.float64, device=self.device)
-        # Over all ranks, so that all copies have the same bits.
+        # Over all ranks: all copies have the same bits.
         torch.distributed.all_reduce(sums)
         return (sums / self.num_copies).tolist()
 

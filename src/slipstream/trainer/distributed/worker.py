@@ -310,7 +310,7 @@ class RankModel:
         slices: list[Slice] = []
         for shard in self.shards(what):
             if self.group.copy or (shard.dim is None and place):
-                # What several ranks have counts once.
+                # Copies and replicated tensors count once.
                 slices.append(Slice(shard.part.reshape(-1)[:0]))
             else:
                 slices.append(Slice(shard.part, *place_of(shard, place, size), tuple(shard.part.shape)))

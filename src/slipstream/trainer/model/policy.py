@@ -74,7 +74,7 @@ class PolicyModel:
         self.replay: ExpertReplay | None = None
         """What sends tokens to the engine's experts, if it is asked for."""
         self.context: ContextGroup | None = None
-        """The ranks that hold each row together, if there are several."""
+        """The ranks of each row. None: one rank."""
         self._uses_adapter = True
         self._adapter_values: dict[str, Tensor] | None = None
         """See `as_it_is`."""
