@@ -17,30 +17,38 @@ LORA = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
 ROUNDING = 1e-6
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Grouped heads, and a sliding window in every second layer."""
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def save_model(folder, kind, **more):
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        use_sliding_window=True,
-        sliding_window=8,
-        layer_types=["full_attention", "sliding_attention"] * 2,
-    )
-    network = transformers.Qwen3ForCausalLM(config)
+    network = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SHAPE, **more))
     for parameter in network.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-    folder = tmp_path_factory.mktemp("models") / "windows"
     network.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Grouped heads, and a sliding window in every second layer."""
+    return save_model(tmp_path_factory.mktemp("models") / "windows", "Qwen3", **WINDOWS)
 
 
 def first_step(config, folder):
@@ -63,6 +71,7 @@ CASES = {
     "repeated keys": (4, 4, {"algorithm": GRPO, "gradient_checkpointing": "selective"}),
     "lazy logits": (2, 2, {"algorithm": GRPO, "fp32_head": True}),
     "lora": (2, 2, {"algorithm": GRPO, "lora": LORA}),
+    "experts": (2, 2, {"algorithm": SFT}),
 }
 
 
@@ -70,6 +79,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_one_process(case, model, tmp_path):
     ranks, together, options = CASES[case]
+    if case == "experts":
+        model = save_model(tmp_path / "experts", "Qwen3Moe", **EXPERTS)
     one = first_step(make_config(model, 1, **options), tmp_path / "one")
     ours = first_step(make_config(model, ranks, context_parallel=together, **options), tmp_path / "ours")
     assert ours[0].keys() == one[0].keys()
