@@ -21,9 +21,6 @@ class Here:
 
     lost = ""
 
-    def interface_on(self, _node):
-        return "lo"
-
     def launch(self, program, arguments, environment, resources, _node, *, output):
         return LOCAL.launch(program, arguments, environment, resources, output=output)
 
@@ -38,7 +35,7 @@ def model(tmp_path_factory):
 def trained(config, nodes, sharding, folder):
     config = config.model_copy(
         update={
-            "cluster": config.cluster.model_copy(update={"nodes": nodes}),
+            "cluster": config.cluster.model_copy(update={"nodes": nodes, "gpus_per_node": 4 // nodes}),
             "training": config.training.model_copy(update={"sharding": sharding}),
         }
     )

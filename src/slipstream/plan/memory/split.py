@@ -307,7 +307,7 @@ def _plan_sharding(builder: PlanBuilder, longest: int) -> None:
     training = builder.original.training
     if builder.original.cluster.nodes == 1:
         return
-    if obstacle := hybrid_obstacle(builder.original):
+    if obstacle := hybrid_obstacle(builder.config()):
         if training.sharding == "hybrid":
             raise ConfigError(f'training.sharding = "hybrid" is not possible ({obstacle}): use "full"')
         builder.derive_auto("training.sharding", "full", obstacle)
