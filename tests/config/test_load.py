@@ -202,6 +202,9 @@ grpo --training.ranks 2 --weights.bridge single_copy -> make them equal
 grpo --training.ranks 2 --inference.tensor_parallel_size 2 --lora.rank 4 --weights.bridge single_copy
 grpo --training.ranks 2 --lora.rank 4 --weights.bridge disk
 grpo --training.rank_timeout_s 9 -> training.ranks
+grpo --training.context_parallel 2 -> make it a divisor
+grpo --training.ranks 6 --training.context_parallel 4 -> make it a divisor
+grpo --training.ranks 2 --training.context_parallel 2 --training.packing false -> training.packing
 grpo --weights.bridge single_copy --run.placement separate
 grpo --weights.bridge single_copy --inference.sleep true
 grpo --weights.bridge restart --weights.delta true

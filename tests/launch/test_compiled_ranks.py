@@ -36,15 +36,18 @@ def compilers(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("case", "compiler"), [("grpo", "aot_eager"), ("lora", "eager")])
-def test_losses_gradients_and_weights_are_those_of_one_process(case, compiler, compilers, model, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "compiler", "more"),
+    [("grpo", "aot_eager", {}), ("lora", "eager", {}), ("grpo", "aot_eager", {"context_parallel": 2})],
+)
+def test_losses_gradients_and_weights_are_those_of_one_process(case, compiler, more, compilers, model, tmp_path):
     """Dynamo as it is, and in the first case AOTAutograd. Under `lora` layers are computed again, and without their
     adapter too."""
     compilers(compiler, compiler)
     (tmp_path / "one").mkdir()
     (tmp_path / "several").mkdir()
     one = four_steps(make_config(model, 1, compile=False, **CASES[case]), tmp_path / "one")
-    several = four_steps(make_config(model, 2, compile=True, **LONG, **CASES[case]), tmp_path / "several")
+    several = four_steps(make_config(model, 2, compile=True, **LONG, **CASES[case], **more), tmp_path / "several")
     compare(several, one)
 
 

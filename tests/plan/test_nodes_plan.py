@@ -84,3 +84,21 @@ def test_as_many_engines_fit_as_can_be_placed(ranks, size, nodes, per_node):
         most = replicas_that_fit(nodes * per_node, ranks=ranks, tensor_parallel_size=size, gpus_per_node=per_node)
         assert most == 0 or gpus(most) <= nodes * per_node
         assert gpus(most + 1) > nodes * per_node
+
+
+def test_a_node_with_room_has_a_copy_of_the_weights():
+    made = plan(on_nodes(3, 16), **EIGHT)
+    assert made.config.training.sharding == "hybrid"
+    assert "with a copy on each node" in reasons(made)["training.sharding"]
+    full = plan(on_nodes(3, 16, **{"training.sharding": "full"}), **EIGHT)
+    assert made.trainer_bytes > full.trainer_bytes
+    large = EIGHT | {"num_parameters": 32_000_000_000, "num_layers": 64, "num_heads": 16, "num_kv_heads": 8}
+    row = {"training.micro_batch_tokens": 4096, "inference.tensor_parallel_size": 8}
+    assert plan(on_nodes(3, 16, **row), **large).config.training.sharding == "full"
+    for ranks, why in ((8, "the ranks are on one node"), (12, "nodes have unequal numbers of ranks (8, 4)")):
+        made = plan(on_nodes(3, ranks), **EIGHT)
+        assert (made.config.training.sharding, reasons(made)["training.sharding"]) == ("full", why)
+        assert why in refusal(on_nodes(3, ranks, **{"training.sharding": "hybrid"}), **EIGHT)
+    on_cpus = plan(on_nodes(2, 2), num_cpus=8)
+    assert on_cpus.config.training.sharding == "full"
+    assert "training.sharding" not in reasons(plan(GENERATED | {"training.ranks": 2}, num_cpus=8))

@@ -106,6 +106,28 @@ def test_data_is_planned_as_for_one(ranks):
     assert made.config.training.micro_batch_tokens >= SFT_DATA.max_sequence_tokens
 
 
+def test_ranks_that_hold_a_row_together():
+    """Half the activations of a row on each, and so nearly twice the row in the same memory."""
+    values = {"training.ranks": 2, "training.reshard": "layer", "training.compile": False}
+    two = values | {"training.context_parallel": 2}
+    long = {"max_sequence_tokens": 40_000, "context_length": 1 << 16, "gpu_memory_bytes": 8000 * GIB}
+    apart, together = (plan(each, ALONE, **FOUR | long) for each in (values, two))
+    working = [float(note(e, TRAINER).how.partition("activations ")[2].partition(" ")[0]) for e in (apart, together)]
+    assert working[1] == pytest.approx(working[0] / 2, rel=0.04), "attention's output is there twice"
+    assert together.config.training.micro_batch_tokens == 40_000
+    assert "every 2 ranks hold a row together (training.context_parallel)" in note(together, TRAINER).how
+    assert "training.context_parallel" not in note(apart, TRAINER).how
+    small = FOUR | {"max_sequence_tokens": 4000, "gpu_memory_bytes": 24 * GIB}
+    rows = [plan(each, ALONE, **small).config.training.micro_batch_tokens for each in (values, two)]
+    assert rows[1] >= 1.9 * rows[0]
+    why = "does not divide the model's 4 attention heads (and 2 of keys and values) evenly"
+    assert why in refusal({"training.ranks": 3, "training.context_parallel": 3})
+    assert plan({"training.ranks": 4, "training.context_parallel": 4}).config.training.context_parallel == 4
+    on_nodes = {"training.ranks": 4, "training.context_parallel": 4, "cluster.nodes": 2}
+    assert "ranks hold a row on one node, and here on two" in refusal(on_nodes)
+    assert "the model has recurrent layers: use 1" in refusal(two, unpackable="recurrent layers", num_gpus=0)
+
+
 def test_layers_are_compiled_where_it_pays_for_so_many_cards():
     def compiled(ranks, steps):
         made = plan({"training.ranks": ranks, "training.steps": steps}, ALONE, max_sequence_tokens=2000, **FOUR)

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from .test_real_runs import COIN, ENDLESS, check_run, num_steps, sft_file
+
+PARITY = ("--environment.settings", "{parity = true}", "--evaluation", "false", "--training.steps", "1")
+"""A step whose rewards follow from completions alone."""
 
 
 def ranks(number, **settings):
@@ -52,6 +56,33 @@ def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(com
     assert "training.ranks was 2 and is 4" in changed[1]
     shards = tmp_path / "several/checkpoints/step-000004/state"
     assert len(list(shards.glob("shard-*.safetensors"))) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_rows_that_two_ranks_hold_together(kind, command, run_file, tmp_path):
+    """All losses of a run of SFT; a step of RL, whose rollouts are the same."""
+    model = new_model(tmp_path / "model", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, context_length=64)
+    file, more = (sft_file(run_file), ("--training.steps", "20")) if kind == "sft" else (run_file, PARITY)
+    rows = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        given = (*more, "--model.path", model, *ranks(number), "--run.folder", folder)
+        given += ("--training.context_parallel", "2") * (number > 1)
+        command("sft" if kind == "sft" else "train", file, *given).ok()
+        rows.append([row for row in read_metrics(folder) if "train/loss" in row])
+    assert len(rows[0]) == len(rows[1]) > 0
+    for one, two in zip(*rows, strict=True):
+        print(
+            "REL",
+            kind,
+            [
+                abs(two[n] / one[n] - 1) if one[n] else two[n]
+                for n in ("train/loss", "train/grad_norm", "train/entropy")
+            ],
+        )
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            assert two[name] == pytest.approx(one[name], rel=2e-6, abs=1e-7)
 
 
 @pytest.mark.full

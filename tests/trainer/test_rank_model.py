@@ -117,13 +117,14 @@ def test_fingerprints_of_shards_add_up_over_ranks_and_what_all_have_counts_once(
     }
     dims = {"rows": 0, "all": None, "columns": 1, "fewer": 0, "number": None}
 
-    def rank_of(number):
-        local = RankModel(SimpleNamespace(rank=number, size=3), None)
+    def rank_of(number, copy=0):
+        local = RankModel(SimpleNamespace(copy=copy, place=number, num_shards=3), None)
         parts = {name: part_of(tensor, dims[name], number, 3) for name, tensor in whole.items()}
         local.shards = lambda what: [Shard(n, part, tuple(whole[n].shape), dims[n]) for n, part in parts.items()]
         return local
 
-    ranks = [rank_of(number) for number in range(3)]
+    ranks = [rank_of(number, copy) for copy in range(2) for number in range(3)]
+    ranks[0].group.size = 6
     assert ShardedModel("policy", ranks[0], Both(ranks)).weights("adapter").describe() == describe(whole.items())
 
 
@@ -181,7 +182,7 @@ def test_commands_come_out_as_they_were_sent(make_batch):
 
 def test_a_rank_saves_its_shards_and_the_first_all_else(sharded, group, tmp_path):
     other = copy.copy(group)
-    other.rank = 1
+    other.rank = other.place = 1
     shards = {f"master.{NORM}": torch.rand(48), f"exp_avg.{GATE}": torch.rand(96, 48)}
     rest = {f"num.{NORM}": torch.tensor(3.0), "loss_scale": torch.tensor([2.0, 5.0]), "step": torch.tensor(5)}
     first = State({f"master.{NORM}": shards[f"master.{NORM}"], **rest, f"exp_avg.{GATE}": torch.zeros(0, 48)})

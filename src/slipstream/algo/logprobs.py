@@ -9,7 +9,7 @@ refuses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,14 +58,14 @@ def processed_logits(
     return _restrict(logits_NV, None, temperature, top_k, top_p, min_p)
 
 
-def token_statistics(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def token_statistics(logits_NV: Logits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`processed_logprobs` of the logits as they are, and the most likely tokens `[N]`; on a GPU in one pass."""
     logprobs_N, entropy_N, greedy_N = _statistics_of(logits_NV, token_ids_N, (1.0, 0, 1.0, 0.0))
     return logprobs_N, entropy_N, greedy_tokens(logits_NV) if greedy_N is None else greedy_N
 
 
 def processed_logprobs(
-    logits_NV: Tensor | HeadLogits,
+    logits_NV: Logits,
     token_ids_N: Tensor,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -80,10 +80,12 @@ def processed_logprobs(
     return _statistics_of(logits_NV, token_ids_N, (temperature, top_k, top_p, min_p))[:2]
 
 
-def _statistics_of(
-    logits_NV: Tensor | HeadLogits, token_ids_N: Tensor, rules: _Rules
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _statistics_of(logits_NV: Logits, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probability, entropy and most likely token of each row; None for the last where no kernel has found it."""
+    if isinstance(logits_NV, PartLogits):
+        *own, greedy_M = _statistics_of(logits_NV.logits_MV, token_ids_N[logits_NV.index_M], rules)
+        logprobs_N, entropy_N = map(logits_NV.join, own)
+        return logprobs_N, entropy_N, None if greedy_M is None else logits_NV.join(greedy_M)
     if not isinstance(logits_NV, HeadLogits):
         logprobs_N, entropy_N, greedy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
         return logprobs_N, entropy_N, greedy_N if _has_kernel(logits_NV, rules) else None
@@ -168,8 +170,24 @@ class HeadLogits:
         return self.weight_VD if self.weight_VD.is_cuda else _wide(self.weight_VD)
 
 
-def greedy_tokens(logits_NV: Tensor | HeadLogits) -> Tensor:
+@dataclass(frozen=True)
+class PartLogits:
+    """The logits `[M, V]` of targets `index_M`; other processes have the rest."""
+
+    logits_MV: Tensor | HeadLogits
+    index_M: Tensor
+    join: Callable[[Tensor], Tensor]
+    """From the values `[M]` of these targets to all, `[N]`; differentiable."""
+
+
+Logits = Tensor | HeadLogits | PartLogits
+"""Logits of N targets: plain, lazy, or a part of them."""
+
+
+def greedy_tokens(logits_NV: Logits) -> Tensor:
     """The most likely token of each row."""
+    if isinstance(logits_NV, PartLogits):
+        return logits_NV.join(greedy_tokens(logits_NV.logits_MV))
     if not isinstance(logits_NV, HeadLogits):
         return logits_NV.argmax(-1)
     with torch.no_grad():

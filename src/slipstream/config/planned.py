@@ -88,6 +88,7 @@ class PlannedTraining(TrainingConfig):
     order: Literal["data", "ready"] = "data"
     learning_rate: float = 0.0
     micro_batch_tokens: int = 0
+    sharding: Literal["full", "hybrid"] = "full"
     reshard: Literal["layer", "step"] = "layer"
     gradient_checkpointing: bool | Literal["selective"] = False
     compile: bool = False

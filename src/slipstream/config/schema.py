@@ -317,7 +317,8 @@ class TrainingConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: bounds.Tokens | Auto = "auto"
-    """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
+    """Tokens in one forward-backward pass, of all `context_parallel` ranks together: a memory knob that never changes
+    what is optimized."""
     packing: bool | Auto = "auto"
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row. `auto`: unless the
     model has layers in which they would see one another (recurrent ones), or attention that cannot keep them apart."""
@@ -325,6 +326,12 @@ class TrainingConfig(Section):
     """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of
     each step's micro-batches: on GPUs one each, before the engine's; on a CPU they share its cores. The same losses and
     gradients but for rounding."""
+    context_parallel: bounds.Processes = 1
+    """Neighbouring ranks for each row (Ulysses, arXiv 2309.14509), for sequences too long for one GPU. Each has an
+    equal part of the tokens, and its activations. It divides the `ranks` of a node and the attention heads."""
+    sharding: Literal["full", "hybrid", "auto"] = "auto"
+    """Over nodes: shards of weights, gradients and optimizer state are divided over all ranks (`"full"`), or over those
+    of a node, and each node has a copy (`"hybrid"`, HSDP). `auto`: `"hybrid"` on GPUs with room for it."""
     reshard: Literal["layer", "step", "auto"] = "auto"
     """Over ranks: how long each keeps a layer's all-gathered weights. `"layer"`: while the layer computes, in every
     micro-batch anew, and gradients are reduce-scattered after each. `"step"`: until a step's last micro-batch, and

@@ -250,7 +250,8 @@ def build_parts(
     if not trains:
         return {POLICY: RankModel(group, policy, memory=memory)}
     compile_if_asked(config, policy, group)
-    optimizer, keeps_whole = build_optimizer(config, policy.network, rank=group.rank), config.training.reshard == "step"
+    keeps_whole = config.training.reshard == "step"
+    optimizer = build_optimizer(config, policy.network, place=group.place)
     objective = build_objective(config, sampling, _coordinate_ids(config, policy.folder))
     parts = {POLICY: RankModel(group, policy, optimizer, objective, memory, keeps_whole)}
     if needs_reference(config):
@@ -260,7 +261,7 @@ def build_parts(
         model = ValueModel(with_adapter(config, load_model(config, group=group)))
         group.shard(model, checked=False)
         compile_if_asked(config, model, group)
-        optimizer = build_optimizer(config, model.network, rank=group.rank)
+        optimizer = build_optimizer(config, model.network, place=group.place)
         objective = ValueObjective(config.critic.value_clip)
         parts[CRITIC] = RankModel(group, model, optimizer, objective, keeps_whole=keeps_whole)
     return parts
@@ -302,8 +303,8 @@ def with_adapter(config: PlannedConfig, model: PolicyModel) -> PolicyModel:
     return model
 
 
-def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) -> Optimizer:
-    """Build `training.optimizer` for all trainable parameters of `network`, or for this rank's shards of them."""
+def build_optimizer(config: PlannedConfig, network: nn.Module, place: int = 0) -> Optimizer:
+    """Build `training.optimizer` for all trainable parameters of `network`, or for the shards at this `place`."""
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
     from slipstream.trainer.optim.base import MasterAdamW
     from slipstream.trainer.optim.muon import MasterMuon
@@ -316,7 +317,7 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
         "rate_of": _rate_of(config, network),
     }
     if training.optimizer == "adamw_bf16":
-        return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
+        return RoundedAdamW(named, seed=config.run.seed + (place << 32), **options)
     if training.optimizer in BY_BITSANDBYTES:
         from slipstream.trainer.optim import bitsandbytes
 

@@ -37,6 +37,7 @@ from slipstream.plan.memory.teacher import TeacherMemory, planned_teacher
 from slipstream.plan.nodes import with_all_nodes
 from slipstream.plan.placement import plan_placement
 from slipstream.plan.preflight.disk import check_disk
+from slipstream.plan.rank_layout import check_context_parallel
 from slipstream.plan.summary import (
     Note,
     batch_notes,
@@ -148,6 +149,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     _plan_steps(builder)
     _plan_evaluation(builder)
     plan_placement(builder)
+    check_context_parallel(builder.config(), builder.facts)
     _plan_lora(builder)
     _plan_learning_rate(builder)
     _plan_precision(builder)

@@ -162,6 +162,8 @@ def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
     if (ranks := config.training.ranks) > 1:
         how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
+    if (together := config.training.context_parallel) > 1:
+        how += f"; every {together} ranks hold a row together (training.context_parallel)"
     yield _memory_note("memory of the trainer", trainer, how)
     yield from _tower_notes(config, facts)
     if engine is not None:

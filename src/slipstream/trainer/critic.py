@@ -62,10 +62,12 @@ class ValueModel(PolicyModel):
         if row.images:
             hidden_ND = self.within(lambda: self.forward(self.embed(row), row)[row.predict_index_N])
             return self._head(hidden_ND.float())
+        token_ids_T, position_ids_T, predict_index_N = row.inputs
         output = self._trunk(
-            input_ids=row.token_ids_T[None], position_ids=row.position_ids_T[None], use_cache=False, **self._of_row(row)
+            input_ids=token_ids_T[None], position_ids=position_ids_T[None], use_cache=False, **self._of_row(row)
         )
-        return self._head(output.last_hidden_state[0, row.predict_index_N].float())
+        values_N1 = self._head(output.last_hidden_state[0, predict_index_N].float())
+        return values_N1 if row.shard is None else row.shard.join(values_N1, len(row.target_ids_N))
 
 
 class ValueObjective(OneForward):

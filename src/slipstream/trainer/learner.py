@@ -100,7 +100,7 @@ def row_predictions(
     computed: list[tuple[MicroBatch, tuple[Tensor, ...]]] = []
     for micro in rows:
         if micro is None:
-            model.logits(dummy_micro_batch(model.device))
+            model.logits(dummy_micro_batch(model.device, model.context))
             continue
         logits = model.logits(micro)
         if sampling is None:
@@ -150,7 +150,8 @@ def add_gradients(
         # Around both passes: compiled layers require the same setting in the two.
         with deterministic_on_cpu(model.device):
             if micro is None:
-                blank = dummy_micro_batch(model.device)  # referenced until its backward pass, which looks up its layout
+                # Referenced until its backward pass, which looks up its layout.
+                blank = dummy_micro_batch(model.device, model.context)
                 (objective.idle(model, blank, divisors).float().sum() * 0.0).backward()
                 continue
             loss, sums = objective.terms(model, micro, divisors)

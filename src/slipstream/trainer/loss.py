@@ -23,7 +23,7 @@ from slipstream.algo.importance_sampling import (
     ratio_quantiles,
     ratio_shares,
 )
-from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_statistics
+from slipstream.algo.logprobs import Logits, processed_logprobs, token_statistics
 from slipstream.algo.surrogate_losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
@@ -277,9 +277,7 @@ def _teacher_sums(teacher_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
     }
 
 
-def sampled_logprobs(
-    logits_NV: Tensor | HeadLogits, token_ids_N: Tensor, sampling: records.SamplingParams
-) -> tuple[Tensor, Tensor]:
+def sampled_logprobs(logits_NV: Logits, token_ids_N: Tensor, sampling: records.SamplingParams) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the distribution that `sampling` draws from."""
     return processed_logprobs(
         logits_NV, token_ids_N, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p

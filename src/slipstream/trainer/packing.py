@@ -24,6 +24,7 @@ from slipstream.algo.prefixes import common_prefix, prefix_groups
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_images import RowImage, RowImages
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
+from slipstream.trainer.distributed.context import ContextGroup, RowShard, shard_targets, shard_tokens
 from slipstream.trainer.experts.row_choices import RowChoices, RowExperts
 from slipstream.trainer.matching.row_boxes import RowBoxes, row_boxes
 
@@ -164,6 +165,15 @@ class MicroBatch:
     """Under rollout matching."""
     experts: RowExperts | None = None
     """The engine's, under `model.replay_experts`."""
+    shard: RowShard | None = None
+    """This rank's part of the row. None: all of it."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids and positions `[T]`, and the predicting positions `[N]`, of this rank's shard or the whole row."""
+        if (own := self.shard) is None:
+            return self.token_ids_T, self.position_ids_T, self.predict_index_N
+        return self.token_ids_T[own.tokens], self.position_ids_T[own.tokens], own.predict_index_M
 
     @property
     def num_sequences(self) -> int:
@@ -201,11 +211,17 @@ Row = list[list[int]]
 
 
 def micro_batches(
-    batch: StepBatch, max_tokens: int, *, packing: bool = True, device: torch.device | str = "cpu"
+    batch: StepBatch,
+    max_tokens: int,
+    *,
+    packing: bool = True,
+    device: torch.device | str = "cpu",
+    context: ContextGroup | None = None,
 ) -> Iterable[MicroBatch]:
     """Yield micro-batches of at most `max_tokens` tokens and as many predictions; without `packing`, one sequence each.
 
     They are built lazily. Sequences without a trainable token are left out; a longer sequence is a micro-batch alone.
+    `context`: the ranks of each.
     """
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
@@ -216,7 +232,7 @@ def micro_batches(
         groups = [[index] for index in used]
         rows = [[place] for place in range(len(groups))]
     for row in rows:
-        yield _micro_batch(batch, [groups[place] for place in row], targets, device)
+        yield _micro_batch(batch, [groups[place] for place in row], targets, device, context)
 
 
 def even_rows(
@@ -237,18 +253,18 @@ def even_rows(
 
 
 def micro_batches_of(
-    batch: StepBatch, rows: Iterable[Row], device: torch.device | str = "cpu"
+    batch: StepBatch, rows: Iterable[Row], device: torch.device | str = "cpu", context: ContextGroup | None = None
 ) -> Iterable[MicroBatch | None]:
-    """Yield the micro-batches of `rows`, built lazily; None for an empty row."""
+    """Yield the micro-batches of `rows`, built lazily; None for an empty row. `context`: the ranks of each."""
     targets = [_targets(sequence) for sequence in batch.sequences]
     for row in rows:
-        yield _micro_batch(batch, row, targets, device) if row else None
+        yield _micro_batch(batch, row, targets, device, context) if row else None
 
 
-def dummy_micro_batch(device: torch.device | str) -> MicroBatch:
+def dummy_micro_batch(device: torch.device | str, context: ContextGroup | None = None) -> MicroBatch:
     """A micro-batch of two tokens, which a rank without a row computes so that its collectives match the others'."""
     sequence = records.Sequence([0, 0], [False, True])
-    return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device)
+    return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device, context)
 
 
 def _prompt_groups(
@@ -319,7 +335,11 @@ def _cost(batch: StepBatch, targets: list[_Targets], group: list[int]) -> int:
 
 
 def _micro_batch(
-    batch: StepBatch, groups: list[list[int]], all_targets: list[_Targets], device: torch.device | str
+    batch: StepBatch,
+    groups: list[list[int]],
+    all_targets: list[_Targets],
+    device: torch.device | str,
+    context: ContextGroup | None = None,
 ) -> MicroBatch:
     token_ids: list[int] = []
     position_ids: list[int] = []
@@ -350,6 +370,9 @@ def _micro_batch(
             add(batch.sequences[index], shared, target.length, segment if shared else None)
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
             target_ids += [ids[place] for place in target.positions]
+    if context is not None and (missing := -len(token_ids) % context.size):
+        # Equal shards: a last segment without targets.
+        add(records.Sequence([0] * missing, [False] * missing), 0, missing, None)
     indices = [index for group in groups for index in group]
     own, places = batch.only(indices), [all_targets[index].positions for index in indices]
     counts = list(map(len, places))
@@ -369,11 +392,18 @@ def _micro_batch(
         """Seven times as fast as torch.tensor: the GPU is idle until a step's first row is built."""
         return to_device(torch.frombuffer(array("q", values), dtype=torch.int64), device)
 
+    shard = None
+    if context is not None:
+        held = shard_tokens(len(token_ids), context.rank, context.size)
+        predicting = torch.tensor(predict_index)
+        index = shard_targets(predicting, held)
+        own_predicting = to_device(predicting[index] - held.start, device)
+        shard = RowShard(context, slice(held.start, held.stop), to_device(index, device), own_predicting)
     learned, tokens, rotary = own.value_targets, own.rollout_tokens, images.rotary_ids()
     return MicroBatch(
         token_ids_T=integers(token_ids),
         position_ids_T=integers(position_ids),
-        layout=segment_layout(lengths, device, prefixes, images.blocks()),
+        layout=segment_layout(lengths, device, prefixes, images.blocks(), context),
         predict_index_N=integers(predict_index),
         target_ids_N=integers(target_ids),
         sequence_index_N=to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device),
@@ -391,6 +421,7 @@ def _micro_batch(
         rotary_ids_3T=None if rotary is None else to_device(rotary, device),
         boxes=row_boxes([sequence.detection for sequence in own.sequences], places, predict_index, device),
         experts=choices.experts(device),
+        shard=shard,
     )
 
 

@@ -14,6 +14,7 @@ def process_problems(config: RunConfig) -> Problems:
     yield from _single_copy(config)
     yield from _orchestrators(config)
     yield from _ranks(config)
+    yield from _context_parallel(config)
     yield from _nodes(config)
 
 
@@ -41,6 +42,20 @@ def _nodes(config: RunConfig) -> Problems:
             f'cluster.nodes = {number} does not go with run.streams = "{config.run.streams}", whose engines another '
             'process starts: use "memory"',
         )
+
+
+def _context_parallel(config: RunConfig) -> Problems:
+    """Checks for rows that several ranks hold together."""
+    training = config.training
+    if (size := training.context_parallel) == 1:
+        return
+    what = f"training.context_parallel = {size}"
+    if training.ranks % size:
+        yield f"{what} does not divide training.ranks = {training.ranks}: make it a divisor"
+    if training.packing is False:
+        yield f"{what} needs the attention of packed rows: leave out training.packing = false"
+    if config.matching is not None:
+        yield f"{what} divides rows that [matching] reads as wholes: use 1"
 
 
 def _streams(config: RunConfig) -> Problems:

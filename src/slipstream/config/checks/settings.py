@@ -74,6 +74,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             "training.reshard training.rank_timeout_s",
             "has no effect while training.ranks is 1",
         ),
+        (config.cluster.nodes == 1, "training.sharding", "has no effect while cluster.nodes is 1"),
         (
             has_fresh_workers,
             "environment.reward_concurrency environment.tool_concurrency",

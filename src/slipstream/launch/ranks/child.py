@@ -16,6 +16,7 @@ import msgspec
 from slipstream.config import PlannedConfig
 from slipstream.errors import ZeroGradientError, first_line
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
+from slipstream.plan.rank_layout import num_copies
 from slipstream.processes import heartbeat, lifeline, stacks
 from slipstream.processes.exits import leave
 
@@ -56,8 +57,15 @@ def _serve(settings: RankSettings, parent: lifeline.Parent) -> None:
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
     answer(Answer())
-    timeout_s = config.training.rank_timeout_s
-    group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=timeout_s, gpu=settings.gpu)
+    group = RankGroup(
+        settings.store,
+        settings.rank,
+        settings.size,
+        timeout_s=config.training.rank_timeout_s,
+        gpu=settings.gpu,
+        num_together=config.training.context_parallel,
+        num_copies=num_copies(config),
+    )
     parts = build_parts(config, settings.sampling, group, settings.shared, trains=settings.trains)
     answer(Answer())
     is_warm = False

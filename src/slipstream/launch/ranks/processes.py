@@ -26,6 +26,7 @@ from slipstream.config import PlannedConfig
 from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
 from slipstream.nodes.launcher import Nodes
 from slipstream.plan.nodes import assign, node_name, ranks_of_a_node
+from slipstream.plan.rank_layout import num_copies
 from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed, Garbage
 from slipstream.processes.launchers import LOCAL, Child, Resources
@@ -97,6 +98,7 @@ class RankProcesses:
     ) -> None:
         self.shared, self._nodes = shared, nodes
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
+        self._num_together, self._num_copies = config.training.context_parallel, num_copies(config)
         # The folder of the logs is on all nodes.
         self._folder = make_temporary("ranks", None if nodes is None else logs.parent)
         self._store = address_in(self._folder)
@@ -134,7 +136,14 @@ class RankProcesses:
 
         self._answers("start", max(_START_S, self._timeout_s))
         with self._naming_failed_rank("meet"):
-            self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
+            self._group = RankGroup(
+                self._store,
+                0,
+                self._size,
+                timeout_s=self._timeout_s,
+                num_together=self._num_together,
+                num_copies=self._num_copies,
+            )
         if self._group.device.type == "cuda":
             threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
         return self._group

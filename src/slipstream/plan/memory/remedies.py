@@ -32,6 +32,8 @@ def ways_to_need_less(config: RunConfig, facts: Facts, *, of_trainer: bool = Tru
         found.append("end what holds the GPU's memory")
     if on_gpu and facts.num_gpus > training.ranks and of_trainer:
         found.append(f"raise training.ranks = {training.ranks}")
+    if on_gpu and of_trainer and training.ranks > training.context_parallel:
+        found.append(f"raise training.context_parallel = {training.context_parallel}")
     if on_gpu and of_engine and uses_engine(config) and facts.num_gpus > config.inference.tensor_parallel_size:
         found.append(f"raise inference.tensor_parallel_size = {config.inference.tensor_parallel_size}")
     cache, at_once = config.inference.kv_cache_gib, config.inference.max_num_seqs

@@ -107,6 +107,7 @@ def activation_bytes_per_token(
     longest: int = 0,
     fp32_residual: bool = False,
     masked: bool = False,
+    context_parallel: int = 1,
 ) -> int:
     """Bytes that a trained token keeps until its backward pass; `longest`: tokens of the longest row, for
     `score_bytes_per_token`.
@@ -114,11 +115,13 @@ def activation_bytes_per_token(
     Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
     for two), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
     together, kept where products are (`selective`); DoRA keeps as many, which it multiplies. Logits: as if every token
-    carried loss. `masked`: attention has a mask, see `masked_elements`.
+    carried loss. `masked`: attention has a mask, see `masked_elements`. `context_parallel`: see `exchanged_elements`;
+    the bytes are those of all its ranks.
     """
     # The residual stream twice in a layer, and once as its input, with two more bytes.
     wider = model.hidden_size * 2 // BYTES_OF[dtype] if fp32_residual else 0
     whole = layer_elements(model, compiled=compiled) + 2 * wider + (masked_elements(model, dtype) if masked else 0)
+    whole += exchanged_elements(model, context_parallel)
     beside = adapter_outputs if dora else 0
     if checkpointing is True:
         inputs = 2 if offload else model.num_layers
@@ -170,6 +173,15 @@ def masked_elements(model: ModelFacts, dtype: str) -> int:
     keys and values as of queries, in the place of its own, the output padded too, and the scores' log-sum-exp."""
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     return 3 * queries - keys + 4 // BYTES_OF[dtype] * model.num_heads
+
+
+def exchanged_elements(model: ModelFacts, context_parallel: int) -> int:
+    """A layer's further elements for a token when ranks exchange heads: attention's output in a second layout, and
+    copies of keys and values with fewer heads than ranks."""
+    if context_parallel == 1:
+        return 0
+    copies = max(0, context_parallel - model.num_kv_heads)
+    return (model.num_heads + 2 * copies) * model.head_dim
 
 
 def logits_bytes_per_token(model: ModelFacts, dtype: str) -> int:

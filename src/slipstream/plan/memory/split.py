@@ -39,6 +39,7 @@ from slipstream.plan.memory.sizes import (
 from slipstream.plan.memory.tower import patches_at_once
 from slipstream.plan.memory.trainer import ACTIVATION_MARGIN, RowMemory, row_memory, training_state
 from slipstream.plan.placement import teacher_bytes
+from slipstream.plan.rank_layout import hybrid_obstacle
 from slipstream.plan.summary import Note
 
 MAX_SEQUENCES = 256
@@ -264,6 +265,7 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
             f"{model.context_length}: shorten it or use a model with a longer context"
         )
     longest = _longest(builder)
+    _plan_sharding(builder, longest)
     _plan_reshard(builder, longest)
     if builder.on_cpu:
         ranks = builder.original.training.ranks
@@ -275,7 +277,10 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
     rows = _plan_checkpointing(builder, longest, budget, source)
     builder.warnings += _tower_warnings(builder.facts, rows, budget, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if builder.on_cpu else MAX_MICRO_BATCH_TOKENS
-    fitting = rows.fitting(budget, most)
+    if (together := builder.original.training.context_parallel) > 1:
+        most *= together
+        source += f", on each of the {together} ranks of a row"
+    fitting = rows.fitting(budget, max(most, longest))
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
         reason = f"{rows.each / 1024:.3g} KiB a token in {source}, at most {most}"
@@ -297,22 +302,49 @@ def _tower_warnings(facts: Facts, rows: RowMemory, budget: float, source: str) -
         )
 
 
+def _plan_sharding(builder: PlanBuilder, longest: int) -> None:
+    """Derive `training.sharding`. Raises ConfigError if nodes cannot have a copy each."""
+    training = builder.original.training
+    if builder.original.cluster.nodes == 1:
+        return
+    if obstacle := hybrid_obstacle(builder.config()):
+        if training.sharding == "hybrid":
+            raise ConfigError(f'training.sharding = "hybrid" is not possible ({obstacle}): use "full"')
+        builder.derive_auto("training.sharding", "full", obstacle)
+        return
+    if builder.on_cpu:
+        builder.derive_auto("training.sharding", "full", "not by default on CPUs")
+        return
+    config = with_values(builder.config(), {"training.sharding": "hybrid"})
+    if training.reshard == "auto":  # the one that needs least memory
+        config = with_values(config, {"training.reshard": "layer"})
+    rows, budget, tokens, needed = _row_and_budget(builder, config, longest)
+    reason = f"with a copy on each node {gib(max(0.0, rows.margin * budget))} are left for activations, and {needed}"
+    builder.derive_auto("training.sharding", "hybrid" if rows.needed(tokens) <= budget else "full", reason)
+
+
+def _row_and_budget(builder: PlanBuilder, config: RunConfig, longest: int) -> tuple[RowMemory, float, int, str]:
+    """Memory of rows, bytes left for them, tokens of the longest one and its bytes as a sentence, under a `config` with
+    decided sharding."""
+    training, row = builder.original.training, builder["training.micro_batch_tokens"]
+    given = training.gradient_checkpointing
+    checkpointing = training.offload_activations if given == "auto" else given
+    rows, budget = row_memory(config, builder.facts, checkpointing=checkpointing), _activation_budget(builder, config)
+    tokens = max(longest, MIN_ROW_TOKENS if row == "auto" else row)
+    return rows, budget, tokens, f"a row of {tokens} tokens takes {gib(rows.num_bytes(tokens))}"
+
+
 def _plan_reshard(builder: PlanBuilder, longest: int) -> None:
     """Derive `training.reshard`."""
-    training, row = builder.original.training, builder["training.micro_batch_tokens"]
-    if training.ranks == 1:
+    if builder.original.training.ranks == 1:
         return
     if builder.on_cpu:
         builder.derive_auto("training.reshard", "layer", "the ranks share one memory")
         return
-    config, given = with_values(builder.config(), {"training.reshard": "step"}), training.gradient_checkpointing
-    checkpointing = training.offload_activations if given == "auto" else given
-    rows, budget = row_memory(config, builder.facts, checkpointing=checkpointing), _activation_budget(builder, config)
-    tokens = max(longest, MIN_ROW_TOKENS if row == "auto" else row)
-    fits = rows.needed(tokens) <= budget
-    reason = f"with whole weights and gradients {gib(max(0.0, rows.margin * budget))} are left for activations, and a "
-    reason += f"row of {tokens} tokens takes {gib(rows.num_bytes(tokens))}"
-    builder.derive_auto("training.reshard", "step" if fits else "layer", reason)
+    config = with_values(builder.config(), {"training.reshard": "step"})
+    rows, budget, tokens, needed = _row_and_budget(builder, config, longest)
+    reason = f"with whole weights and gradients {gib(max(0.0, rows.margin * budget))} are left for activations, and "
+    builder.derive_auto("training.reshard", "step" if rows.needed(tokens) <= budget else "layer", reason + needed)
 
 
 def _activation_budget(builder: PlanBuilder, config: RunConfig) -> float:

@@ -16,6 +16,7 @@ from slipstream.plan.memory.sizes import (
     weights_bytes,
 )
 from slipstream.plan.memory.tower import feature_bytes, tower_bytes
+from slipstream.plan.rank_layout import num_copies
 
 ACTIVATION_MARGIN = 0.6
 """Fraction of the memory left for activations that is planned with: the estimate has no workspaces or fragmentation."""
@@ -43,7 +44,8 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     whole = of_towers + features + gathered_bytes(sharded, dtype, num_kept=num_kept)
     state -= of_towers
     # For a delta rank 0 gathers the whole model.
-    return 2 * copy + (-(-state // ranks) + whole if facts.num_gpus else state + ranks * whole)
+    num_shards = ranks // num_copies(config)
+    return 2 * copy + (-(-state // num_shards) + whole if facts.num_gpus else state + ranks * whole)
 
 
 def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
@@ -95,7 +97,7 @@ class RowMemory:
     """Memory of the trainer's rows while they are trained on, in bytes."""
 
     each: int
-    """Of a token."""
+    """A token's, on each rank of its row."""
     state: int
     """Of what the trainer keeps between steps."""
     margin: float = 1.0
@@ -138,6 +140,8 @@ def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMem
         longest=_longest(config, facts),
         fp32_residual=config.model.fp32_residual is True,
         masked=facts.num_gpus > 0 and facts.tower is not None and facts.tower.model_type == "gemma3",
+        context_parallel=training.context_parallel,
     )
+    each = -(-each // training.context_parallel)
     tower = tower_bytes(facts.tower, dtype) if facts.tower is not None else 0
     return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0, tower)

@@ -26,6 +26,7 @@ from slipstream.errors import ConfigError
 from slipstream.shared_kernels import flash3
 from slipstream.shared_kernels.operation import Operation
 from slipstream.trainer.attention import flash4
+from slipstream.trainer.attention.exchanged_heads import gather_heads, scatter_heads
 from slipstream.trainer.attention.row_layout import (
     Ragged,
     SegmentLayout,
@@ -55,7 +56,7 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query `[1, H, T, D]`, key and value `[1, K, T, D]`, gives `[1,
-    T, H, D]`."""
+    T, H, D]`; of this rank's shard if several ranks hold the row."""
     name = type(module).__name__
     if segments is None:
         raise ConfigError(f"{name} does not pass keyword arguments on to its attention: set training.packing = false")
@@ -65,13 +66,22 @@ def packed_attention(
         raise ConfigError(f"{name} needs {what}, which packed attention does not do: set training.packing = false")
     if not torch.compiler.is_compiling():
         segments.windows_seen.add(sliding_window or 0)
+    if (context := segments.context) is None:
+        return _whole_row(query, key, value, segments, scaling, sliding_window), None
+    query, key, value = gather_heads(context, segments.layout_id, query, key, value)
+    output = _whole_row(query, key, value, segments, scaling, sliding_window)
+    return scatter_heads(context, segments.layout_id, output), None
+
+
+def _whole_row(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentLayout, scaling: float | None, window: int | None
+) -> Tensor:
     if not _has_kernel(query) or segments.has_blocks:
-        output = _padded(query, key, value, segments, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
-        return output, None
+        return _padded(query, key, value, segments, scaling, window)  # pyright: ignore[reportCallIssue]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THD, key_TKD, value_TKD = (_as_row(states) for states in (query, key, value))
-    output_THD, _ = ragged_attention(query_THD, key_TKD, value_TKD, segments.layout_id, scale, sliding_window or 0)
-    return output_THD.unsqueeze(0), None
+    output_THD, _ = ragged_attention(query_THD, key_TKD, value_TKD, segments.layout_id, scale, window or 0)
+    return output_THD.unsqueeze(0)
 
 
 def _as_row(states: Tensor) -> Tensor:

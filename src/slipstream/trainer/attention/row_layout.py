@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import TrainingError
+from slipstream.trainer.distributed.context import ContextGroup
 
 _BUCKET_RATIO = 0.75
 _BUCKET_FLOOR = 64
@@ -101,6 +102,8 @@ class SegmentLayout:
     device: torch.device | str = "cpu"
     blocks: tuple[tuple[int, int], ...] = ()
     """Row positions, first and past the last, of tokens that all attend to one another: images of some models."""
+    context: ContextGroup | None = None
+    """The ranks of the row, each with a shard of its tokens. None: one rank."""
     has_blocks: bool = field(init=False)
     """Whether there are any. Compiled layers read this: by the blocks they would be compiled for each number."""
     windows_seen: set[int] = field(default_factory=set[int])
@@ -262,9 +265,10 @@ def segment_layout(
     device: torch.device | str = "cpu",
     prefixes: Sequence[int | None] | None = None,
     blocks: Sequence[tuple[int, int]] = (),
+    context: ContextGroup | None = None,
 ) -> SegmentLayout:
-    """The layout of consecutive segments of these lengths; `prefixes` and `blocks` as in SegmentLayout."""
-    return SegmentLayout(tuple(lengths), tuple(prefixes or [None] * len(lengths)), device, tuple(blocks))
+    """The layout of consecutive segments of these lengths; the rest as in SegmentLayout."""
+    return SegmentLayout(tuple(lengths), tuple(prefixes or [None] * len(lengths)), device, tuple(blocks), context)
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

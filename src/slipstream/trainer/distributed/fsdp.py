@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.processes.rendezvous import interface_variables, meet
+from slipstream.trainer.distributed.context import ContextGroup
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.packing_check import check_isolation
@@ -46,13 +47,28 @@ that cache, and destroying a process group there would wait for threads that the
 
 
 class RankGroup:
-    """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`."""
+    """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`.
+    Every `num_together` neighbours hold a row together (context parallelism). The ranks hold `num_copies` copies of the
+    weights, each by equally many neighbours (hybrid sharding)."""
 
-    def __init__(self, address: str, rank: int, size: int, *, timeout_s: float, gpu: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        gpu: int | None = None,
+        num_together: int = 1,
+        num_copies: int = 1,
+    ) -> None:
         """`gpu`: the number of its GPU on its node, by default `rank`."""
         distributed: Any = torch.distributed
         on_gpu = torch.cuda.is_available()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.num_copies, self.num_shards = num_copies, size // num_copies
+        self.copy, self.place = divmod(rank, self.num_shards)
+        """The number of this rank's copy of the weights, and of its shard."""
         self.device = torch.device("cuda", rank if gpu is None else gpu) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -67,8 +83,31 @@ class RankGroup:
                 timeout=timeout,
                 device_id=self.device if on_gpu else None,
             )
-        _kept.append(torch.distributed.group.WORLD)
-        self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
+            self._groups = [distributed.group.WORLD]
+            self.context: ContextGroup | None = None
+            if num_together > 1:
+                neighbours, _ = distributed.new_subgroups(num_together, timeout=timeout)
+                self._groups.append(neighbours)
+                self.context = ContextGroup(rank % num_together, num_together, neighbours)
+            self.of_copy: Any = None
+            """The process group of this rank's copy; None: all ranks."""
+            self.mesh: Any = self._hybrid_mesh(timeout) if num_copies > 1 else self._flat_mesh()
+        _kept.extend(self._groups)
+
+    def _flat_mesh(self) -> Any:
+        return torch.distributed.device_mesh.init_device_mesh(self.device.type, (self.size,))
+
+    def _hybrid_mesh(self, timeout: timedelta) -> Any:
+        """Gradients are reduce-scattered within a copy, and their shards are all-reduced over the copies."""
+        distributed: Any = torch.distributed
+        ranks = torch.arange(self.size).view(self.num_copies, self.num_shards)
+        # A mesh's groups would wait for half an hour.
+        self.of_copy, _ = distributed.new_subgroups(self.num_shards, timeout=timeout)
+        across, _ = distributed.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+        self._groups += [self.of_copy, across]
+        mesh: Any = distributed.device_mesh.DeviceMesh
+        names = ("replicate", "shard")
+        return mesh.from_group([across, self.of_copy], self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def leave(self) -> None:
         """Destroy the process group without waiting for other ranks."""
@@ -82,16 +121,17 @@ class RankGroup:
     def abort(self) -> None:
         """Abort all pending collectives, from any thread. Only NCCL needs it: gloo notices lost peers by itself."""
         try:
-            group: Any = torch.distributed.group.WORLD
-            group._get_backend(self.device).abort()
+            for group in self._groups:
+                group._get_backend(self.device).abort()
         except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
             _log.warning("aborting the ranks' collectives failed: %s: %s", type(error).__name__, error)
 
     def sums(self, own: list[float]) -> list[float]:
-        """All-reduce: the element-wise sums over the ranks, in float64."""
+        """All-reduce: the element-wise sums over the shards of one copy, in float64."""
         sums = torch.tensor(own, dtype=torch.float64, device=self.device)
+        # Over all ranks: all copies have the same bits.
         torch.distributed.all_reduce(sums)
-        return sums.tolist()
+        return (sums / self.num_copies).tolist()
 
     def first_problem(self, own: str) -> str:
         """All-reduce of error messages: the first rank's that has one, with its number; the same on all ranks."""
@@ -136,6 +176,7 @@ class RankGroup:
         self._broadcast_values(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
+        model.context = self.context
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the full layers and embeddings: an engine may need the memory
 
@@ -158,7 +199,7 @@ class RankGroup:
             if (dim := shard_dim(parameter)) is None:
                 parameter.data = value
             elif memory is None or name not in memory.dims:
-                local_tensor(parameter).copy_(part_of(value, dim, self.rank, self.size))
+                local_tensor(parameter).copy_(part_of(value, dim, self.place, self.num_shards))
         for buffer in network.buffers():
             value = buffer.detach().to(self.device).contiguous()
             torch.distributed.broadcast(value, 0)
@@ -215,7 +256,7 @@ def shard_dim(tensor: Tensor) -> int | None:
     known: Any = tensor
     if not hasattr(known, "placements"):
         return None
-    (placement,) = known.placements
+    *_, placement = known.placements  # over the copies it is replicated
     return int(placement.dim)
 
 

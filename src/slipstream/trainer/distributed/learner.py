@@ -72,7 +72,7 @@ class ShardedModel:
         shares, chosen = self.split_batch(StepBatch(list(sequences)), micro_batch_tokens)
         answers = self.others.run_on_all([Score(self.name, share, sampling) for share in shares], self.local.do)
         found = [[torch.zeros(0)] * len(sequences) for _ in range(1 if sampling is None else 2)]
-        for answer, indices in zip(answers, chosen, strict=True):
+        for answer, indices in zip(answers, chosen, strict=True):  # equal among the ranks of a row
             counts = [sequences[index].num_trainable for index in indices]
             for own, joined in zip(found, answer.predictions, strict=False):  # none of a rank without a row
                 for index, values in zip(indices, joined.split(counts), strict=True):
@@ -80,11 +80,19 @@ class ShardedModel:
         return found
 
     def split_batch(self, batch: StepBatch, micro_batch_tokens: int) -> tuple[list[RankBatch], list[list[int]]]:
-        """Split a step batch over the ranks; also returns the indices of each rank's sequences."""
-        model, size = self.local.model, self.local.group.size
-        passes = even_rows(batch, micro_batch_tokens, size, packing=model.packing, device=model.device)
-        dealt = [rank_batch_of(batch, [row[rank] for row in passes]) for rank in range(size)]
-        return [share for share, _ in dealt], [chosen for _, chosen in dealt]
+        """Split a step batch over the ranks; also returns the indices of each rank's sequences. The ranks of a row get
+        the same."""
+        model, each = self.local.model, self.num_together
+        num_rows = self.local.group.size // each
+        passes = even_rows(batch, micro_batch_tokens, num_rows, packing=model.packing, device=model.device)
+        dealt = [rank_batch_of(batch, [row[place] for row in passes]) for place in range(num_rows)]
+        return [share for share, _ in dealt for _ in range(each)], [chosen for _, chosen in dealt for _ in range(each)]
+
+    @property
+    def num_together(self) -> int:
+        """Neighbouring ranks of a row."""
+        context = self.local.model.context
+        return 1 if context is None else context.size
 
     def all_do(self, command: AnyCommand) -> list[Answer]:
         """Have every rank execute `command`; returns their answers in rank order."""
@@ -150,7 +158,8 @@ class ShardedLearner(Learner):
         shares, _ = self._sharded.split_batch(batch, self.micro_batch_tokens)
         answers = others.run_on_all([Backward(name, share, divisors) for share in shares], local.do)
         sums = Sums()
-        for answer in answers:
+        # The ranks of a row all have the sums of the whole row.
+        for answer in answers[:: self._sharded.num_together]:
             sums.add(answer.sums)
         sums.longest_row = answers[0].sums.longest_row  # rank 0's, whose memory is reported with it
         return sums

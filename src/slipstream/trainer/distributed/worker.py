@@ -247,16 +247,19 @@ class RankModel:
         return self.optimizer
 
     def _score(self, share: RankBatch, sampling: records.SamplingParams | None) -> Answer:
-        rows: Iterable[MicroBatch | None] = micro_batches_of(share.batch, share.rows, self.model.device)
+        rows = self._micro_batches(share)
         if self.model.has_lazy_logits:
             rows = self.group.rows_gathered(self.model.roots, rows)
         found = row_predictions(self.model, rows, sampling)
         columns = zip(*(found[index] for index in range(len(share.batch.sequences))), strict=True)
         return Answer(list(map(torch.cat, columns)))
 
+    def _micro_batches(self, share: RankBatch) -> Iterable[MicroBatch | None]:
+        return micro_batches_of(share.batch, share.rows, self.model.device, self.model.context)
+
     def _backward(self, share: RankBatch, divisors: dict[str, float]) -> Answer:
         assert self.objective is not None
-        rows = micro_batches_of(share.batch, share.rows, self.model.device)
+        rows = self._micro_batches(share)
         # Embeddings and LM head belong to no layer, are large, and are used at both ends of every pass.
         unsharded = [*self.model.roots, *(text_layers(self.model.network) if self.keeps_whole else ())]
         rows = self.group.rows_unsharded(unsharded, rows, len(share.rows))
@@ -298,17 +301,19 @@ class RankModel:
 
     def gather(self, what: str) -> Generator[tuple[str, Tensor]]:
         """Gather the full tensors on rank 0, one after another, under the network's names."""
-        yield from gathered(self.shards(what), self.group.rank, self.group.size)
+        group = self.group
+        if group.copy == 0:
+            yield from gathered(self.shards(what), group.place, group.num_shards, group.of_copy)
 
     def _fingerprints(self, what: str) -> list[int]:
-        rank, size = self.group.rank, self.group.size
+        place, size = self.group.place, self.group.num_shards
         slices: list[Slice] = []
         for shard in self.shards(what):
-            if shard.dim is None and rank:
-                # Replicated tensors count once.
+            if self.group.copy or (shard.dim is None and place):
+                # Copies and replicated tensors count once.
                 slices.append(Slice(shard.part.reshape(-1)[:0]))
             else:
-                slices.append(Slice(shard.part, *place_of(shard, rank, size), tuple(shard.part.shape)))
+                slices.append(Slice(shard.part, *place_of(shard, place, size), tuple(shard.part.shape)))
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
@@ -321,7 +326,8 @@ class RankModel:
                 replicated[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
                 shards[f"{STATE_PREFIX}{path}"] = shard_like(tensor, parameter)
-        write_shards(folder, shards, self.group.rank)
+        if self.group.copy == 0:
+            write_shards(folder, shards, self.group.place)
         if self.group.rank == 0:
             write_state(folder, {**replicated, **random_state(self.model.device)}, optimizer.step)
 

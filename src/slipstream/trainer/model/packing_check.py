@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import records
-from slipstream.algo.logprobs import HeadLogits
+from slipstream.algo.logprobs import Logits
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention.row_layout import SegmentLayout
 from slipstream.trainer.model.vision_towers import text_config
@@ -37,7 +37,7 @@ class TriedModel(Protocol):
         """The weights' dtype."""
         ...
 
-    def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+    def logits(self, row: MicroBatch) -> Logits:
         """Logits `[N, V]` of the row's trainable tokens."""
         ...
 

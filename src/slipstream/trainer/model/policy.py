@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import records
-from slipstream.algo.logprobs import HeadLogits
+from slipstream.algo.logprobs import HeadLogits, Logits, PartLogits
 from slipstream.errors import ConfigError, TrainingError, one_line
 from slipstream.shared_kernels.products import pin_products
 from slipstream.trainer.attention import packed
+from slipstream.trainer.distributed.context import ContextGroup
 from slipstream.trainer.experts.replay import ExpertReplay
 from slipstream.trainer.model.float16_check import check_float16
 from slipstream.trainer.model.image_features import (
@@ -72,6 +73,8 @@ class PolicyModel:
         """What the vision tower makes of images, if there is one."""
         self.replay: ExpertReplay | None = None
         """What sends tokens to the engine's experts, if it is asked for."""
+        self.context: ContextGroup | None = None
+        """The ranks of each row. None: one rank."""
         self._uses_adapter = True
         self._adapter_values: dict[str, Tensor] | None = None
         """See `as_it_is`."""
@@ -199,8 +202,9 @@ class PolicyModel:
             frozen.images = self.images.frozen()
         return frozen
 
-    def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
-        """Compute logits `[N, V]` at `row.predict_index_N` in the model's dtype; lazy ones after `use_fp32_head`."""
+    def logits(self, row: MicroBatch) -> Logits:
+        """Compute logits `[N, V]` at `row.predict_index_N` in the model's dtype; lazy ones after `use_fp32_head`, and
+        of a shard of the row its own."""
         with self._switched():
             return self._logits(row)
 
@@ -315,19 +319,24 @@ class PolicyModel:
         """`work()`, which calls parts of the network, as one call of the network."""
         return work() if self._root is None else self._root(work=work)
 
-    def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+    def _logits(self, row: MicroBatch) -> Logits:
         if row.images:
             head: Any = cast("Any", self.network).get_output_embeddings()
             return self._of_head(self.within(lambda: head(self.forward(self.embed(row), row)[row.predict_index_N])))
+        token_ids_T, position_ids_T, predict_index_N = row.inputs
         output = self.network(
-            input_ids=row.token_ids_T[None],
-            position_ids=row.position_ids_T[None],
-            logits_to_keep=row.predict_index_N,
+            input_ids=token_ids_T[None],
+            position_ids=position_ids_T[None],
+            logits_to_keep=predict_index_N,
             use_cache=False,
             **self._of_row(row),
         )
         # `squeeze`: the backward of indexing would allocate zeros and copy, for the largest tensor of all.
-        return self._of_head(output.logits.squeeze(0))
+        logits = self._of_head(output.logits.squeeze(0))
+        if (shard := row.shard) is None:
+            return logits
+        num_targets = len(row.target_ids_N)
+        return PartLogits(logits, shard.index_M, lambda values_M: shard.join(values_M, num_targets))
 
     def _of_head(self, outputs_NV: Tensor) -> Tensor | HeadLogits:
         return outputs_NV if self._fp32_head is None else HeadLogits(outputs_NV, self._fp32_head.weight)
