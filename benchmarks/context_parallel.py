@@ -1,7 +1,8 @@
 """One long row on one GPU and on two that hold it together: seconds, and the longest row.
 
     python benchmarks/context_parallel.py [--shape 1.5b] [--ranks 2] [--row 32768] [--steps 4] [--compile]
-                                          [--checkpointing true|false|selective] [--no-longest] [--json FILE]
+                                          [--checkpointing true|false|selective] [--longest TOKENS] [--no-longest]
+                                          [--json FILE]
 
 Each case is a separate process. It trains by SFT on random tokens, one sequence a step, with the random weights of a
 Qwen2 of the named shape in bfloat16: `one` rank; `fsdp`, `--ranks` with the weights of all and the row of one; and
@@ -122,7 +123,7 @@ def measure(options: argparse.Namespace, model: Path, case: str) -> dict[str, An
             small, large = step(options.row // 2)[1], result["peak_gib"]
             each = (large - small) / (options.row - options.row // 2)
             room = torch.cuda.mem_get_info()[1] / 2**30 - large
-            tokens = int(0.8 * (options.row + room / each)) // 1024 * 1024
+            tokens = options.longest or int(0.8 * (options.row + room / each)) // 1024 * 1024
             result["longest"] = options.row
             while True:
                 # The last one printed fits: an error ends this process.
@@ -191,6 +192,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", default="true", help="true, false or selective")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--longest", type=int, help="tokens of the first row to try for the longest")
     parser.add_argument("--no-longest", action="store_true", help="without the longest rows")
     parser.add_argument("--threads", type=int, default=8, help="of all ranks together")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for a case")

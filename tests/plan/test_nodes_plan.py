@@ -44,7 +44,8 @@ def test_gpus_are_those_of_all_nodes():
     found = assign(made.config)
     assert found.ranks == (0,) * 8 + (1,) * 4
     assert found.engines == (1, 2, 2, 3, 3)
-    assert [engine_gpus(made.config, None, replica)[0] for replica in range(5)] == ["4", "0", "4", "0", "4"]
+    for visible in (None, "7,6,5,4,3,2,1,0"):
+        assert [engine_gpus(made.config, visible, replica)[0] for replica in range(5)] == ["4", "0", "4", "0", "4"]
     assert (made.config.weights.bridge, made.config.run.placement) == ("broadcast", "separate")
     assert reasons(made)["cluster.gpus_per_node"] == "as many as this host has"
     assert note(made, "nodes").how == (

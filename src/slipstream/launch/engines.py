@@ -22,7 +22,7 @@ from slipstream.inference.settings import EngineSettings
 from slipstream.plan.memory.gpu_shares import place
 from slipstream.plan.nodes import assign, engine_workers_of_a_node, node_name
 from slipstream.plan.tool_parser import NONE as NO_PARSER
-from slipstream.processes.launchers import LOCAL, Launcher
+from slipstream.processes.launchers import LOCAL, Launcher, gpu_name
 
 _GRACE_S = 5.0
 
@@ -115,8 +115,8 @@ def engine_plan(
 
 
 def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
-    """Return the GPUs of one replica, named as in `visible` (CUDA_VISIBLE_DEVICES); empty for all of them, where the
-    only engine shares the trainer's."""
+    """Return the GPUs of one replica, see `Resources.gpus`; empty for all of them, where the only engine shares the
+    trainer's. `visible`: CUDA_VISIBLE_DEVICES of this host."""
     size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
     ranks, replicas = config.training.ranks, num_engines(config)
     if not separate and replicas == 1:
@@ -125,12 +125,10 @@ def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) ->
     placement = place(
         ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate, gpus_per_node=per_node
     )
-    return tuple(gpu_name(gpu % per_node if per_node else gpu, visible) for gpu in placement.engines[replica])
-
-
-def gpu_name(number: int, visible: str | None) -> str:
-    """The name of GPU `number` in `visible` (CUDA_VISIBLE_DEVICES)."""
-    return visible.split(",")[number].strip() if visible else str(number)
+    gpus = placement.engines[replica]
+    if per_node and gpus[0] >= per_node:
+        return tuple(str(gpu % per_node) for gpu in gpus)
+    return tuple(gpu_name(gpu, visible) for gpu in gpus)
 
 
 def create_engine(

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from slipstream.config import PlannedConfig
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engines import EngineMaker, EnginePlan, gpu_name
+from slipstream.launch.engines import EngineMaker, EnginePlan
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.plan.memory.teacher import STEP_TOKENS, TeacherMemory
+from slipstream.processes.launchers import gpu_name
 from slipstream.records import ParameterSpec, Version
 from slipstream.runlog import EventLog
 

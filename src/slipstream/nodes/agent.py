@@ -33,7 +33,7 @@ from slipstream.nodes.protocol import (
 )
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.exits import private_folder
-from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.processes.launchers import LOCAL, Child, Resources, gpu_name
 from slipstream.processes.rendezvous import INTERFACE
 from slipstream.processes.temporary import remove_temporary
 
@@ -131,7 +131,8 @@ class Agent:
         try:
             connection, first = self._call_back(number)
             folder = folders[number] = private_folder("node")
-            options: dict[str, Any] = dict(message.resources)
+            options, visible = dict[str, Any](message.resources), os.environ.get("CUDA_VISIBLE_DEVICES")
+            options["gpus"] = [gpu_name(int(gpu), visible) for gpu in options["gpus"]]
             child = children[number] = LOCAL.launch(
                 Path(message.module) if message.is_file else message.module,
                 message.arguments,

@@ -36,6 +36,7 @@ class Resources:
     threads: int | None = None
     """OpenMP threads."""
     gpus: Sequence[str] = ()
+    """As CUDA_VISIBLE_DEVICES names them; on another node, their numbers among those seen by its agent."""
     python: str = sys.executable
     """Its interpreter."""
     max_processes: int = 0
@@ -61,6 +62,11 @@ class Resources:
             return command
         kind = guard.NAMESPACE if self.user_namespace else guard.NO_NAMESPACE
         return [sys.executable, "-I", "-S", guard.__file__, str(self.max_processes), kind, *command]
+
+
+def gpu_name(number: int, visible: str | None) -> str:
+    """The name of GPU `number` in `visible` (CUDA_VISIBLE_DEVICES)."""
+    return visible.split(",")[number].strip() if visible else str(number)
 
 
 class Launcher(Protocol):
