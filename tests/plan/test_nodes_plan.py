@@ -100,6 +100,6 @@ def test_a_node_with_room_has_a_copy_of_the_weights():
         made = plan(on_nodes(3, ranks), **EIGHT)
         assert (made.config.training.sharding, reasons(made)["training.sharding"]) == ("full", why)
         assert why in refusal(on_nodes(3, ranks, **{"training.sharding": "hybrid"}), **EIGHT)
-    on_cpus = plan(on_nodes(2, 2), num_cpus=8)
-    assert on_cpus.config.training.sharding == "full"
-    assert "training.sharding" not in reasons(plan(GENERATED | {"training.ranks": 2}, num_cpus=8))
+    made = plan(on_nodes(4, 2, **{"sampling.max_tokens": 64}), num_cpus=8)
+    assert (made.config.training.sharding, reasons(made)["training.sharding"]) == ("full", "not by default on CPUs")
+    assert "training.sharding" not in reasons(plan(GENERATED | {"training.ranks": 2}, **EIGHT))

@@ -45,7 +45,7 @@ def _nodes(config: RunConfig) -> Problems:
 
 
 def _context_parallel(config: RunConfig) -> Problems:
-    """Checks for rows that several ranks hold together."""
+    """Checks for rows on several ranks."""
     training = config.training
     if (size := training.context_parallel) == 1:
         return
@@ -55,7 +55,7 @@ def _context_parallel(config: RunConfig) -> Problems:
     if training.packing is False:
         yield f"{what} needs the attention of packed rows: leave out training.packing = false"
     if config.matching is not None:
-        yield f"{what} divides rows that [matching] reads as wholes: use 1"
+        yield f"{what} divides rows, and [matching] reads whole ones: use 1"
 
 
 def _streams(config: RunConfig) -> Problems:
