@@ -109,7 +109,7 @@ def test_no_run_in_time_is_said():
         assert "no run at 127.0.0.1" in process.stdout.read()
 
 
-@pytest.mark.parametrize("how", ["over", "lost", "agent killed"])
+@pytest.mark.parametrize("how", ["over", "failed", "lost", "agent killed"])
 def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
     with open_nodes(2) as nodes, agent(nodes.address, "--attempt", "0") as process:
         nodes.wait(WAIT_S)
@@ -120,6 +120,9 @@ def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
         if how == "over":
             nodes.close()
             assert process.wait(WAIT_S) == 0
+        elif how == "failed":
+            nodes.close(7)
+            assert process.wait(WAIT_S) == 7
         elif how == "lost":
             for each in [*nodes._joined.values()]:
                 each.channel._socket.shutdown(socket.SHUT_RDWR)
@@ -128,7 +131,7 @@ def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
             process.send_signal(signal.SIGKILL)
         assert all(ends(pid) for pid in pids)
         assert child.wait(WAIT_S) == -signal.SIGKILL
-        assert bool(nodes.lost) == (how != "over")
+        assert bool(nodes.lost) == (how in ("lost", "agent killed"))
 
 
 def test_a_child_of_nowhere_and_one_that_cannot_be_started(tmp_path):

@@ -54,7 +54,7 @@ def check_nodes(
     except (SlipstreamError, OSError) as error:
         yield Finding("nodes", "fault", one_line(error))
     finally:
-        nodes.close(is_over=False)  # agents await the run
+        nodes.close(None)  # agents await the run
 
 
 def _of_node(name: str, nodes: Nodes, shared: Path) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.launch.recovery.restarts import cause_of
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
 from slipstream.nodes.launcher import Nodes
@@ -35,7 +36,7 @@ from slipstream.processes.rendezvous import INTERFACE
 from slipstream.processes.signals import StopRequest
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
-from slipstream.runlog import EventLog, RunLog
+from slipstream.runlog import EventLog, RunLog, exit_code_of
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -152,14 +153,13 @@ class Children:
         return self.teacher
 
     def join_nodes(self, attempt: int) -> None:
-        """Wait for the agents of other nodes, if there are any. At the end of the run they end too, or await its next
-        attempt if an error ended it."""
+        """Wait for the agents of other nodes, if there are any. At the end of the run they get its exit code."""
         cluster, run = self._run.config.cluster, self._run
         if cluster.nodes == 1:
             return
         token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
         nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
-        self.at_exit(lambda: nodes.close(is_over=self.error is None))
+        self.at_exit(lambda: nodes.close(exit_code_of(cause_of(self.error))))
         with run.stages.stage("wait for the nodes"):
             nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
         if INTERFACE not in os.environ:

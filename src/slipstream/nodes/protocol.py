@@ -81,7 +81,10 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The run is over."""
+    """The run has ended."""
+
+    code: int
+    """Its exit code."""
 
 
 class Launched(msgspec.Struct, frozen=True, tag=True):
