@@ -50,7 +50,7 @@ SlurmctldHost=box({address})
 SlurmctldPort=16817
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge,cred_expire=2
+AuthInfo=socket={folder}/munge,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid

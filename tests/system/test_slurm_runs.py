@@ -145,13 +145,13 @@ def test_a_node_that_is_down_is_one_requeue(slurm, run_file, tmp_path):
     slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     run.until("PENDING", restarts=1)
     until(lambda: not slurm.ours())
-    slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME", code=None)  # it may be back already
     run.check_whole(tmp_path, restarts=1)
 
 
 @pytest.mark.full
 def test_a_killed_slurmd_is_one_requeue_and_its_agent_ends_with_the_run(slurm, run_file, tmp_path):
-    run = Submitted(slurm, run_file, tmp_path / "run", 3000, "--run.checkpoint_every", 100)
+    run = Submitted(slurm, run_file, tmp_path / "run", 1500, "--run.checkpoint_every", 100)
     run.until_step(5)
     slurm.kill_slurmd("n2")
     began = time.monotonic()

@@ -195,7 +195,7 @@ def _job(folder: Path) -> Job:
 
 
 def _copy(folder: Path, start: int) -> int:
-    """Print the job's output from this place on; the place of its end."""
+    """Print the job's output from byte `start` on; the number of bytes so far."""
     from slipstream.clusters.slurm import OUTPUT
 
     try:
@@ -223,7 +223,7 @@ def _follow(folder: Path, job: Job) -> int:
                 state, asked = slurm.state_of(job), clock.monotonic()
                 num_ended = num_ended + 1 if state is None or state.has_ended else 0
     except KeyboardInterrupt:
-        tell(f"job {job.id} goes on: slipstream status {shlex.quote(str(folder))}", file=sys.stderr)
+        tell(f"job {job.id} continues: slipstream status {shlex.quote(str(folder))}", file=sys.stderr)
         raise
     _copy(folder, place)
     report, state = read_exit(folder), slurm.state_of(job)

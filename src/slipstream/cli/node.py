@@ -65,7 +65,7 @@ def serve_place(place: Place, cluster: ClusterConfig) -> int:
 
 
 def token() -> str:
-    """The run's token. Raises ConfigError if there is none."""
+    """The run's token. Raises ConfigError without one."""
     from slipstream.errors import ConfigError
     from slipstream.nodes.protocol import TOKEN_VARIABLE
 

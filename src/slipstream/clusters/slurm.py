@@ -19,7 +19,7 @@ from slipstream.processes.files import write_whole
 from slipstream.runlog.files import JOB_FOLDER, read_record
 
 OUTPUT = f"{JOB_FOLDER}/output.log"
-"""What the job has printed, below the run folder."""
+"""The job's output, below the run folder."""
 _RECORD, _SCRIPT = f"{JOB_FOLDER}/job.json", f"{JOB_FOLDER}/job.sh"
 _ANSWER_S = 60.0
 _ENDED = frozenset(
@@ -121,7 +121,7 @@ class _UnknownJob(ConfigError):
 
 
 def _call(command: Sequence[str], problem: str, given: str | None = None) -> str:
-    """What a program of Slurm prints. Raises ConfigError."""
+    """The output of a program of Slurm. Raises ConfigError."""
     program = command[0]
     try:
         done = subprocess.run(

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 
 Restarts = Literal["here", "outside", "nowhere"]
-"""Who starts a run again that asks for it: this command, the process that started it, or nobody."""
+"""A restart of the run is carried out by this command, by the process above it, or by nobody."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def train(
     """Carry out the plan in `folder`. Raises the error that ended the run early, after everything was stopped, or
     `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far. `last_words` is called in
     the place of raising, from another thread, where the process ends by itself at `run.grace_s`. `supervisor`: what
-    watches the process that started this one and passes signals on. `restarts`: who carries out a restart.
-    `owns_process`: whether this process does nothing else, so that it may be killed where it stands still."""
+    watches the process that started this one and passes signals on. `restarts`: see `Restarts`. `owns_process`: whether
+    this process does nothing else, so that it may be killed where it stands still."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with stages.stage("compute digests"):
         stock = take_stock(prepared, folder, progress, resume=resume)

@@ -41,7 +41,7 @@ _PAUSE_S = 0.5
 _DRAIN_S = 5.0
 """How long a dead child's last messages may take."""
 _ENDING_S = 60.0
-"""How long a run that failed may take to end its process."""
+"""How long a failed run may take to end its process."""
 
 
 class Agent:
@@ -77,7 +77,7 @@ class Agent:
 
     def serve(self, *, is_last: bool = False) -> int | None:
         """Serve the run until it ends, and return its exit code. None: the connection was lost. `is_last`: return
-        after the process of a run that failed, as a launcher kills the others after the first failure."""
+        after the process of a failed run, as a launcher kills all others after the first failure."""
         assert self._control is not None
         control, children, folders = self._control, dict[int, Child](), dict[int, Path]()
         code = None

@@ -1,7 +1,7 @@
-"""The place of a process in a run over several nodes, as torchrun or srun name it in their variables. Pure.
+"""A process's place in a run over several nodes, by the variables of torchrun or srun. Pure.
 
 Rank 0 is the run, and every other process is the agent of its node. torchrun's store has MASTER_PORT, so agents join at
-the next port. Under Slurm agents join on the step's first node, at a port that follows from the job's number.
+the next port. Under Slurm agents join on the step's first node, at a port derived from the job's number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place:
     attempt: int
     """How often the launcher has started the command again."""
     is_restarted: bool = False
-    """Whether the launcher starts the command again where the run asks for it."""
+    """Whether the launcher starts the command again if the run asks for it."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Place:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings of the run that follow."""
+        """The run's settings by it."""
         return {"cluster.nodes": self.num_nodes, "cluster.address": self.address, "cluster.run_id": self.run_id}
 
     def check(self, nodes: int) -> None:
@@ -56,7 +56,7 @@ class Place:
 
 
 def place_of(variables: Mapping[str, str]) -> Place | None:
-    """The place that these variables name; None for a process alone. Raises ConfigError for several on one node."""
+    """The place by these variables; None for a process alone. Raises ConfigError for several on one node."""
     return _of_torchrun(variables) or _of_srun(variables)
 
 

@@ -61,8 +61,8 @@ def load_config(
 ) -> Loaded:
     """Loads the run file at `path` and the settings that follow it on the command line. `algorithm` is the kind that
     the command implies (`slipstream sft`). `steps` are those of a file that says neither `training.steps` nor `epochs`,
-    for a command that does not train. `implied`: `section.key` values of a launcher, for keys that the user has not
-    set. Raises ConfigError."""
+    for a command that does not train. `implied`: `section.key` values of a launcher; the user's win. Raises
+    ConfigError."""
     return _checked(read_run_file(path), overrides, algorithm, steps, implied or {})
 
 
@@ -211,7 +211,7 @@ def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Origins) 
 
 
 def _imply(tree: dict[str, Any], implied: Mapping[str, Any], sources: _Origins) -> None:
-    """Sets the values of keys that the user has not set."""
+    """Sets values beside the user's."""
     for path, value in implied.items():
         section, _, name = path.partition(".")
         table = tree.setdefault(section, {})

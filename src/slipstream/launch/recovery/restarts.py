@@ -48,7 +48,7 @@ class AttemptFailed(Exception):
 
 
 def cause_of(error: BaseException | None) -> BaseException | None:
-    """The error of an attempt that may be followed by another."""
+    """The error behind a failed attempt."""
     return error.error if isinstance(error, AttemptFailed) else error
 
 
