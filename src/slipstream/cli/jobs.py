@@ -172,12 +172,16 @@ def _per_node(config: RunConfig, gpus: int | None, partition: str | None) -> tup
     """GPUs and cores to ask for on each node: by default the GPUs that the run uses, if the cluster has any, and their
     share of the cores."""
     from slipstream.clusters import slurm
-    from slipstream.config.traits import engine_workers, ranks_here, shares_weights, starts_teacher, uses_engine
+    from slipstream.config.traits import engine_workers, shares_weights, starts_teacher, uses_engine
 
+    asked, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     shape = slurm.node_shape(partition or os.environ.get("SBATCH_PARTITION")) if slurm.is_here() else None
+    if gpus is None and isinstance(asked, int):
+        gpus = asked
     if gpus is None:
         beside = uses_engine(config) and not shares_weights(config) and config.run.placement != "shared"
-        gpus = ranks_here(config) + (engine_workers(config) if beside else 0) + starts_teacher(config)
+        whole = config.training.ranks + (engine_workers(config) if beside else 0) + starts_teacher(config)
+        gpus = max(-(-whole // nodes), config.inference.tensor_parallel_size if beside else 1)
         gpus = 0 if shape is not None and not shape.gpus else gpus
     if isinstance(config.run.threads, int):
         return gpus, config.run.threads
