@@ -8,8 +8,9 @@ uv does the installing, because it can leave out packages that vLLM asks for and
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
 image models only, and so do the last TRL that had PPO and a verl, which tests read and nobody imports. verifiers, whose
 dependencies are not vLLM's, gets virtual environments of its own for the tests: the last version of each interface. The
-tests of `slipstream report` need a Chromium, those of jobs a Slurm: both come from Debian's or Ubuntu's packages, if this
-user may install them. All are brought by `--for-tests`, which `make test` calls, and not by an installation.
+tests of `slipstream report` need a Chromium, and the tests of jobs need Slurm: both come from Debian's or Ubuntu's
+packages, if this user may install them. All are brought by `--for-tests`, which `make test` calls, and not by an
+installation.
 """
 
 from __future__ import annotations
