@@ -43,7 +43,7 @@ SRUN = BATCH_SHELL | {
     ("variables", "place"),
     [
         (TORCHRUN, Place("torchrun", 4, 1, "gpu1:29501", "first", 0)),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Place("torchrun", 4, 1, "gpu1:29501", "first-2", 2)),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Place("torchrun", 4, 1, "gpu1:29501", "first", 2)),
         (TORCHRUN | {"MASTER_PORT": "65535"}, Place("torchrun", 4, 1, "gpu1:65534", "first", 0)),
         (SRUN, Place("srun", 4, 3, "gpu007:21436", "71234.2", 0)),
         (

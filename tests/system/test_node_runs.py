@@ -92,19 +92,25 @@ def test_torchrun_has_the_losses_of_agents_by_hand_and_of_one_host(run_file, tmp
     assert len(numbers(tmp_path / "two")) == 4
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_torchrun_sees_that_a_run_failed_and_alone_starts_it_again(restarts, run_file, tmp_path):
+@pytest.mark.cluster
+@pytest.mark.parametrize(("restarts", "backend"), [(0, "static"), (1, "static"), (1, "c10d")])
+def test_torchrun_sees_that_a_run_failed_and_alone_starts_it_again(restarts, backend, run_file, tmp_path):
     folder = tmp_path / "run"
-    with networks(2) as (((here, host), (there, _)), _):
-        every = ("sft", sft_file(run_file), "--training.steps", 40, "--run.checkpoint_every", 1)
-        every = (*every, *options_of(host, folder, nodes=1))
+    with networks(2) as (places, _):
+        every = ("sft", sft_file(run_file), "--training.steps", 40, "--run.checkpoint_every", 1, "--resume=auto")
+        every = (*every, *options_of("", folder, nodes=1))
         options = {"max-restarts": restarts, "monitor-interval": 0.1}
-        run, other = (torchrun(each, host, node, *every, **options) for node, each in enumerate((here, there)))
+        if backend == "c10d":  # which of the two is the run is its choice
+            options |= {"rdzv-backend": backend, "rdzv-endpoint": f"{places[0][1]}:{PORT - 1}", "rdzv-id": "first"}
+        both = []
+        for node, (prefix, own) in enumerate(places):
+            local = {"local-addr": own} if backend == "c10d" else {}
+            both.append(torchrun(prefix, places[0][1], node, *every, **options, **local))
         until(lambda: num_steps(folder) >= 2, 200)
-        (rank,) = (each for each in family_of(other.pid).values() if "slipstream.launch.ranks.child" in each.cmdline())
+        family = [each for process in both for each in family_of(process.pid).values()]
+        (rank,) = (each for each in family if "slipstream.launch.ranks.child" in each.cmdline())
         rank.kill()
-        for process in (run, other):
+        for process in both:
             output = finish(process, code=0 if restarts else 1)
             assert restarts or re.search(r"exitcode +: 8", output)
     events = read_events(folder)

@@ -75,7 +75,7 @@ def test_a_job_over_two_nodes_has_the_losses_of_one_host(slurm, run_file, tmp_pa
     assert token[0] == "SLIPSTREAM_CLUSTER_TOKEN=$(head -c 32 /dev/urandom | base64 --wrap=0)"
 
 
-def test_jobs_that_could_never_start_are_refused(slurm, run_file, tmp_path):
+def test_a_job_that_could_never_start_is_refused_and_a_forgotten_one_has_ended(slurm, run_file, tmp_path):
     common = ("submit", sft_file(run_file), "--algorithm.kind", "sft", *options_of("", tmp_path / "run", nodes=1))
     common += ("--training.ranks", 3, "--cpus-per-task", 1)
     printed = slurm.slipstream(*common, "--nodes", 3, code=2)
@@ -84,6 +84,9 @@ def test_jobs_that_could_never_start_are_refused(slurm, run_file, tmp_path):
     assert "#SBATCH --nodes=3" in slurm.slipstream(*common, "--nodes", 3, "--dry-run")
     assert "contradicts --nodes 3" in slurm.slipstream(*common, "--nodes", 3, "--cluster.nodes", 2, code=2)
     assert slurm.run("squeue", "--noheader") == ""
+    (tmp_path / "old/slurm").mkdir(parents=True)
+    (tmp_path / "old/slurm/job.json").write_text('{"id": 99999, "nodes": 2, "submitted": 0}')
+    assert slurm.slipstream("cancel", tmp_path / "old") == "job 99999 has ended already"
 
 
 @pytest.mark.full
@@ -100,7 +103,7 @@ def test_a_requeue_by_the_signal_changes_no_loss(slurm, run_file, tmp_path):
     assert 5 <= resumed < 60
 
 
-@pytest.mark.full
+@pytest.mark.cluster
 def test_the_time_limit_requeues_until_the_run_is_whole(slurm, run_file, tmp_path):
     """Slurm signals 70 s before two minutes are over."""
     run = Submitted(slurm, run_file, tmp_path / "run", 100_000, "--time", "2:00", "--run.grace_s", 10)
@@ -126,7 +129,7 @@ def test_cancel_leaves_a_checkpoint_and_no_process(slurm, run_file, tmp_path):
     assert slurm.slipstream("cancel", run.folder) == f"job {run.job} has ended already"
 
 
-@pytest.mark.full
+@pytest.mark.cluster
 def test_a_failure_of_the_run_is_one_requeue(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 60, "--run.checkpoint_every", 1)
     run.until_step(5)
@@ -138,7 +141,7 @@ def test_a_failure_of_the_run_is_one_requeue(slurm, run_file, tmp_path):
     assert "the job is requeued: restart 1 of the run" in run.output
 
 
-@pytest.mark.full
+@pytest.mark.cluster
 def test_a_node_that_is_down_is_one_requeue(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 200, "--run.checkpoint_every", 1)
     run.until_step(5)
@@ -149,7 +152,7 @@ def test_a_node_that_is_down_is_one_requeue(slurm, run_file, tmp_path):
     run.check_whole(tmp_path, restarts=1)
 
 
-@pytest.mark.full
+@pytest.mark.cluster
 def test_a_killed_slurmd_is_one_requeue_and_its_agent_ends_with_the_run(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 1500, "--run.checkpoint_every", 100)
     run.until_step(5)
@@ -166,7 +169,7 @@ def test_a_killed_slurmd_is_one_requeue_and_its_agent_ends_with_the_run(slurm, r
     run.check_whole(tmp_path, restarts=1)
 
 
-@pytest.mark.full
+@pytest.mark.cluster
 def test_one_node_is_a_job_too(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 4, "--follow", nodes=1)
     assert "is node-" not in run.printed

@@ -32,7 +32,7 @@ class Place:
     """`HOST:PORT`, at which agents join."""
     run_id: str
     attempt: int
-    """How often the launcher has started the command again."""
+    """How often the launcher has started the command again; under torchrun by this node's count."""
     is_restarted: bool = False
     """Whether the launcher starts the command again if the run asks for it."""
 
@@ -75,7 +75,7 @@ def _of_torchrun(variables: Mapping[str, str]) -> Place | None:
     port, attempt = _number(variables, "MASTER_PORT", 0), _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
     port += 1 if port < _LAST_PORT else -1
     address = f"{variables['MASTER_ADDR']}:{port}"
-    run_id = _of_attempt(variables.get("TORCHELASTIC_RUN_ID") or address, attempt)
+    run_id = variables.get("TORCHELASTIC_RUN_ID") or address
     return Place("torchrun", size, _number(variables, "RANK", 0), address, run_id, attempt)
 
 
@@ -96,7 +96,7 @@ def _of_srun(variables: Mapping[str, str]) -> Place | None:
         nodes,
         _number(variables, "SLURM_PROCID", 0),
         f"{host}:{_FIRST_PORT + port}",
-        _of_attempt(f"{job}.{step}", attempt),
+        f"{job}.{step}-{attempt}" if attempt else f"{job}.{step}",  # agents of an earlier attempt are refused
         attempt,
         bool(variables.get(OWNER_VARIABLE)),
     )
@@ -106,11 +106,6 @@ def first_host(nodes: str) -> str:
     """The first host of Slurm's list, as `gpu[003-007,9],login1`."""
     found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else ""
-
-
-def _of_attempt(run_id: str, attempt: int) -> str:
-    """Agents of another attempt are refused."""
-    return f"{run_id}-{attempt}" if attempt else run_id
 
 
 def _several(launcher: str, number: int, option: str) -> ConfigError:
