@@ -55,10 +55,11 @@ def test_a_time_limit_without_time_to_train_is_refused(time, words):
         batch_script(request(time=time))
 
 
-def report(error, step=7, lineage=1):
-    return report_of(error, (lineage, 1.0, 0), step)
+def report(error):
+    return report_of(error, (1, 1.0, 0), 7)
 
 
+STOPPED = report(Interrupted("stopped"))
 EVENTS = [
     {"kind": "resume", "lineage": 1, "step": 5, "time": 1e9},
     {"kind": "restart", "lineage": 1, "number": 1, "reason": "node-1 is lost", "time": 2e9},
@@ -66,22 +67,24 @@ EVENTS = [
 
 
 @pytest.mark.parametrize(
-    ("ended", "events", "began", "was_warned", "words"),
+    ("ended", "events", "saved", "began", "was_warned", "words"),
     [
-        (report(Interrupted("stopped")), EVENTS[:1], 0, True, "the job's time is over at step 7"),
-        (report(Interrupted("stopped")), EVENTS[:1], 0, False, ""),  # scancel
-        (report(Interrupted("stopped")), EVENTS[:1], 9e9, True, ""),  # an earlier start's
-        (report(Interrupted("stopped"), step=5), EVENTS[:1], 0, True, ""),  # no step was made
-        (report(RankError("lost")), EVENTS[:1], 0, True, ""),  # no restart is left
-        (report(None), EVENTS[:1], 0, True, ""),
-        (None, EVENTS, 1.5e9, False, "restart 1 of the run, after: node-1 is lost"),
-        (None, EVENTS, 3e9, False, ""),
-        (None, EVENTS[:1], 0, False, ""),  # killed
-        (None, [], 0, True, ""),
+        (STOPPED, EVENTS[:1], 6, 0, True, "the job's time is over at step 7, and step 6 is saved"),
+        (STOPPED, [], 6, 0, True, "the job's time is over at step 7, and step 6 is saved"),
+        (STOPPED, EVENTS[:1], 6, 0, False, ""),  # scancel
+        (STOPPED, EVENTS[:1], 6, 9e9, True, ""),  # an earlier start's
+        (STOPPED, EVENTS[:1], 5, 0, True, ""),  # it resumed from step 5
+        (STOPPED, [], 0, 0, True, ""),
+        (report(RankError("lost")), EVENTS[:1], 6, 0, True, ""),  # no restart is left
+        (report(None), EVENTS[:1], 6, 0, True, ""),
+        (None, EVENTS, 0, 1.5e9, False, "restart 1 of the run, after: node-1 is lost"),
+        (None, EVENTS, 0, 3e9, False, ""),
+        (None, EVENTS[:1], 6, 0, False, ""),  # killed
+        (None, [], 0, 0, True, ""),
     ],
 )
-def test_the_end_of_a_run_decides_whether_its_job_is_requeued(ended, events, began, was_warned, words):
-    assert verdict(ended, events, began, was_warned) == words
+def test_the_end_of_a_run_decides_whether_its_job_is_requeued(ended, events, saved, began, was_warned, words):
+    assert verdict(ended, events, saved, began, was_warned) == words
 
 
 def test_what_slurm_says_is_read():

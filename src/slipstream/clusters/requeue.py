@@ -2,7 +2,7 @@
 
 Slurm alone starts a run over several nodes again: before the time limit, and after a failure if the run asks for it
 (`run.max_restarts`). After the failure of a node Slurm requeues the job by itself. A run is not requeued if anybody
-else has stopped it, or if it made no step in its time.
+else has stopped it, or if it saved no further checkpoint in its time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.runlog import ExitReport, holds_run, read_events, read_exit
+from slipstream.runlog import ExitReport, checkpoints_of, holds_run, read_events, read_exit
 
 
-def verdict(report: ExitReport | None, events: Sequence[dict[str, Any]], began: float, was_warned: bool) -> str:
-    """Why the job is requeued; empty if it is not. `began`: when this start of the job did."""
+def verdict(
+    report: ExitReport | None, events: Sequence[dict[str, Any]], saved: int, began: float, was_warned: bool
+) -> str:
+    """Why the job is requeued; empty if it is not. `saved`: the newest checkpoint's step. `began`: when this start of
+    the job did."""
     last = events[-1] if events else {}
     if report is None:
         asks = last.get("kind") == "restart" and last["time"] >= began
@@ -24,9 +27,9 @@ def verdict(report: ExitReport | None, events: Sequence[dict[str, Any]], began: 
     if not was_warned or report.failure_class != "stopped" or report.time < began:
         return ""
     resumed = [event["step"] for event in events if event["kind"] == "resume" and event["lineage"] == report.lineage]
-    if report.step <= max(resumed, default=0):
+    if saved <= max(resumed, default=0):
         return ""
-    return f"the job's time is over at step {report.step}"
+    return f"the job's time is over at step {report.step}, and step {saved} is saved"
 
 
 def main() -> int:
@@ -34,13 +37,15 @@ def main() -> int:
     folder, began, warned = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "yes"
     if not holds_run(folder):
         return 1
-    report = read_exit(folder)
-    reason = verdict(report, read_events(folder), began, warned)
+    report, checkpoints = read_exit(folder), checkpoints_of(folder)
+    saved = int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
+    reason = verdict(report, read_events(folder), saved, began, warned)
     if reason:
         print(f"the job is requeued: {reason}", flush=True)
     elif warned and report is not None and report.failure_class == "stopped":
         print(
-            "the job is not requeued: it made no step in its time: submit it with more --time and --resume", flush=True
+            "the job is not requeued, as it saved no further checkpoint: submit it again with --resume and more --time",
+            flush=True,
         )
     return 0 if reason else 1
 
