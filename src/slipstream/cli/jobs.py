@@ -16,7 +16,7 @@ from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.clusters.slurm import Job
+    from slipstream.clusters.slurm import Job, NodeShape
     from slipstream.config import RunConfig
 
 _RUNS = Path("runs")
@@ -60,7 +60,7 @@ def submit(
     job = slurm.job_of(folder)
     if job is not None and (state := slurm.state_of(job)) is not None and not state.has_ended:
         raise ConfigError(f"job {job.id} of {folder} is {state.name}: wait for its end, or use slipstream cancel")
-    gpus, cpus = _per_node(config, gpus_per_node, partition)
+    gpus, cpus = _per_node(config, gpus_per_node, _shape(partition, is_needed=not dry_run))
     site = [f"--{name}={value}" for name, value in (("partition", partition), ("account", account)) if value]
     request = Request(
         ["train", str(run_file.absolute()), *overrides, "--run.folder", str(folder), "--resume=auto", "--plain"],
@@ -168,14 +168,24 @@ def _config(run_file: Path, overrides: tuple[str, ...], nodes: int | None) -> Ru
     return config
 
 
-def _per_node(config: RunConfig, gpus: int | None, partition: str | None) -> tuple[int, int | None]:
+def _shape(partition: str | None, *, is_needed: bool) -> NodeShape | None:
+    """The cluster's nodes. None if they are not needed and Slurm is not here."""
+    from slipstream.clusters import slurm
+
+    try:
+        return slurm.node_shape(partition or os.environ.get("SBATCH_PARTITION"))
+    except ConfigError:
+        if is_needed:
+            raise
+        return None
+
+
+def _per_node(config: RunConfig, gpus: int | None, shape: NodeShape | None) -> tuple[int, int | None]:
     """GPUs and cores to ask for on each node: by default the GPUs that the run uses, if the cluster has any, and their
     share of the cores."""
-    from slipstream.clusters import slurm
     from slipstream.config.traits import engine_workers, shares_weights, starts_teacher, uses_engine
 
     asked, nodes = config.cluster.gpus_per_node, config.cluster.nodes
-    shape = slurm.node_shape(partition or os.environ.get("SBATCH_PARTITION")) if slurm.is_here() else None
     if gpus is None and isinstance(asked, int):
         gpus = asked
     if gpus is None:

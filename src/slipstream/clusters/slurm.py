@@ -6,7 +6,6 @@ minutes after its end, and accounting may be off: the state is then unknown, and
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ OUTPUT = f"{JOB_FOLDER}/output.log"
 """The job's output, below the run folder."""
 _RECORD, _SCRIPT = f"{JOB_FOLDER}/job.json", f"{JOB_FOLDER}/job.sh"
 _ANSWER_S = 60.0
+_REFUSES = "refuses the job"
 _ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -67,9 +67,9 @@ class NodeShape:
 
 def submit(script: str, folder: Path, nodes: int, now: float) -> Job:
     """Submit the job of the run in `folder`. Raises ConfigError if it could never start."""
-    _call(["sbatch", "--test-only"], "refuses the job", script)
+    _call(["sbatch", "--test-only"], _REFUSES, script)
     (folder / JOB_FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
-    answer = _call(["sbatch", "--parsable"], "refuses the job", script)
+    answer = _call(["sbatch", "--parsable"], _REFUSES, script)
     job = Job(int(answer.partition(";")[0]), nodes, now)
     write_whole(folder / _SCRIPT, script.encode())
     write_whole(folder / _RECORD, msgspec.json.encode(job))
@@ -111,11 +111,6 @@ def node_shape(partition: str | None) -> NodeShape | None:
     return min((each for each in shapes if each.gpus), default=None, key=_size) or min(shapes, default=None, key=_size)
 
 
-def is_here() -> bool:
-    """Whether this machine has Slurm's programs."""
-    return any(os.access(Path(folder) / "sbatch", os.X_OK) for folder in os.get_exec_path())
-
-
 class _UnknownJob(ConfigError):
     """Slurm has forgotten a job."""
 
@@ -136,7 +131,8 @@ def _call(command: Sequence[str], problem: str, given: str | None = None) -> str
     reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
     if "Invalid job id" in reason:
         raise _UnknownJob(reason)
-    raise ConfigError(f"{program} {problem} ({reason}): change the options")
+    remedy = "change the options" if problem == _REFUSES else "ask the cluster's operators"
+    raise ConfigError(f"{program} {problem} ({reason}): {remedy}")
 
 
 def _state(line: str) -> JobState:
