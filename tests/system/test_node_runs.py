@@ -104,7 +104,8 @@ def test_torchrun_sees_that_a_run_failed_and_alone_starts_it_again(restarts, bac
             options |= {"rdzv-backend": backend, "rdzv-endpoint": f"{places[0][1]}:{PORT - 1}", "rdzv-id": "first"}
         both = []
         for node, (prefix, own) in enumerate(places):
-            local = {"local-addr": own} if backend == "c10d" else {}
+            # Both have one host name, by which torchrun would know the host of its store.
+            local = {"local-addr": own, "rdzv-conf": f"is_host={int(node == 0)}"} if backend == "c10d" else {}
             both.append(torchrun(prefix, places[0][1], node, *every, **options, **local))
         until(lambda: num_steps(folder) >= 2, 200)
         family = [each for process in both for each in family_of(process.pid).values()]
