@@ -13,6 +13,7 @@ from slipstream.doctor.nodes import check_nodes
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.nodes.agent import Agent
 from slipstream.nodes.launcher import Nodes
+from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.processes.channel import Channel
 from tests.nodes.agents import RUN_ID, TOKEN, agent, open_nodes
 from tests.nodes.networks import CAN_MAKE
@@ -107,6 +108,15 @@ def test_no_run_in_time_is_said():
     with agent(address, "--wait", "0.2") as process:
         assert process.wait(WAIT_S) == 2
         assert "no run at 127.0.0.1" in process.stdout.read()
+
+
+def test_agents_join_a_run_that_is_planned_again():
+    with open_nodes(2) as nodes, agent(nodes.address, "--attempt", "0") as process:
+        nodes.wait(WAIT_S)
+        nodes.close(JOIN_AGAIN)
+        with open_nodes(2, nodes.address) as again:
+            again.wait(WAIT_S)
+        assert process.wait(WAIT_S) == 0
 
 
 @pytest.mark.parametrize("how", ["over", "failed", "lost", "agent killed"])

@@ -32,6 +32,7 @@ def node(
     that attempt, with the run's exit code, or 1 for a lost connection.
     """
     from slipstream.nodes.agent import Agent
+    from slipstream.nodes.protocol import JOIN_AGAIN
 
     agent = Agent(_address(join), token(), run_id, node=name, attempt=attempt)
     while True:
@@ -41,6 +42,8 @@ def node(
         if code == 0:
             tell("the run is over")
             return 0
+        if code == JOIN_AGAIN:
+            continue
         tell(f"{agent.node} has lost the run: all its processes were ended" if code is None else _failed(code))
         if attempt >= 0:
             return code or 1
@@ -50,13 +53,16 @@ def serve_place(place: Place, cluster: ClusterConfig) -> int:
     """Be the agent of this place for one attempt of the run. Returns the run's exit code, or 1 for a lost
     connection."""
     from slipstream.nodes.agent import Agent
+    from slipstream.nodes.protocol import JOIN_AGAIN
     from slipstream.processes.lifeline import leave_signals_to_trainer
 
     agent = Agent(_address(cluster.address), token(), cluster.run_id, node=place.name)
-    agent.join(cluster.join_timeout_s)
-    leave_signals_to_trainer()  # it saves a checkpoint and ends, and then this agent
-    tell(f"{socket.gethostname()} is {agent.node} of {cluster.run_id}", flush=True)
-    code = agent.serve(is_last=True)
+    code: int | None = JOIN_AGAIN
+    while code == JOIN_AGAIN:
+        agent.join(cluster.join_timeout_s)
+        leave_signals_to_trainer()  # it saves a checkpoint and ends, and then this agent
+        tell(f"{socket.gethostname()} is {agent.node} of {cluster.run_id}", flush=True)
+        code = agent.serve(is_last=True)
     if code is None:
         tell(f"{agent.node} has lost the run: all its processes were ended", file=sys.stderr)
         return 1

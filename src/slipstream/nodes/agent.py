@@ -76,7 +76,7 @@ class Agent:
                 return
 
     def serve(self, *, is_last: bool = False) -> int | None:
-        """Serve the run until it ends, and return its exit code. None: the connection was lost. `is_last`: return
+        """Serve the run until it ends, and return `Leave.code`. None: the connection was lost. `is_last`: return
         after the process of a failed run, as a launcher kills all others after the first failure."""
         assert self._control is not None
         control, children, folders = self._control, dict[int, Child](), dict[int, Path]()
@@ -106,7 +106,7 @@ class Agent:
                 child.end(0.0)
             for folder in [*folders.values()]:
                 remove_temporary(folder)
-            if code and is_last:
+            if code and code > 0 and is_last:
                 with contextlib.suppress(ChannelClosed, OSError):
                     control.receive(_ENDING_S)
             control.close()

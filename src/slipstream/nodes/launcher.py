@@ -299,10 +299,9 @@ class Nodes:
         finally:
             del self._awaited[call.number], call.node.calls[call.number]
 
-    def close(self, code: int | None = 0) -> None:
-        """End all that the agents have started, after a run with this exit code; None: the run is still to come. Agents
-        without a launcher await the next attempt of a run that failed. After a failure the connections end with this
-        process."""
+    def close(self, code: int = 0) -> None:
+        """End all that the agents have started, after a run with this exit code (`Leave.code`). Agents without a
+        launcher await the next attempt of a failed run. After a failure the connections end with this process."""
         self._is_over = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -310,9 +309,8 @@ class Nodes:
         with self._changed:
             joined = [*self._joined.values()]
         for node in joined:
-            if code is not None:
-                node.send(Leave(code))
-            if not code:
+            node.send(Leave(code))
+            if code <= 0:
                 node.end()
 
     def _accept(self) -> None:
