@@ -92,7 +92,8 @@ def test_garbage_and_silence_hold_up_nobody():
             other.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert len(other.recv(100)) == 36
             until(lambda: other.recv(100) == b"")
-        Agent(nodes.address, TOKEN, RUN_ID).join(WAIT_S)
+        joined = Agent(nodes.address, TOKEN, RUN_ID)  # its end would be the node's
+        joined.join(WAIT_S)
         nodes.wait(WAIT_S)
         assert silent.recv(100)
 
