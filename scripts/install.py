@@ -8,8 +8,9 @@ uv does the installing, because it can leave out packages that vLLM asks for and
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
 image models only, and so do the last TRL that had PPO and a verl, which tests read and nobody imports. verifiers, whose
 dependencies are not vLLM's, gets virtual environments of its own for the tests: the last version of each interface. The
-tests of `slipstream report` need a Chromium: where there is none it comes from Debian's or Ubuntu's packages, if this
-user may install them. Both are brought by `--for-tests`, which `make test` calls, and not by an installation.
+tests of `slipstream report` need a Chromium, and the tests of jobs need Slurm: both come from Debian's or Ubuntu's
+packages, if this user may install them. All are brought by `--for-tests`, which `make test` calls, and not by an
+installation.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ VENV = ROOT / ".venv"
 OLDEST, NEWEST = (3, 11), (3, 13)
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER_PACKAGE = "chromium-headless-shell"
+SLURM_PACKAGES = ("slurm-wlm", "munge")
 BESIDE = VENV / "torchvision"
 """Where tests with image models find it; on no process's path otherwise, as not every torch can load its operators."""
 REFERENCE = VENV / "reference"
@@ -77,24 +79,38 @@ def install_browser() -> None:
     """Bring a headless Chromium, or say why not: only tests that open a report need it."""
     if os.environ.get("CHROMIUM") or any(map(shutil.which, BROWSERS)):
         return
+    if reason := apt_install(BROWSER_PACKAGE):
+        print(
+            f"note: no Chromium ({reason}): tests that open a report in a browser are skipped; install one, or name it "
+            "in CHROMIUM",
+            flush=True,
+        )
+
+
+def install_slurm() -> None:
+    """Bring Slurm, or say why not: only tests of jobs need it."""
+    if shutil.which("slurmctld", path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"):
+        return
+    if reason := apt_install(*SLURM_PACKAGES):
+        print(f"note: no Slurm ({reason}): tests of jobs are skipped", flush=True)
+
+
+def apt_install(*packages: str) -> str:
+    """Install Debian's or Ubuntu's packages; the reason if that is not possible."""
     may_ask = shutil.which("sudo") and subprocess.call(["sudo", "-n", "true"], stderr=subprocess.DEVNULL) == 0
-    if shutil.which("apt-get") is None or (os.geteuid() != 0 and not may_ask):
-        reason = "there is no apt-get" if shutil.which("apt-get") is None else "this user may not install packages"
-    else:
-        root = [] if os.geteuid() == 0 else ["sudo", "-n"]
-        apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
-        install = [*apt, "install", "-y", "--no-install-recommends", BROWSER_PACKAGE]
-        for command in (install, [*apt, "update"], install):
-            print("+", shlex.join(command), flush=True)
-            code = subprocess.call(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-            if command is install and code == 0:
-                return
-        reason = f"apt-get could not install {BROWSER_PACKAGE}"
-    print(
-        f"note: no Chromium ({reason}): tests that open a report in a browser are skipped; install one, or name it in "
-        "CHROMIUM",
-        flush=True,
-    )
+    if shutil.which("apt-get") is None:
+        return "there is no apt-get"
+    if os.geteuid() != 0 and not may_ask:
+        return "this user may not install packages"
+    root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
+    install = [*apt, "install", "-y", "--no-install-recommends", *packages]
+    for command in (install, [*apt, "update"], install):
+        print("+", shlex.join(command), flush=True)
+        code = subprocess.call(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        if command is install and code == 0:
+            return ""
+    return f"apt-get could not install {' and '.join(packages)}"
 
 
 def main() -> None:
@@ -102,10 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
     parser.add_argument("--extras", default="reasoning-gym,dev", help="further extras of pyproject.toml")
-    parser.add_argument("--for-tests", action="store_true", help="only bring what tests need: Chromium, verifiers")
+    parser.add_argument("--for-tests", action="store_true", help="only bring what tests need: Chromium, Slurm ...")
     options = parser.parse_args()
     if options.for_tests:
         install_browser()
+        install_slurm()
         install_verifiers()
         return
     if not OLDEST <= sys.version_info[:2] <= NEWEST:

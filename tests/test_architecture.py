@@ -22,7 +22,17 @@ LAYERS = {
         (
             ("records", "errors", "exports", "patience", "names", "progress", "processes", "regular_files"),
             ("engine_protocols", "config", "runlog", "nodes"),
-            ("algo", "shared_kernels", "data", "detection", "transport", "sinks", "weights", "openai_client"),
+            (
+                "algo",
+                "shared_kernels",
+                "data",
+                "detection",
+                "transport",
+                "sinks",
+                "weights",
+                "openai_client",
+                "clusters",
+            ),
             ("inference", "trainer", "envs"),
             ("orchestrator",),
             ("plan",),

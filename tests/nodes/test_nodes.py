@@ -13,6 +13,7 @@ from slipstream.doctor.nodes import check_nodes
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.nodes.agent import Agent
 from slipstream.nodes.launcher import Nodes
+from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.processes.channel import Channel
 from tests.nodes.agents import RUN_ID, TOKEN, agent, open_nodes
 from tests.nodes.networks import CAN_MAKE
@@ -91,7 +92,8 @@ def test_garbage_and_silence_hold_up_nobody():
             other.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert len(other.recv(100)) == 36
             until(lambda: other.recv(100) == b"")
-        Agent(nodes.address, TOKEN, RUN_ID).join(WAIT_S)
+        joined = Agent(nodes.address, TOKEN, RUN_ID)  # its end would be the node's
+        joined.join(WAIT_S)
         nodes.wait(WAIT_S)
         assert silent.recv(100)
 
@@ -109,7 +111,16 @@ def test_no_run_in_time_is_said():
         assert "no run at 127.0.0.1" in process.stdout.read()
 
 
-@pytest.mark.parametrize("how", ["over", "lost", "agent killed"])
+def test_agents_join_a_run_that_is_planned_again():
+    with open_nodes(2) as nodes, agent(nodes.address, "--attempt", "0") as process:
+        nodes.wait(WAIT_S)
+        nodes.close(JOIN_AGAIN)
+        with open_nodes(2, nodes.address) as again:
+            again.wait(WAIT_S)
+        assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize("how", ["over", "failed", "lost", "agent killed"])
 def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
     with open_nodes(2) as nodes, agent(nodes.address, "--attempt", "0") as process:
         nodes.wait(WAIT_S)
@@ -120,6 +131,9 @@ def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
         if how == "over":
             nodes.close()
             assert process.wait(WAIT_S) == 0
+        elif how == "failed":
+            nodes.close(7)
+            assert process.wait(WAIT_S) == 7
         elif how == "lost":
             for each in [*nodes._joined.values()]:
                 each.channel._socket.shutdown(socket.SHUT_RDWR)
@@ -128,7 +142,7 @@ def test_all_of_a_node_ends_with_the_run_or_the_agent(how):
             process.send_signal(signal.SIGKILL)
         assert all(ends(pid) for pid in pids)
         assert child.wait(WAIT_S) == -signal.SIGKILL
-        assert bool(nodes.lost) == (how != "over")
+        assert bool(nodes.lost) == (how in ("lost", "agent killed"))
 
 
 def test_a_child_of_nowhere_and_one_that_cannot_be_started(tmp_path):

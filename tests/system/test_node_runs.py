@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tests.nodes.agents import TOKEN, agent
 from tests.nodes.networks import CAN_MAKE, ip, networks
 from tests.waiting import WAIT_S, until
 
+from .conftest import family_of
 from .test_real_runs import check_run, num_steps, sft_file
 
 pytestmark = pytest.mark.real_start
@@ -31,12 +33,19 @@ def options_of(host, folder, nodes=2, **settings):
     return [part for key, value in chosen.items() for part in (f"--{key}", str(value))]
 
 
-def start(prefix, *arguments):
+def start(prefix, *arguments, program=()):
     environment = os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
-    command = [*prefix, sys.executable, "-m", "slipstream.cli", *map(str, arguments)]
+    command = [*prefix, sys.executable, *program, "-m", "slipstream.cli", *map(str, arguments)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+
+
+def torchrun(prefix, host, node, *arguments, **options):
+    """torchrun on one of two nodes."""
+    chosen = {"nnodes": 2, "nproc-per-node": 1, "node-rank": node, "master-addr": host, "master-port": PORT - 1}
+    given = [f"--{key}={value}" for key, value in (chosen | options).items()]
+    return start(prefix, *arguments, program=("-m", "torch.distributed.run", *given))
 
 
 def finish(process, code=0):
@@ -65,6 +74,58 @@ def test_two_ranks_and_an_engine_on_three_nodes_have_the_losses_of_one_host(run_
             assert "the run is over" in other.stdout.read()
     check_run(three, steps=3)
     assert numbers(three) == numbers(one)
+
+
+def test_torchrun_has_the_losses_of_agents_by_hand_and_of_one_host(run_file, tmp_path):
+    every = ("sft", sft_file(run_file), "--training.steps", 4)
+    with networks(2) as (((here, host), (there, _)), _):
+        finish(start(here, *every, *options_of(host, tmp_path / "one", nodes=1)))
+        run = start(here, *every, *options_of(host, tmp_path / "two"))
+        with agent((host, PORT), prefix=there) as other:
+            finish(run)
+            assert other.wait(WAIT_S) == 0
+        every = (*every, *options_of(host, tmp_path / "three", nodes=1))
+        run, other = (torchrun(prefix, host, node, *every) for node, prefix in enumerate((here, there)))
+        finish(run)
+        assert "is node-1 of none" in finish(other)
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "three") == numbers(tmp_path / "one")
+    assert len(numbers(tmp_path / "two")) == 4
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("restarts", "backend"), [(0, "static"), (1, "static"), (1, "c10d")])
+def test_torchrun_sees_that_a_run_failed_and_alone_starts_it_again(restarts, backend, run_file, tmp_path):
+    folder = tmp_path / "run"
+    with networks(2) as (places, _):
+        every = ("sft", sft_file(run_file), "--training.steps", 40, "--run.checkpoint_every", 1, "--resume=auto")
+        every = (*every, *options_of("", folder, nodes=1))
+        options = {"max-restarts": restarts, "monitor-interval": 0.1}
+        if backend == "c10d":  # which of the two is the run is its choice
+            options |= {"rdzv-backend": backend, "rdzv-endpoint": f"{places[0][1]}:{PORT - 1}", "rdzv-id": "first"}
+        both = []
+        for node, (prefix, own) in enumerate(places):
+            # Both have one host name, by which torchrun would know the host of its store.
+            local = {"local-addr": own, "rdzv-conf": f"is_host={int(node == 0)}"} if backend == "c10d" else {}
+            both.append(torchrun(prefix, places[0][1], node, *every, **options, **local))
+        until(lambda: num_steps(folder) >= 2, 200)
+        family = [each for process in both for each in family_of(process.pid).values()]
+        (rank,) = (each for each in family if "slipstream.launch.ranks.child" in each.cmdline())
+        rank.kill()
+        for process in both:
+            output = finish(process, code=0 if restarts else 1)
+            assert restarts or re.search(r"exitcode +: 8", output)
+    events = read_events(folder)
+    assert [event["previous"] for event in events if event["kind"] == "opened"] == ["none", "failed"][: restarts + 1]
+    assert not [event for event in events if event["kind"] == "restart"]
+    assert read_exit(folder).exit_code == (0 if restarts else 8)
+
+
+@pytest.mark.full
+def test_several_processes_on_a_node_are_refused(run_file, tmp_path):
+    options = {"nnodes": 1, "nproc-per-node": 2}
+    run = torchrun((), "127.0.0.1", 0, "sft", sft_file(run_file), *options_of("", tmp_path / "run", 1), **options)
+    assert "torchrun started 2 processes on this node, and one is needed" in finish(run, code=1)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full

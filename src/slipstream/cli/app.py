@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, doctor, env_commands, evaluation, node, output, proof, smoke
+from slipstream.cli import chat, commands, doctor, env_commands, evaluation, jobs, node, output, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.processes.exits import become, leave
@@ -30,9 +30,11 @@ app = App(
 {commands}
     """.format(commands=textwrap.indent(COMMANDS.rstrip(), 8 * " ")),
 )
-_BEFORE, _TRAIN, _INSPECT, _USE, _SHELL = (
+_BEFORE, _TRAIN, _SLURM, _INSPECT, _USE, _SHELL = (
     Group(title, sort_key=place)
-    for place, title in enumerate(("Before a run", "Train", "Inspect runs", "Use the trained model", "Shell"))
+    for place, title in enumerate(
+        ("Before a run", "Train", "Train under Slurm", "Inspect runs", "Use the trained model", "Shell")
+    )
 )
 for part in (env_commands.env_app, commands.model_app):
     part.group = (_BEFORE,)
@@ -45,6 +47,8 @@ app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
 app.command(node.node, group=_TRAIN)
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel):
+    app.command(command, group=_SLURM)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)
 app.command(commands.report, group=_INSPECT)

@@ -6,6 +6,7 @@ Called from Python, they also accept a path as `str`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from slipstream.cli.node import serve_place, token
 from slipstream.cli.output import (
     Json,
     Process,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slipstream.config.schema import RunSection
+    from slipstream.launch.run import Restarts
     from slipstream.launch.start import ResumeMode
     from slipstream.plan.derive import Plan
 
@@ -67,7 +70,8 @@ def train(
 
     Writes metrics, events, sampled rollouts and checkpoints to the run folder. Prints that folder, the folder of the
     final weights and, if the run evaluates, the accuracy on held-out tasks. With run.streams = "files" or "redis" this
-    is the supervisor of a process that does so, `slipstream trainer`, which it starts again if it is killed.
+    is the supervisor of a process that does so, `slipstream trainer`, which it starts again if it is killed. Started
+    once on each node by torchrun or srun, rank 0 is the run, and the others are agents of their nodes.
     """
     return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json, supervises=True)
 
@@ -121,11 +125,21 @@ def _train(
     supervised: bool = False,
 ) -> int:
     from slipstream.config import load_config
+    from slipstream.nodes.places import forget, place_of
 
-    run_file = Path(run_file)
-    loaded = load_config(run_file, overrides, algorithm=algorithm)
+    run_file, place = Path(run_file), place_of(os.environ)
+    restarts: Restarts = "here"
+    loaded = load_config(run_file, overrides, algorithm=algorithm, implied=place.settings if place else {})
     flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]
-    if supervises and loaded.config.run.streams != "memory":
+    if place is not None:
+        place.check(loaded.config.cluster.nodes)
+        forget(os.environ)
+        token()
+        if place.node:
+            return serve_place(place, loaded.config.cluster)
+        restarts = "outside" if place.is_restarted else "nowhere"
+        resume = resume or ("auto" if place.attempt else False)
+    elif supervises and loaded.config.run.streams != "memory":
         return _supervise(run_file, overrides, loaded.config.run, resume, flags)
     watch = None
     if supervised:
@@ -142,10 +156,11 @@ def _train(
             make_progress=lambda: made_view(plain=plain, as_json=as_json),
             last_words=lambda error: print_error(error, str(error), error.exit_code, as_json=as_json),
             supervisor=watch,
+            restarts=restarts,
             owns_process=Process.is_own,
         )
     except StartsAgain as again:
-        if supervised:
+        if supervised or restarts == "outside":
             from slipstream.launch.parts.supervisor import AGAIN
 
             return AGAIN

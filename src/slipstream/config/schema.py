@@ -483,7 +483,7 @@ class RedisConfig(Section):
 class ClusterConfig(Section):
     """Nodes of the run. The trainer's ranks are on the first ones and engines on the last; all else is on this host.
     Agents start what is on other nodes (`slipstream node`), with the token in SLIPSTREAM_CLUSTER_TOKEN. Run folder and
-    model are at one path on all nodes."""
+    model are at one path on all nodes. torchrun and srun give number, address and id of their own (docs/cluster.md)."""
 
     nodes: Annotated[int, Field(ge=1, le=4096)] = 1
     """Nodes, this host included."""

@@ -16,7 +16,7 @@ from slipstream.doctor.findings import Finding
 from slipstream.doctor.on_node import Report
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.nodes.launcher import Nodes
-from slipstream.nodes.protocol import TOKEN_VARIABLE
+from slipstream.nodes.protocol import JOIN_AGAIN, TOKEN_VARIABLE
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.temporary import temporary
 from slipstream.runlog.writer import versions
@@ -54,7 +54,7 @@ def check_nodes(
     except (SlipstreamError, OSError) as error:
         yield Finding("nodes", "fault", one_line(error))
     finally:
-        nodes.close(is_over=False)  # agents await the run
+        nodes.close(JOIN_AGAIN)  # agents await the run
 
 
 def _of_node(name: str, nodes: Nodes, shared: Path) -> Iterator[Finding]:

@@ -22,10 +22,12 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.launch.recovery.fallbacks import has_fallback
+from slipstream.launch.recovery.restarts import cause_of
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
 from slipstream.nodes.launcher import Nodes
-from slipstream.nodes.protocol import TOKEN_VARIABLE
+from slipstream.nodes.protocol import JOIN_AGAIN, TOKEN_VARIABLE
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
@@ -35,7 +37,7 @@ from slipstream.processes.rendezvous import INTERFACE
 from slipstream.processes.signals import StopRequest
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
-from slipstream.runlog import EventLog, RunLog
+from slipstream.runlog import EventLog, RunLog, exit_code_of
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -152,20 +154,25 @@ class Children:
         return self.teacher
 
     def join_nodes(self, attempt: int) -> None:
-        """Wait for the agents of other nodes, if there are any. At the end of the run they end too, or await its next
-        attempt if an error ended it."""
+        """Wait for the agents of other nodes, if there are any. At the end of the run they get its exit code."""
         cluster, run = self._run.config.cluster, self._run
         if cluster.nodes == 1:
             return
         token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
         nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
-        self.at_exit(lambda: nodes.close(is_over=self.error is None))
+        self.at_exit(lambda: nodes.close(self._exit_code()))
         with run.stages.stage("wait for the nodes"):
             nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
         if INTERFACE not in os.environ:
             os.environ[INTERFACE] = nodes.interface
             self._exits.callback(os.environ.pop, INTERFACE)
         self.nodes = nodes
+
+    def _exit_code(self) -> int:
+        """The run's, for agents."""
+        if has_fallback(self.error, self._run.prepared.loaded.config):
+            return JOIN_AGAIN
+        return exit_code_of(cause_of(self.error))
 
     def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankProcesses:
         """Start the trainer's ranks 1 and up; `shared`: the engine's weights that they train in place, if any."""

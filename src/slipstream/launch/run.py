@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slipstream.config import PlannedConfig, dump_resolved
 from slipstream.config.traits import has_curriculum
@@ -75,6 +75,10 @@ if TYPE_CHECKING:
     from slipstream.trainer.loop import Reader, TrainingLoop
 
 
+Restarts = Literal["here", "outside", "nowhere"]
+"""A restart of the run is carried out by this command, by the process above it, or by nobody."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What a finished run has made."""
@@ -100,13 +104,14 @@ def train(
     stages: Stages | None = None,
     last_words: LastWords = lambda error: None,
     supervisor: SupervisorWatch | None = None,
+    restarts: Restarts = "here",
     owns_process: bool = False,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises the error that ended the run early, after everything was stopped, or
     `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far. `last_words` is called in
     the place of raising, from another thread, where the process ends by itself at `run.grace_s`. `supervisor`: what
-    watches the process that started this one and passes signals on. `owns_process`: whether this process does nothing
-    else, so that it may be killed where it stands still."""
+    watches the process that started this one and passes signals on. `restarts`: see `Restarts`. `owns_process`: whether
+    this process does nothing else, so that it may be killed where it stands still."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with stages.stage("compute digests"):
         stock = take_stock(prepared, folder, progress, resume=resume)
@@ -162,14 +167,15 @@ def train(
                             RunContext(
                                 *(planned, log, progress, stages, stop, make_engine),
                                 may_differ=stock.may_differ,
-                                is_supervised=supervisor is not None,
+                                is_supervised=supervisor is not None or restarts == "outside",
                             ),
                             resume,
                         ),
                         log,
                     )
             except AttemptFailed as lost:
-                start_again(lost, log, progress, prepared.config.run.max_restarts, stop)
+                most = prepared.config.run.max_restarts if restarts != "nowhere" else 0
+                start_again(lost, log, progress, most, stop)
             finally:
                 stages.end()
                 progress.stop()

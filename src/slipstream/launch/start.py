@@ -20,7 +20,7 @@ from slipstream.runlog.files import refuse_in_use
 
 if TYPE_CHECKING:
     from slipstream.launch.parts.supervised import SupervisorWatch
-    from slipstream.launch.run import RunResult
+    from slipstream.launch.run import Restarts, RunResult
     from slipstream.progress import Progress
 
 
@@ -41,12 +41,13 @@ def run_training(
     make_progress: Callable[[], Progress],
     last_words: Callable[[Interrupted], None] = lambda error: None,
     supervisor: SupervisorWatch | None = None,
+    restarts: Restarts = "here",
     owns_process: bool = False,
 ) -> tuple[RunResult, dict[str, Any]]:
     """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
     Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`, `supervisor`,
-    `owns_process`: see `train`.
+    `restarts`, `owns_process`: see `train`.
     """
     folder = loaded.config.run.folder
     if resume and folder is None:
@@ -83,6 +84,7 @@ def run_training(
             stages=stages,
             last_words=last_words,
             supervisor=supervisor,
+            restarts=restarts,
             owns_process=owns_process,
         )
     metrics = {} if result.evaluation is None else result.evaluation.metrics()

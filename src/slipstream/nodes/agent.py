@@ -40,6 +40,8 @@ from slipstream.processes.temporary import remove_temporary
 _PAUSE_S = 0.5
 _DRAIN_S = 5.0
 """How long a dead child's last messages may take."""
+_ENDING_S = 60.0
+"""How long a failed run may take to end its process."""
 
 
 class Agent:
@@ -73,15 +75,18 @@ class Agent:
                 self.node, self._control = joined
                 return
 
-    def serve(self) -> bool:
-        """Serve the run until it ends. False: the connection was lost."""
+    def serve(self, *, is_last: bool = False) -> int | None:
+        """Serve the run until it ends, and return `Leave.code`. None: the connection was lost. `is_last`: return
+        after the process of a failed run, as a launcher kills all others after the first failure."""
         assert self._control is not None
         control, children, folders = self._control, dict[int, Child](), dict[int, Path]()
+        code = None
         try:
             while True:
                 message: ToAgent = msgspec.msgpack.decode(control.receive(), type=ToAgent)
                 if isinstance(message, Leave):
-                    return True
+                    code = message.code
+                    return code
                 if isinstance(message, Launch):
                     own = message, control, children, folders
                     threading.Thread(target=self._launch, args=own, daemon=True).start()
@@ -93,7 +98,7 @@ class Agent:
                 elif child is not None:
                     child.kill()
         except (ChannelClosed, OSError, msgspec.DecodeError):
-            return False
+            return None
         finally:
             for child in [*children.values()]:
                 child.kill()
@@ -101,6 +106,9 @@ class Agent:
                 child.end(0.0)
             for folder in [*folders.values()]:
                 remove_temporary(folder)
+            if code and code > 0 and is_last:
+                with contextlib.suppress(ChannelClosed, OSError):
+                    control.receive(_ENDING_S)
             control.close()
 
     def _send(self, control: Channel, message: ToRun) -> None:

@@ -7,6 +7,7 @@ error names the missing nodes. The children of a lost node count as killed, and 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import os
 import signal
@@ -210,18 +211,15 @@ class Nodes:
         """A sentence about the first lost node."""
         self._is_over = False
         try:
-            self._server = socket.create_server(address, backlog=1024)
+            self._server = socket.create_server((_bound(address[0]), address[1]), backlog=1024)
         except OSError as error:
             where = "{}:{}".format(*address)
             raise ConfigError(
                 f"agents cannot join at {where} ({error.strerror}): end the other run, or give another port"
             ) from error
-        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
-
-    @property
-    def address(self) -> tuple[str, int]:
+        self.address: tuple[str, int] = address[0], self._server.getsockname()[1]
         """Host and port."""
-        return self._server.getsockname()[:2]
+        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     def wait(
         self,
@@ -301,8 +299,9 @@ class Nodes:
         finally:
             del self._awaited[call.number], call.node.calls[call.number]
 
-    def close(self, *, is_over: bool = True) -> None:
-        """End all that the agents have started. They end too if the run `is_over`, and else await its next attempt."""
+    def close(self, code: int = 0) -> None:
+        """End all that the agents have started, after a run with this exit code (`Leave.code`). Agents without a
+        launcher await the next attempt of a failed run. After a failure the connections end with this process."""
         self._is_over = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -310,9 +309,9 @@ class Nodes:
         with self._changed:
             joined = [*self._joined.values()]
         for node in joined:
-            if is_over:
-                node.send(Leave())
-            node.end()
+            node.send(Leave(code))
+            if code <= 0:
+                node.end()
 
     def _accept(self) -> None:
         while True:
@@ -372,3 +371,11 @@ class Nodes:
         with self._changed:
             del self._joined[node.name]
         node.lose()
+
+
+def _bound(host: str) -> str:
+    """The address to listen at: all of this host's for a name of loopback, as Debian has it of a host's own name."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    own = host != "localhost" and ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    return "" if own else host

@@ -19,6 +19,8 @@ from slipstream.errors import ConfigError
 from slipstream.processes.channel import Channel, ChannelClosed
 
 TOKEN_VARIABLE = "SLIPSTREAM_CLUSTER_TOKEN"
+JOIN_AGAIN = -1
+"""In place of an exit code: the run is planned again, or still to come."""
 SILENT_S = 45.0
 _GREETING_S = 20.0
 """How long a proof may take."""
@@ -81,7 +83,10 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The run is over."""
+    """The run has ended."""
+
+    code: int
+    """Its exit code, or `JOIN_AGAIN`."""
 
 
 class Launched(msgspec.Struct, frozen=True, tag=True):

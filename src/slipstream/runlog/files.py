@@ -30,6 +30,8 @@ Row = dict[str, Any]
 """A line of the run folder: an event, the metrics of a step, a sample."""
 Rows = list[Row]
 LOCK_FILE = "run.lock"
+JOB_FOLDER = "slurm"
+"""Files of the run's job, which exist before the run."""
 # A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
 # Tries are counted, not seconds: while the whole process is stopped there are none.
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02

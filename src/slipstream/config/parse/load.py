@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,12 +33,13 @@ from slipstream.errors import ConfigError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+LAUNCHER = "launcher"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked config and, for each leaf `section.key`, its origin: `run.toml:12`, `command line` or `default`. A
-    section that is turned off is a leaf too."""
+    """A checked config and, for each leaf `section.key`, its origin: `run.toml:12`, `command line`, `launcher` or
+    `default`. A section that is turned off is a leaf too."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -50,12 +52,18 @@ class Loaded:
 
 
 def load_config(
-    path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None, steps: int | None = None
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    algorithm: str | None = None,
+    steps: int | None = None,
+    implied: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Loads the run file at `path` and the settings that follow it on the command line. `algorithm` is the kind that
     the command implies (`slipstream sft`). `steps` are those of a file that says neither `training.steps` nor `epochs`,
-    for a command that does not train. Raises ConfigError."""
-    return _checked(read_run_file(path), overrides, algorithm, steps)
+    for a command that does not train. `implied`: `section.key` values of a launcher; the user's win. Raises
+    ConfigError."""
+    return _checked(read_run_file(path), overrides, algorithm, steps, implied or {})
 
 
 def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> Loaded:
@@ -65,7 +73,13 @@ def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> L
     return _checked(RunFile(Path("Python call"), dict(tree), lines), (), algorithm)
 
 
-def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None, steps: int | None = None) -> Loaded:
+def _checked(
+    file: RunFile,
+    overrides: Sequence[str],
+    algorithm: str | None,
+    steps: int | None = None,
+    implied: Mapping[str, Any] = MappingProxyType({}),
+) -> Loaded:
     settings, problems = parse_overrides(overrides)
     warnings: list[str] = []
     sources = _Origins(file, settings)
@@ -74,6 +88,7 @@ def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None, ste
         apply_override(tree, setting)
     _replace_steps(tree, sources, warnings)
     problems += _force_algorithm(tree, algorithm, sources)
+    _imply(tree, implied, sources)
     problems += _remove_unknown(tree, sources, warnings)
     for section in optional_sections():
         if tree.get(section) is False:
@@ -106,6 +121,7 @@ class _Origins:
         self.file = file
         self.flags: dict[str, str] = {dotted(setting.path): setting.flag for setting in overrides}
         self.forced: set[str] = set()
+        self.implied: set[str] = set()
 
     @property
     def is_alone(self) -> bool:
@@ -125,9 +141,11 @@ class _Origins:
         return below or self._flag(path) is not None or self._in_file(path)
 
     def origin(self, path: str) -> str:
-        """The origin of `path`: `run.toml:12`, `command line` or `default`."""
+        """The origin of `path`, see `Loaded`."""
         if self._flag(path) is not None or path in self.forced:
             return COMMAND_LINE
+        if path in self.implied:
+            return LAUNCHER
         return self.file.where(path) if self._in_file(path) else DEFAULT
 
     def origins(self, config: RunConfig) -> dict[str, str]:
@@ -190,6 +208,16 @@ def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Origins) 
         f'run `slipstream train` with this run file, or set kind = "{kind}"'
     )
     return [located(sentence, sources.place("algorithm.kind"))]
+
+
+def _imply(tree: dict[str, Any], implied: Mapping[str, Any], sources: _Origins) -> None:
+    """Sets values beside the user's."""
+    for path, value in implied.items():
+        section, _, name = path.partition(".")
+        table = tree.setdefault(section, {})
+        if isinstance(table, dict) and name not in table:
+            table[name] = value
+            sources.implied.add(path)
 
 
 def _remove_unknown(tree: dict[str, Any], sources: _Origins, warnings: list[str]) -> list[str]:
@@ -385,7 +413,7 @@ def _without_effect(config: RunConfig, origins: Mapping[str, str], sources: _Ori
     reasons, problems = inapplicable(config), list[str]()
     by_itself = _reasons_in_file(sources.file)
     for path, origin in origins.items():
-        if origin == DEFAULT or not (reason := reason_against(path, reasons)):
+        if origin in (DEFAULT, LAUNCHER) or not (reason := reason_against(path, reasons)):
             continue
         if origin == COMMAND_LINE or (sources.is_alone or reason_against(path, by_itself)):
             problems.append(located(f"{path} {reason}: remove it", sources.place(path)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from slipstream.config import Derived, dump_resolved, with_values
+from slipstream.config import Derived, RunConfig, dump_resolved, with_values
 from slipstream.launch.build import CompilerFailed
 from slipstream.launch.prepare import Prepared
 from slipstream.plan.derive import make_plan
@@ -28,17 +28,17 @@ def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: 
         try:
             return carry_out(prepared)
         except CompilerFailed as error:
-            if asked.training.compile != "auto":
+            if not has_fallback(error, asked):
                 raise
             path, value, reason = "training.compile", False, f"the compiler failed ({error.problem})"
             warning = f"training.compile = false, as {reason}: layers are not compiled, and the run is slower"
         except CannotShare as error:
-            if asked.weights.bridge != "auto" or asked.training.ranks > 1:  # ranks by another bridge need more GPUs
+            if not has_fallback(error, asked):
                 raise
             path, value, reason = "weights.bridge", "disk", f"single_copy cannot be ({error.problem})"
             warning = f"weights.bridge = disk, as {reason}: updates go through files, and the run is slower"
         except CannotShareKernels as error:
-            if asked.model.shared_kernels != "auto" or asked.run.exact:
+            if not has_fallback(error, asked):
                 raise
             path, value, reason = "model.shared_kernels", False, error.problem
             warning = f"model.shared_kernels = false, as {reason}: engine and trainer round at different places"
@@ -47,6 +47,19 @@ def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: 
         prepared = _planned_again(prepared, replaced, warning)
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         log.warning(warning)
+
+
+def has_fallback(error: BaseException | None, asked: RunConfig) -> bool:
+    """Whether `with_fallbacks` repeats a run with these settings after this error."""
+    match error:
+        case CompilerFailed():
+            return asked.training.compile == "auto"
+        case CannotShare():
+            return asked.weights.bridge == "auto" and asked.training.ranks == 1  # else it needs more GPUs
+        case CannotShareKernels():
+            return asked.model.shared_kernels == "auto" and not asked.run.exact
+        case _:
+            return False
 
 
 def _planned_again(prepared: Prepared, replaced: dict[str, Derived], warning: str) -> Prepared:

@@ -47,6 +47,11 @@ class AttemptFailed(Exception):
         """Seconds of training of this command so far, as `training.max_seconds` counts them."""
 
 
+def cause_of(error: BaseException | None) -> BaseException | None:
+    """The error behind a failed attempt."""
+    return error.error if isinstance(error, AttemptFailed) else error
+
+
 def is_retriable(error: Exception) -> bool:
     """Whether the same command with --resume may succeed as it is, and nobody has asked for the stop."""
     return isinstance(error, SlipstreamError) and error.is_retriable and not isinstance(error, Interrupted)

@@ -124,7 +124,7 @@ def same_commit(loaded: Loaded) -> Loaded:
     return replace(loaded, config=with_values(config, {"model.revision": recorded}))
 
 
-_OF_A_START = ("run.folder", "run.allow_changes")
+_OF_A_START = ("run.folder", "run.allow_changes", "cluster.address", "cluster.run_id")
 
 
 def changed_settings(before: dict[str, Any], after: dict[str, Any], missing: str = "not set") -> list[str]:

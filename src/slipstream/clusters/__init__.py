@@ -1,0 +1,1 @@
+"""Runs as jobs of a cluster's scheduler: Slurm so far."""

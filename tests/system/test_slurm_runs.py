@@ -1,0 +1,176 @@
+"""Runs as jobs of a real Slurm with two nodes: `slipstream submit` and what follows."""
+
+import json
+import os
+import time
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit
+from tests.clusters.slurm_cluster import TIMEOUT_S, cluster, needs_slurm
+from tests.waiting import until
+
+from .test_node_runs import finish, numbers, options_of, start
+from .test_real_runs import num_steps, sft_file
+
+pytestmark = [pytest.mark.real_start, needs_slurm]
+LONG_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with cluster() as made:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        yield made
+
+
+class Submitted:
+    """A run of SFT over two nodes as a job."""
+
+    def __init__(self, slurm, run_file, folder, steps, *options, nodes=2):
+        self.slurm, self.folder, self.file, self.steps = slurm, folder, sft_file(run_file), steps
+        given = ("--nodes", nodes, "--cpus-per-task", 1, "--json", *options)
+        printed = slurm.slipstream("submit", self.file, *self.settings(folder), *given)
+        self.job = json.loads(printed.splitlines()[0])["job"]
+        self.printed = printed
+
+    def settings(self, folder):
+        return ("--algorithm.kind", "sft", "--training.steps", self.steps, *options_of("", folder, nodes=1))
+
+    def until(self, *states, restarts=0):
+        until(lambda: self.slurm.state(self.job) in [(state, restarts) for state in states], LONG_S)
+
+    def until_step(self, step):
+        until(lambda: num_steps(self.folder) >= step or self.has_ended, LONG_S)
+        assert num_steps(self.folder) >= step, self.output
+
+    @property
+    def has_ended(self):
+        return self.slurm.state(self.job)[0] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+
+    @property
+    def output(self):
+        return (self.folder / "slurm/output.log").read_text()
+
+    def check_whole(self, tmp_path, restarts):
+        """It has ended with the losses of an undisturbed run on one host, and nothing is left of it."""
+        until(lambda: self.has_ended, LONG_S)
+        assert self.slurm.state(self.job) == ("COMPLETED", restarts), self.output
+        until(lambda: not self.slurm.ours())
+        finish(start((), "train", self.file, *self.settings(tmp_path / "one")))
+        assert numbers(self.folder) == numbers(tmp_path / "one")
+        assert len(numbers(self.folder)) == self.steps
+        assert lineages(self.folder) == restarts + 1
+
+
+def lineages(folder):
+    return sum(event["kind"] == "opened" for event in read_events(folder))
+
+
+def test_a_job_over_two_nodes_has_the_losses_of_one_host(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 4, "--follow")
+    assert "is node-1 of" in run.printed
+    run.check_whole(tmp_path, restarts=0)
+    token = [line for line in (run.folder / "slurm/job.sh").read_text().splitlines() if "TOKEN" in line]
+    assert token[0] == "SLIPSTREAM_CLUSTER_TOKEN=$(head -c 32 /dev/urandom | base64 --wrap=0)"
+
+
+def test_a_job_that_could_never_start_is_refused_and_a_forgotten_one_has_ended(slurm, run_file, tmp_path):
+    common = ("submit", sft_file(run_file), "--algorithm.kind", "sft", *options_of("", tmp_path / "run", nodes=1))
+    common += ("--training.ranks", 3, "--cpus-per-task", 1)
+    printed = slurm.slipstream(*common, "--nodes", 3, code=2)
+    assert "sbatch refuses the job" in printed
+    assert not (tmp_path / "run").exists()
+    assert "#SBATCH --nodes=3" in slurm.slipstream(*common, "--nodes", 3, "--dry-run")
+    assert "contradicts --nodes 3" in slurm.slipstream(*common, "--nodes", 3, "--cluster.nodes", 2, code=2)
+    assert slurm.run("squeue", "--noheader") == ""
+    (tmp_path / "old/slurm").mkdir(parents=True)
+    (tmp_path / "old/slurm/job.json").write_text('{"id": 99999, "nodes": 2, "submitted": 0}')
+    assert slurm.slipstream("cancel", tmp_path / "old") == "job 99999 has ended already"
+
+
+@pytest.mark.full
+def test_a_requeue_by_the_signal_changes_no_loss(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 60)
+    run.until_step(5)
+    assert "is RUNNING" in slurm.slipstream("submit", run.file, *run.settings(run.folder), "--resume", code=2)
+    (shown,) = json.loads(slurm.slipstream("status", run.folder, "--json"))
+    assert (shown["job"], shown["job state"], shown["state"]) == (run.job, "RUNNING", "running")
+    slurm.run("scancel", "--signal=USR1", "--batch", run.job)
+    run.check_whole(tmp_path, restarts=1)
+    assert "the job is requeued: the job's time is over at step" in run.output
+    (resumed,) = (event["step"] for event in read_events(run.folder) if event["kind"] == "resume")
+    assert 5 <= resumed < 60
+
+
+@pytest.mark.cluster
+def test_the_time_limit_requeues_until_the_run_is_whole(slurm, run_file, tmp_path):
+    """Slurm signals 70 s before two minutes are over."""
+    run = Submitted(slurm, run_file, tmp_path / "run", 100_000, "--time", "2:00", "--run.grace_s", 10)
+    run.until("PENDING", "RUNNING", restarts=1)
+    run.until_step(num_steps(run.folder) + 5)
+    assert "the job is requeued: the job's time is over at step" in run.output
+    assert slurm.slipstream("cancel", run.folder) == f"cancelled: job {run.job}"
+    until(lambda: run.has_ended, LONG_S)
+    assert lineages(run.folder) == 2
+
+
+@pytest.mark.full
+def test_cancel_leaves_a_checkpoint_and_no_process(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 100_000)
+    run.until_step(5)
+    assert json.loads(slurm.slipstream("cancel", run.folder, "--json")) == {"job": run.job, "cancelled": True}
+    until(lambda: run.has_ended, LONG_S)
+    until(lambda: not slurm.ours())
+    assert slurm.state(run.job) == ("CANCELLED", 0)
+    report = read_exit(run.folder)
+    assert (report.status, report.exit_code) == ("interrupted", 130)
+    assert (run.folder / f"checkpoints/step-{report.step:06d}").is_dir()
+    assert slurm.slipstream("cancel", run.folder) == f"job {run.job} has ended already"
+
+
+@pytest.mark.cluster
+def test_a_failure_of_the_run_is_one_requeue(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 60, "--run.checkpoint_every", 1)
+    run.until_step(5)
+    (rank,) = (each for each in slurm.ours() if "slipstream.launch.ranks.child" in each.cmdline())
+    rank.kill()
+    run.check_whole(tmp_path, restarts=1)
+    (restart,) = (event for event in read_events(run.folder) if event["kind"] == "restart")
+    assert "trainer process 1" in restart["reason"]
+    assert "the job is requeued: restart 1 of the run" in run.output
+
+
+@pytest.mark.cluster
+def test_a_node_that_is_down_is_one_requeue(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 200, "--run.checkpoint_every", 1)
+    run.until_step(5)
+    slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    run.until("PENDING", restarts=1)
+    until(lambda: not slurm.ours())
+    slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME", code=None)  # it may be back already
+    run.check_whole(tmp_path, restarts=1)
+
+
+@pytest.mark.cluster
+def test_a_killed_slurmd_is_one_requeue_and_its_agent_ends_with_the_run(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 1500, "--run.checkpoint_every", 100)
+    run.until_step(5)
+    slurm.kill_slurmd("n2")
+    began = time.monotonic()
+    try:
+        run.until("PENDING", restarts=1)
+        noticed_s = time.monotonic() - began
+        until(lambda: not slurm.ours())
+        assert time.monotonic() - began < noticed_s + 40  # KillWait, and a little
+    finally:
+        slurm.start_slurmd("n2")
+    assert noticed_s > TIMEOUT_S / 2
+    run.check_whole(tmp_path, restarts=1)
+
+
+@pytest.mark.cluster
+def test_one_node_is_a_job_too(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 4, "--follow", nodes=1)
+    assert "is node-" not in run.printed
+    run.check_whole(tmp_path, restarts=0)
