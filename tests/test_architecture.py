@@ -23,7 +23,7 @@ LAYERS = {
             ("records", "errors", "exports", "patience", "names", "progress", "processes", "regular_files"),
             ("engine_protocols", "config", "runlog", "nodes"),
             ("algo", "shared_kernels", "data", "detection", "transport", "sinks", "weights", "openai_client"),
-            ("inference", "trainer", "envs"),
+            ("inference", "trainer", "envs", "clusters"),
             ("orchestrator",),
             ("plan",),
             ("launch",),

@@ -7,7 +7,6 @@ processes at once, from any thread.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from traceback import FrameSummary
 from types import TracebackType
 from typing import Self
 
+from slipstream.clusters.opening import open_nodes
 from slipstream.config import PlannedConfig
 from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import set_up, shut_down
@@ -25,7 +25,6 @@ from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
 from slipstream.nodes.launcher import Nodes
-from slipstream.nodes.protocol import TOKEN_VARIABLE
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
@@ -157,10 +156,10 @@ class Children:
         cluster, run = self._run.config.cluster, self._run
         if cluster.nodes == 1:
             return
-        token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
-        nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
-        self.at_exit(lambda: nodes.close(is_over=self.error is None))
+        run_id, log = cluster.run_id or run.folder.name, run.folder / "logs" / f"{cluster.launcher}.log"
         with run.stages.stage("wait for the nodes"):
+            nodes = open_nodes(cluster, run_id, attempt, log, run.should_stop)
+            self.at_exit(lambda: nodes.close(is_over=self.error is None))
             nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
         if INTERFACE not in os.environ:
             os.environ[INTERFACE] = nodes.interface

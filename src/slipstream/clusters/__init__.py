@@ -1,0 +1,1 @@
+"""Starts the agents of a run's nodes by a cluster manager."""
