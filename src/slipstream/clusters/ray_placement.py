@@ -65,9 +65,10 @@ def choose(nodes: Sequence[RayNode], num: int, gpus: int) -> list[Bundle]:
     if len(fit) < num:
         seen = "; ".join(f"{node.name}: {node.state}" for node in nodes[:_SHOWN]) or "no further node"
         more = f"; and {len(nodes) - _SHOWN} more nodes" if len(nodes) > _SHOWN else ""
+        asked = f"{num} node{'s' * (num > 1)} beside this one, each with some CPUs and {gpus} GPUs"
         raise ConfigError(
-            f"cluster.nodes = {num + 1} asks Ray for {num} nodes beside this one, each with some CPUs and {gpus} GPUs, "
-            f"and it has {len(fit)} ({seen}{more}): lower it, or add nodes (ray start)"
+            f"cluster.nodes = {num + 1} asks Ray for {asked}, and it has {len(fit)} ({seen}{more}): lower it, or add "
+            "nodes (ray start)"
         )
     by_room = sorted(fit, key=lambda node: (not _has_room(node, gpus), -node.free_cpus, node.address, node.id))
     return [Bundle(node, _floor(node.free_cpus) or node.cpus, gpus) for node in by_room[:num]]
@@ -80,7 +81,7 @@ def not_placed(bundles: Sequence[Bundle], now: Mapping[str, RayNode], state: str
     more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
     shown = "; ".join(waiting[:_SHOWN]) or "every node has room"
     return (
-        f"Ray has not placed the {len(bundles)} agents after {seconds:g} s, its placement group is {state} ({shown}"
+        f"Ray has not placed all agents after {seconds:.0f} s, its placement group is {state} ({shown}"
         f"{more}): end other work there, or raise cluster.join_timeout_s"
     )
 
