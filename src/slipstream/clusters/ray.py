@@ -91,7 +91,8 @@ class AgentActor:
 
     def serve(self, start: Start, node: str) -> None:
         """Join the run and serve it to its end. Raises ConfigError if it is refused."""
-        os.environ.pop("OMP_NUM_THREADS", None)  # the actor's CPUs; the run gives its children threads
+        for name in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT"):  # Ray's; the run gives its children threads
+            os.environ.pop(name, None)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # children's exit codes are read
         with contextlib.suppress(OSError):
             os.chdir(start.folder)
