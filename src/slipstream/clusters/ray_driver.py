@@ -7,6 +7,7 @@ ends. After SIGKILL Ray does the same: neither outlives its driver.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -37,9 +38,11 @@ class _Held:
     def __init__(self) -> None:
         self.actors: list[Any] = []
         self.group: Any = None
+        self.is_released = False
 
     def release(self) -> None:
         """Give it up, unless Ray does not answer in time."""
+        self.is_released = True
         thread = threading.Thread(target=self._release, daemon=True)
         thread.start()
         thread.join(_RELEASE_S)
@@ -86,7 +89,7 @@ class Driver:
                 socket.create_connection((host, int(port)), _CONNECT_S).close()
             import ray
 
-            ray.init("auto", logging_level="error", log_to_driver=False)
+            ray.init("auto", logging_level=logging.ERROR, log_to_driver=False)
         except ImportError as error:
             raise ConfigError(f"Ray cannot be imported ({one_line(error)}): pip install 'slipstream[ray]'") from error
         except Exception as error:
@@ -162,13 +165,14 @@ def _name_of(start: Start) -> str:
 
 def _reason_of(ended: Any) -> str:
     import ray
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         ray.get(ended)
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         cause = error.cause
         return str(cause) if isinstance(cause, ConfigError) else one_line(cause)
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         return one_line(error)
     return "its agent ended"
 
@@ -186,6 +190,9 @@ def main(num: str, gpus: str) -> int:
         driver.serve(start, driver.place(start))
     except ConfigError as error:
         driver.send(Refused(str(error)))
+    except Exception:
+        if not held.is_released:
+            raise
     parent.receive()  # to the end of the channel, which ends this process
     return 0
 
