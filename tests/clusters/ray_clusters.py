@@ -1,6 +1,7 @@
 """A Ray cluster of two nodes on this host, with an actor of somebody else on the second."""
 
 import contextlib
+import shutil
 import signal
 from pathlib import Path
 
@@ -81,5 +82,7 @@ def two_nodes():
         yield found
     finally:
         ray.shutdown()
+        folder = found.folder
         found.cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
         signal.signal(signal.SIGTERM, handler)

@@ -1,7 +1,7 @@
 """Nodes of a run on a Ray cluster: Ray starts an agent on each, and has no other part in the run.
 
-A process of its own asks Ray (`ray_driver.py`): Ray's threads, signal handlers and exit functions stay out of the
-trainer. Guarantees: it holds one placement group with an actor on each node, and gives up both at the end of the run,
+A separate process asks Ray (`ray_driver.py`): Ray's threads, signal handlers and exit functions stay out of the
+trainer. Guarantees: it holds one placement group with an actor on each node, and releases both at the end of the run,
 also after SIGKILL; nothing else on the cluster is touched. The token is the run's own. It goes to the actors as an
 argument of a call: Ray neither shows nor stores it.
 """
