@@ -33,8 +33,8 @@ def options_of(host, folder, nodes=2, **settings):
     return [part for key, value in chosen.items() for part in (f"--{key}", str(value))]
 
 
-def start(prefix, *arguments, program=()):
-    environment = os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
+def start(prefix, *arguments, program=(), **variables):
+    environment = os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"} | variables
     command = [*prefix, sys.executable, *program, "-m", "slipstream.cli", *map(str, arguments)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -1,1 +1,1 @@
-"""Runs as jobs of a cluster's scheduler: Slurm so far."""
+"""Slurm and Ray: jobs of runs, and agents of their nodes."""

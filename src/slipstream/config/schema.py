@@ -489,8 +489,10 @@ class ClusterConfig(Section):
     """Nodes, this host included."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] | Auto = "auto"
     """`auto`: as many as this host has."""
+    launcher: Literal["manual", "ray"] = "manual"
+    """How agents are started: by `slipstream node` on each node, or by the Ray cluster of this host or RAY_ADDRESS."""
     address: str = ""
-    """`HOST:PORT` of this host, at which agents join."""
+    """`HOST:PORT` of this host, at which agents join. Under `ray` by default its address in Ray, and a free port."""
     run_id: str = ""
     """Agents must name it. Not set: the name of the run folder."""
     join_timeout_s: bounds.Seconds = 600.0

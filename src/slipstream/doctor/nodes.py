@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.clusters.opening import open_nodes
 from slipstream.doctor.findings import Finding
 from slipstream.doctor.on_node import Report
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.nodes.launcher import Nodes
-from slipstream.nodes.protocol import JOIN_AGAIN, TOKEN_VARIABLE
+from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.temporary import temporary
 from slipstream.runlog.writer import versions
@@ -41,7 +41,7 @@ def check_nodes(
         if cluster.nodes == 1:
             yield Finding("nodes", "ok", "cluster.nodes is 1: there is only this host")
             return
-        nodes = Nodes(cluster.nodes, cluster.host_and_port, os.environ.get(TOKEN_VARIABLE, ""), run_id)
+        nodes = open_nodes(cluster, run_id)
     except SlipstreamError as error:
         yield Finding("nodes", "fault", str(error))
         return

@@ -15,6 +15,7 @@ from traceback import FrameSummary
 from types import TracebackType
 from typing import Self
 
+from slipstream.clusters.opening import open_nodes
 from slipstream.config import PlannedConfig
 from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import set_up, shut_down
@@ -27,7 +28,7 @@ from slipstream.launch.recovery.restarts import cause_of
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
 from slipstream.nodes.launcher import Nodes
-from slipstream.nodes.protocol import JOIN_AGAIN, TOKEN_VARIABLE
+from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
@@ -158,10 +159,10 @@ class Children:
         cluster, run = self._run.config.cluster, self._run
         if cluster.nodes == 1:
             return
-        token, run_id = os.environ.get(TOKEN_VARIABLE, ""), cluster.run_id or run.folder.name
-        nodes = Nodes(cluster.nodes, cluster.host_and_port, token, run_id, attempt)
-        self.at_exit(lambda: nodes.close(self._exit_code()))
+        run_id, log = cluster.run_id or run.folder.name, run.folder / "logs" / f"{cluster.launcher}.log"
         with run.stages.stage("wait for the nodes"):
+            nodes = open_nodes(cluster, run_id, attempt, log, run.should_stop)
+            self.at_exit(lambda: nodes.close(self._exit_code()))
             nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
         if INTERFACE not in os.environ:
             os.environ[INTERFACE] = nodes.interface

@@ -221,6 +221,15 @@ class Nodes:
         """Host and port."""
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
+    @property
+    def remedy(self) -> str:
+        """How a missing agent is started."""
+        return "slipstream node --join {}:{} --run-id {}".format(*self.address, self._run_id)
+
+    def title(self, name: str) -> str:
+        """A node's name in messages."""
+        return name
+
     def wait(
         self,
         timeout_s: float,
@@ -229,18 +238,17 @@ class Nodes:
     ) -> None:
         """Wait for all agents. Raises ConfigError that names the missing nodes, and Interrupted."""
         began, warn_at = time.monotonic(), _POLL_S
-        command = "slipstream node --join {}:{} --run-id {}".format(*self.address, self._run_id)
         with self._changed:
-            while missing := [name for name in self.names if name not in self._joined]:
+            while missing := [self.title(name) for name in self.names if name not in self._joined]:
                 num = len(self.names)
                 said = f"{num - len(missing)} of {num} agents have joined; missing {', '.join(missing)}"
                 waited = time.monotonic() - began
                 if waited >= timeout_s:
-                    raise ConfigError(f"{said} after {timeout_s:g} s: {command}")
+                    raise ConfigError(f"{said} after {timeout_s:g} s: {self.remedy}")
                 if should_stop():
                     raise Interrupted(f"stopped while waiting for agents ({said}): continue with --resume")
                 if waited >= warn_at:
-                    warn(f"{said}: {command}")
+                    warn(f"{said}: {self.remedy}")
                     warn_at += _WARN_S
                 self._changed.wait(min(_POLL_S, timeout_s - waited))
 
@@ -298,6 +306,15 @@ class Nodes:
             call.wait(for_answer=for_answer)
         finally:
             del self._awaited[call.number], call.node.calls[call.number]
+
+    def lose(self, name: str, reason: str) -> bool:
+        """End a joined node that is known to be lost. False: it has not joined."""
+        with self._changed:
+            node = self._joined.get(name)
+        if node is not None:
+            self._is_lost(node, reason)
+            node.end()
+        return node is not None
 
     def close(self, code: int = 0) -> None:
         """End all that the agents have started, after a run with this exit code (`Leave.code`). Agents without a
@@ -366,11 +383,14 @@ class Nodes:
             self._changed.notify_all()
         node.receive()
         # Before its children end: the error of a rank is then the node's.
-        if not self._is_over:
-            self.lost = self.lost or f"{node.name} is lost: its agent ended, or the network between failed"
+        self._is_lost(node, "its agent ended, or the network between failed")
         with self._changed:
             del self._joined[node.name]
         node.lose()
+
+    def _is_lost(self, node: _Node, reason: str) -> None:
+        if not self._is_over:
+            self.lost = self.lost or f"{self.title(node.name)} is lost: {reason}"
 
 
 def _bound(host: str) -> str:

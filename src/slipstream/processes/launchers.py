@@ -36,7 +36,7 @@ class Resources:
     threads: int | None = None
     """OpenMP threads."""
     gpus: Sequence[str] = ()
-    """As CUDA_VISIBLE_DEVICES names them; on another node, their numbers among those seen by its agent."""
+    """Names as in CUDA_VISIBLE_DEVICES; on another node, numbers among those of its agent."""
     python: str = sys.executable
     """Its interpreter."""
     max_processes: int = 0

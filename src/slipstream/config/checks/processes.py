@@ -22,11 +22,11 @@ def _nodes(config: RunConfig) -> Problems:
     """Checks for several nodes."""
     if (number := config.cluster.nodes) == 1:
         return
-    address = config.cluster.address
+    address, is_manual = config.cluster.address, config.cluster.launcher == "manual"
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        yield f"cluster.address = {address!r} is no HOST:PORT: give one of this host, at which agents join"
-    if not config.cluster.run_id and config.run.folder is None:
+    if (address or is_manual) and (not host or not port.isdigit()):
+        yield f"cluster.address = {address!r} is no HOST:PORT: give this host's, for agents to join"
+    if is_manual and not config.cluster.run_id and config.run.folder is None:
         yield f'cluster.nodes = {number} needs a name that agents can give: set cluster.run_id = "first", say'
     if shares_weights(config):
         yield (

@@ -17,19 +17,31 @@ def check_needs(config: RunConfig) -> None:
     require_sinks(config.run.sinks)
     if config.run.streams == "redis" and config.redis is not None:
         check_redis(config.redis.url, config.redis.password_variable)
+    _check_launcher(config)
     _check_optimizer(config)
     _check_functions(config)
     if uses_engine(config):
         check_plugin()
 
 
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    # A plain folder of that name in the current one is found too: it has no origin.
+    return spec is not None and spec.origin is not None
+
+
+def _check_launcher(config: RunConfig) -> None:
+    cluster = config.cluster
+    if cluster.nodes > 1 and cluster.launcher == "ray" and not _is_installed("ray"):
+        raise ConfigError(
+            "cluster.launcher = \"ray\" needs Ray, which is not installed: pip install 'slipstream[ray]', or use "
+            '"manual" and start agents by slipstream node'
+        )
+
+
 def _check_optimizer(config: RunConfig) -> None:
     name = config.training.optimizer
-    if name not in BY_BITSANDBYTES:
-        return
-    spec = importlib.util.find_spec("bitsandbytes")
-    # A plain folder of that name in the current one is found too: it has no origin.
-    if spec is None or spec.origin is None:
+    if name in BY_BITSANDBYTES and not _is_installed("bitsandbytes"):
         raise ConfigError(
             f'training.optimizer = "{name}" needs bitsandbytes, which is not installed: '
             "pip install 'slipstream[8bit]', or use another optimizer"
