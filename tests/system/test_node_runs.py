@@ -177,7 +177,7 @@ def nothing_is_left(folder):
 @pytest.mark.cluster
 @pytest.mark.skipif(not CAN_MAKE, reason="there is no network to cut on loopback")
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_short_cut_of_the_network_changes_no_loss_and_a_long_one_ends_the_run(run_file, tmp_path, number):
+def test_a_short_cut_of_the_network_changes_no_loss_on_four_nodes(run_file, tmp_path, number):
     steps = ("--training.steps", 200)
     with run_on_four_nodes(run_file, tmp_path / "whole", *steps) as ((run, *_), _):
         finish(run)
@@ -191,14 +191,21 @@ def test_a_short_cut_of_the_network_changes_no_loss_and_a_long_one_ends_the_run(
         ip("-n", hub, "link", "set", f"to{number}", "master", "hub")
         finish(run)
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(not CAN_MAKE, reason="there is no network to cut on loopback")
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_long_cut_of_the_network_is_a_named_end(run_file, tmp_path, number):
     with run_on_four_nodes(run_file, tmp_path / "ends", "--training.steps", 100_000) as (nodes, hub):
         until(lambda: num_steps(tmp_path / "ends") >= 2, 200)
         began = time.monotonic()
         ip("-n", hub, "link", "set", f"to{number}", "nomaster")
         assert f"node-{number} is lost" in finish(nodes[0], code=None)
         assert nodes[0].returncode not in (0, None)
-        assert all(each.wait(60) for each in nodes[1:])
         assert time.monotonic() - began < 60
+        # The lost node's agent may have sent something meanwhile; then its kernel waits for as long again.
+        assert all(each.wait(60) for each in nodes[1:])
     nothing_is_left(tmp_path)
 
 

@@ -32,6 +32,15 @@ def join(one: socket.socket, other: socket.socket, first: bytes = b"") -> None:
     other.close()
 
 
+def end_connections(address: str) -> None:
+    """End this process's TCP connections with another host. In a collective over a cut network nothing else would end
+    them before its timeout."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as end:
+            if end.family != socket.AF_UNIX and end.getpeername()[0].removeprefix("::ffff:") == address:
+                end.shutdown(socket.SHUT_RDWR)
+
+
 class Forwarder:
     """A Unix socket of this host. Each connection is joined with what `reach` returns, or closed at its OSError."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import ConfigError, EngineError, Interrupted
-from slipstream.nodes.forwarding import Forwarder
+from slipstream.nodes.forwarding import Forwarder, end_connections
 from slipstream.nodes.protocol import (
     Connect,
     Exited,
@@ -381,9 +381,12 @@ class Nodes:
             self.interface = self.interface or interface_of(connection.getsockname()[0])
             self._joined[node.name] = node
             self._changed.notify_all()
+        here, there = connection.getsockname()[0], connection.getpeername()[0]
         node.receive()
         # Before its children end: the error of a rank is then the node's.
         self._is_lost(node, "its agent ended, or the network between failed")
+        if here != there and not self._is_over:
+            end_connections(there)
         with self._changed:
             del self._joined[node.name]
         node.lose()

@@ -1,4 +1,4 @@
-"""Starts every process of Slipstream. A launcher says where a child runs and how signals reach it; `LOCAL` starts
+"""Starts every process of Slipstream. A launcher knows a child's host and passes its signals on; `LOCAL` starts
 children of this process, on this host.
 
 Guarantees of a `Child`: its standard input is one end of a connected socket, `Child.socket` the other. The socket
