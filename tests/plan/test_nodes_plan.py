@@ -55,6 +55,17 @@ def test_gpus_are_those_of_all_nodes():
     assert not any("not used" in text for text in made.warnings)
 
 
+def test_a_large_run_on_absent_nodes_says_how_long_updates_and_starts_take():
+    large = EIGHT | {"num_parameters": 70_000_000_000, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8}
+    row = {"training.micro_batch_tokens": 512, "inference.tensor_parallel_size": 8}
+    made = plan(on_nodes(32, 64, **row), **large)
+    assert (assign(made.config).engines[0], made.config.inference.replicas) == (8, 24)
+    # 140 GB at 40 GB/s, and at 0.84 GB/s; the engines' GPUs verify an eighth each.
+    assert note(made, "update").value == pytest.approx(140 / 40 + 140 / 64 / 150 + 140 / 8 / 430, rel=0.05)
+    assert note(made, "start of vLLM").value == pytest.approx(26 + 140 / 0.84 + 3, rel=0.05)
+    assert "not measured" in note(made, "update").how
+
+
 @pytest.mark.parametrize(
     ("values", "facts", "said"),
     [

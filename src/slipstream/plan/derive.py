@@ -53,6 +53,7 @@ from slipstream.plan.summary import (
     rotary_warnings,
     trainer_bytes,
 )
+from slipstream.plan.times import engine_time_notes
 from slipstream.plan.tool_parser import check_template, plan_tool_parser
 from slipstream.plan.vllm_version import plan_patches
 from slipstream.shared_kernels import CAPABILITY
@@ -200,6 +201,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
         *memory_notes(planned, facts),
         *checkpoint_notes(planned, facts),
         *time_notes(planned, facts),
+        *engine_time_notes(planned, facts),
     )
     builder.refusals += [*full, *memory_refusals(planned, facts)]
     return Plan(
