@@ -3,10 +3,12 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +24,7 @@ from .test_real_runs import check_run, num_steps, sft_file
 
 pytestmark = pytest.mark.real_start
 PORT = 29411
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster"
 PARITY = ("--environment.settings", "{parity = true}", "--evaluation", "false")
 """The reward follows from the completion, whichever engine makes it and whenever."""
 
@@ -207,6 +210,21 @@ def test_a_long_cut_of_the_network_is_a_named_end(run_file, tmp_path, number):
         # The lost node's agent may have sent something meanwhile; then its kernel waits for as long again.
         assert all(each.wait(60) for each in nodes[1:])
     nothing_is_left(tmp_path)
+
+
+@pytest.mark.cluster
+def test_the_example_on_one_node_and_on_four(tmp_path):
+    example = shutil.copytree(EXAMPLE, tmp_path / "example")
+    one, four = tmp_path / "one", tmp_path / "four"
+    with networks(4) as (places, _), contextlib.ExitStack() as stack:
+        here, host = places[0]
+        finish(start(here, "model", "new", example / "model"))
+        finish(start(here, "train", example / "smoke.toml", *options_of(host, one, 1)))
+        run = start(here, "train", example / "smoke.toml", *options_of(host, four, 4, **{"run.threads": 1}))
+        for number in range(1, 4):
+            stack.enter_context(agent((host, PORT), prefix=places[number][0]))
+        finish(run)
+    subprocess.run([sys.executable, example / "check.py", four, one], check=True, timeout=WAIT_S)
 
 
 @pytest.mark.cluster
