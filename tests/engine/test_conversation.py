@@ -43,7 +43,7 @@ async def talk(folder, app_routes, **client):
 
 
 def serving(host, max_num_seqs=8):
-    server = EngineServer(EngineSettings("", "", "float32", 8, max_num_seqs), host)
+    server = EngineServer(EngineSettings("", "float32", 8, max_num_seqs), host)
     server.service.started()
     return server
 

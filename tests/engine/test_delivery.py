@@ -232,7 +232,7 @@ def test_a_message_that_is_being_sent_is_not_written_over(monkeypatch, tmp_path)
 
 def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_otherwise():
     def sizes(most: int, eager: bool = False, **options: Any) -> list[int] | None:
-        settings = EngineSettings("m", "", "bfloat16", 64, most, enforce_eager=eager, options=options)
+        settings = EngineSettings("m", "bfloat16", 64, most, enforce_eager=eager, options=options)
         return engine_arguments(settings).get("cudagraph_capture_sizes")
 
     assert sizes(1024, eager=True) is None
@@ -254,7 +254,7 @@ def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_othe
 
 def test_graphs_with_attention_have_no_request_that_is_longer_than_a_context():
     """vLLM divides the tokens of a graph among at most `max_num_seqs` requests, and gives the last one the rest."""
-    plain = EngineSettings("m", "", "bfloat16", 64, 256, enforce_eager=False)
+    plain = EngineSettings("m", "bfloat16", 64, 256, enforce_eager=False)
     short, long = (
         engine_arguments(msgspec.structs.replace(plain, shared_kernels=True, max_model_len=length))
         for length in (64, 257)

@@ -18,7 +18,7 @@ from .test_conversation import talk
 
 @pytest.fixture
 def server():
-    made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
+    made = EngineServer(EngineSettings("", "float32", 8, 8), Host())
     made.host.ends = asyncio.Event()
     made.service.started()
     return made
@@ -81,7 +81,7 @@ async def test_an_update_waits_for_one_whose_client_gave_up(server, monkeypatch)
 
 
 async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(server):
-    server.settings = EngineSettings("", "", "float32", 8, 8, in_flight="drain")
+    server.settings = EngineSettings("", "float32", 8, 8, in_flight="drain")
     server.num_running = 1
     standing = asyncio.create_task(server.fence())
     await asyncio.sleep(0.01)
@@ -140,7 +140,7 @@ async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paus
 
 
 def _answering(monkeypatch, wrong=()) -> tuple[EngineServer, Host]:
-    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := Host())
+    server = EngineServer(EngineSettings("", "float32", 8, 8), host := Host())
     server.service.started()
     host.ends = asyncio.Event()
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)

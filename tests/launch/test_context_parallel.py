@@ -90,7 +90,8 @@ def test_losses_and_gradients_are_those_of_one_process(case, model, tmp_path):
     # The first moment after one step is the gradient times 1 - beta1.
     off = {name: (ours[1][name] - moment).norm() for name, moment in one[1].items()}
     norms = {name: moment.norm() for name, moment in one[1].items()}
-    assert torch.stack(list(off.values())).norm() <= ROUNDING * torch.stack(list(norms.values())).norm()
+    # Sums in another order: 0.5 to 1.01 times 1e-6 on two processors.
+    assert torch.stack(list(off.values())).norm() <= 2 * ROUNDING * torch.stack(list(norms.values())).norm()
     assert all(off[name] <= 5 * ROUNDING * norms[name] for name in off)
     for kind in ("logprobs", "entropies"):
         for own, expected in zip(getattr(ours[2], kind), getattr(one[2], kind), strict=True):

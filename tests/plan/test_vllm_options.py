@@ -14,7 +14,7 @@ def model(tmp_path_factory):
 
 
 def tried(model, **options):
-    try_options(EngineSettings(str(model), "", "float32", 64, 4, kv_cache_bytes=1 << 26, options=options))
+    try_options(EngineSettings(str(model), "float32", 64, 4, kv_cache_bytes=1 << 26, options=options))
 
 
 @pytest.mark.timeout(900)

@@ -6,10 +6,10 @@ from slipstream.runlog import read_exit
 from tests.clusters.ray_clusters import two_nodes
 from tests.waiting import until
 
-from .test_node_runs import finish, numbers, options_of, start
-from .test_real_runs import num_steps, sft_file
+from .test_node_runs import PARITY, finish, numbers, options_of, start
+from .test_real_runs import check_run, num_steps, sft_file
 
-pytestmark = [pytest.mark.real_start, pytest.mark.full]
+pytestmark = pytest.mark.real_start
 BY_RAY = ("--cluster.nodes", 2, "--cluster.launcher", "ray")
 
 
@@ -19,16 +19,17 @@ def cluster():
         yield found
 
 
-def test_the_losses_are_those_of_one_host(cluster, run_file, tmp_path):
-    file, steps = sft_file(run_file), ("--training.steps", 4)
-    finish(start([], "sft", file, *steps, *options_of("", tmp_path / "one", nodes=1)))
-    here = options_of("", tmp_path / "two", nodes=1)
-    finish(start([], "sft", file, *steps, *here, *BY_RAY, RAY_ADDRESS=cluster.address))
-    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
-    assert len(numbers(tmp_path / "two")) == 4
+def test_ranks_here_and_an_engine_on_the_other_node_have_the_losses_of_one_host(cluster, run_file, tmp_path):
+    one, two, bridge = tmp_path / "one", tmp_path / "two", ("--weights.bridge", "broadcast")
+    finish(start([], "train", run_file, *PARITY, *bridge, *options_of("", one, nodes=1)))
+    here = options_of("", two, nodes=1)
+    finish(start([], "train", run_file, *PARITY, *bridge, *here, *BY_RAY, RAY_ADDRESS=cluster.address))
+    check_run(two, steps=3)
+    assert numbers(two) == numbers(one)
     cluster.check_as_before()
 
 
+@pytest.mark.full
 def test_a_killed_node_is_named_and_the_run_goes_on_from_its_checkpoint(cluster, run_file, tmp_path):
     file, folder = sft_file(run_file), tmp_path / "run"
     every = ("--run.checkpoint_every", 1, "--run.max_restarts", 0, *options_of("", folder, nodes=1), *BY_RAY)
@@ -47,6 +48,7 @@ def test_a_killed_node_is_named_and_the_run_goes_on_from_its_checkpoint(cluster,
     cluster.check_as_before()
 
 
+@pytest.mark.full
 def test_too_many_nodes_are_refused_and_the_plan_needs_no_cluster(cluster, run_file, tmp_path):
     file, asked = sft_file(run_file), ("--cluster.nodes", 4, "--cluster.launcher", "ray", "--training.ranks", 4)
     finish(start([], "plan", file, *asked, RAY_ADDRESS="127.0.0.1:1"))
