@@ -13,7 +13,7 @@ from slipstream.inference.settings import EngineSettings
 
 from .fakes import put
 
-BASE = EngineSettings("m", "", "bfloat16", 64, 8)
+BASE = EngineSettings("m", "bfloat16", 64, 8)
 TOWER, EXPERTS, PIXELS = "enable_tower_connector_lora", "enable_return_routed_experts", "mm_device_do_normalize"
 
 

@@ -19,7 +19,7 @@ FIRST, SECOND = Version(0, 1, "d1"), Version(0, 2, "d2")
 
 
 def made(host=None, **settings):
-    return EngineServer(EngineSettings("", "", "float32", 8, 1, **settings), host or Host())
+    return EngineServer(EngineSettings("", "float32", 8, 1, **settings), host or Host())
 
 
 def serving(host=None, **settings):

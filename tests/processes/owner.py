@@ -37,7 +37,7 @@ async def engine(folder):
     from slipstream.inference.engine_process import EngineProcess
     from slipstream.inference.settings import EngineSettings
 
-    settings = EngineSettings("", "", "float32", 8, 8)
+    settings = EngineSettings("", "float32", 8, 8)
     made = EngineProcess(settings, folder / "log", start_timeout_s=60, silence_s=DEADLINE_S, launcher=Small())
     made.launch()
     yield made.process.pid
