@@ -20,6 +20,6 @@ if __name__ == "__main__":
     common = {"tasks": tasks, "environment": {"num_train_tasks": 5000}}
     schedule = {"schedule": "linear", "warmup_steps": 10}
     sft = slipstream.sft(model, steps=100, training={"learning_rate": 4e-3, **schedule}, **common)
-    run = slipstream.train(sft.weights, reward=reward, steps=40, training={"learning_rate": 1e-3, **schedule}, **common)
+    run = slipstream.train(sft.weights, reward=reward, steps=80, training={"learning_rate": 1e-3, **schedule}, **common)
     print(run)
     run.report("report.html")
