@@ -12,6 +12,7 @@ import pytest
 from slipstream.doctor.nodes import check_nodes
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.nodes.agent import Agent
+from slipstream.nodes.forwarding import end_connections
 from slipstream.nodes.launcher import Nodes
 from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.processes.channel import Channel
@@ -157,6 +158,22 @@ def test_a_child_of_nowhere_and_one_that_cannot_be_started(tmp_path):
             nodes.launch(CHILD, node="node-1", output=tmp_path / "file" / "log")
         assert nodes.launch(CHILD, ["exit", "4"], node="node-1").wait(WAIT_S) == 4
         assert nodes.interface == "lo"
+
+
+def test_connections_with_a_lost_host_are_ended_and_no_others():
+    with (
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),  # no TCP: its peer is a number
+        socket.create_server(("127.0.7.5", 0)) as lost,
+        socket.create_server(("127.0.7.6", 0)) as kept,
+        socket.create_connection(lost.getsockname()) as one,
+        socket.create_connection(kept.getsockname()) as other,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        end_connections("127.0.7.5")
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert one.recv(1) == b""
+        other.sendall(b"x")
+        assert kept.accept()[0].recv(1) == b"x"
 
 
 def test_the_token_is_needed_on_both_sides(monkeypatch):

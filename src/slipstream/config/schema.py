@@ -327,11 +327,11 @@ class TrainingConfig(Section):
     each step's micro-batches: on GPUs one each, before the engine's; on a CPU they share its cores. The same losses and
     gradients but for rounding."""
     context_parallel: bounds.Processes = 1
-    """Neighbouring ranks for each row (Ulysses, arXiv 2309.14509), for sequences too long for one GPU. Each has an
-    equal part of the tokens, and its activations. It divides the `ranks` of a node and the attention heads."""
+    """Neighbouring ranks for each row, with an equal part of its tokens each: for sequences too long for one GPU
+    (Ulysses, arXiv 2309.14509). It divides the `ranks` of a node and the attention heads."""
     sharding: Literal["full", "hybrid", "auto"] = "auto"
-    """Over nodes: shards of weights, gradients and optimizer state are divided over all ranks (`"full"`), or over those
-    of a node, and each node has a copy (`"hybrid"`, HSDP). `auto`: `"hybrid"` on GPUs with room for it."""
+    """Over nodes: weights, gradients and optimizer state are sharded over all ranks (`"full"`), or over a node's, with a
+    copy on each node (`"hybrid"`, HSDP). `auto`: `"hybrid"` on GPUs with room for it."""
     reshard: Literal["layer", "step", "auto"] = "auto"
     """Over ranks: how long each keeps a layer's all-gathered weights. `"layer"`: while the layer computes, in every
     micro-batch anew, and gradients are reduce-scattered after each. `"step"`: until a step's last micro-batch, and

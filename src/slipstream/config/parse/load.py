@@ -60,8 +60,8 @@ def load_config(
     implied: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Loads the run file at `path` and the settings that follow it on the command line. `algorithm` is the kind that
-    the command implies (`slipstream sft`). `steps` are those of a file that says neither `training.steps` nor `epochs`,
-    for a command that does not train. `implied`: `section.key` values of a launcher; the user's win. Raises
+    the command implies (`slipstream sft`). A command without training gives `steps`, for a file with neither
+    `training.steps` nor `epochs`. `implied`: `section.key` values of a launcher; the user's win. Raises
     ConfigError."""
     return _checked(read_run_file(path), overrides, algorithm, steps, implied or {})
 
