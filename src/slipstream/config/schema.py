@@ -330,8 +330,8 @@ class TrainingConfig(Section):
     """Neighbouring ranks for each row, with an equal part of its tokens each: for sequences too long for one GPU
     (Ulysses, arXiv 2309.14509). It divides the `ranks` of a node and the attention heads."""
     sharding: Literal["full", "hybrid", "auto"] = "auto"
-    """Over nodes: weights, gradients and optimizer state are sharded over all ranks (`"full"`), or over a node's, with a
-    copy on each node (`"hybrid"`, HSDP). `auto`: `"hybrid"` on GPUs with room for it."""
+    """Over nodes: weights, gradients and optimizer state are sharded over all ranks (`"full"`), or over a node's, with
+    a copy on each node (`"hybrid"`, HSDP). `auto`: `"hybrid"` on GPUs with room for it."""
     reshard: Literal["layer", "step", "auto"] = "auto"
     """Over ranks: how long each keeps a layer's all-gathered weights. `"layer"`: while the layer computes, in every
     micro-batch anew, and gradients are reduce-scattered after each. `"step"`: until a step's last micro-batch, and
