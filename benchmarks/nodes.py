@@ -39,13 +39,13 @@ GRPO_CASES, SFT_CASES = ("one host", "nodes", "network"), ("one host", "full", "
 
 def measure(case: str, file: Path, run: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run a case, and read its run folder."""
-    gpus = [str(number) for number in range(options.gpus)]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus)))).split(",")[: options.gpus]
     nodes = 1 if case == "one host" else options.nodes
     parts = [gpus[start::1][: len(gpus) // nodes] for start in range(0, len(gpus), len(gpus) // nodes)]
     token = {"SLIPSTREAM_CLUSTER_TOKEN": secrets.token_hex(16)}
     environments = [
         {**os.environ, **token, "CUDA_VISIBLE_DEVICES": ",".join(part)}
-        | ({"NCCL_HOSTID": f"host-{number}", "NCCL_DEBUG": "WARN"} if case == "network" else {})
+        | ({"NCCL_HOSTID": f"host-{number}"} if case == "network" else {})
         for number, part in enumerate(parts)
     ]
     command = ["sft" if options.sft else "train", "--plain", str(file), "--run.folder", str(run)]
