@@ -1,0 +1,125 @@
+"""Tokens per second of `slipstream engine` for foreign clients, beside `vllm serve` with the same arguments.
+
+    python benchmarks/serving.py [--shape 1.5b] [--streams 256] [--requests 1024] [--input 128] [--output 256]
+                                 [--repeats 3]
+
+Both servers are alive at once, with half of the memory each, and are measured in turn by vLLM's own benchmark
+(`vllm.benchmarks.serve`, streamed completions of random prompts). Prints a Markdown table: medians and ranges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from shapes import shaped_model
+
+START_S, ROUND_S = 300.0, 300.0
+CLIENT = """
+import argparse
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
+
+
+def commands(model: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The two servers' commands, without host and port."""
+    length = str(options.input + options.output + 64)
+    vllm = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "bfloat16"]
+    vllm += ["--served-model-name", "model", "--max-model-len", length, "--max-num-seqs", str(options.streams)]
+    vllm += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    ours = [sys.executable, "-m", "slipstream.cli", "engine", str(model), "--dtype", "bfloat16", "--max-length", length]
+    if options.memory_gib:
+        vllm += ["--kv-cache-memory-bytes", str(int(options.memory_gib * 2**30))]
+        ours += ["--memory", str(options.memory_gib)]
+    else:
+        vllm += ["--gpu-memory-utilization", "0.4"]
+        ours += ["--memory", "0.4"]
+    return {"vllm serve": vllm, "slipstream engine": [*ours, "--max-sequences", str(options.streams)]}
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> float:
+    """Seconds until the server answers."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + START_S:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return time.monotonic() - begun
+        time.sleep(0.5)
+    raise SystemExit(f"{url} was not ready after {START_S:.0f} s: {log.read_text(errors='replace')[-3000:]}")
+
+
+def measure(url: str, model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One round of the benchmark: its result file."""
+    sizes = ["--random-input-len", str(options.input), "--random-output-len", str(options.output)]
+    load = ["--num-prompts", str(options.requests), "--max-concurrency", str(options.streams), "--ignore-eos"]
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        name = json.load(answer)["data"][0]["id"]
+    command = [sys.executable, "-c", CLIENT, "--base-url", url, "--model", name, "--tokenizer", str(model)]
+    command += ["--dataset-name", "random", *sizes, *load, "--save-result", "--result-filename", "result.json"]
+    done = subprocess.run(
+        [*command, "--result-dir", str(folder), "--disable-tqdm"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=ROUND_S,
+    )
+    if done.returncode:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-3000:])
+    return json.loads((folder / "result.json").read_text())
+
+
+def main() -> int:
+    """Measure both and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5b")
+    for name, value in (("streams", 256), ("requests", 1024), ("input", 128), ("output", 256), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="KV cache, for CPUs")
+    options = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        folder, urls = Path(scratch), dict[str, str]()
+        model = shaped_model(folder / "model", options.shape)
+        for number, (name, command) in enumerate(commands(model, options).items()):
+            log, urls[name] = folder / f"{number}.log", f"http://127.0.0.1:{29460 + number}"
+            with log.open("wb") as output:
+                listening = ["--host", "127.0.0.1", "--port", str(29460 + number)]
+                environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+                process = subprocess.Popen([*command, *listening], stdout=output, stderr=output, env=environment)
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+            print(f"{name}: ready after {wait_ready(urls[name], process, log):.0f} s", file=sys.stderr, flush=True)
+        for repeat in range(options.repeats + 1):  # the first warms up
+            for name, url in urls.items():
+                result = measure(url, model, folder, options)
+                shown = {key: result[key] for key in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")}
+                print(json.dumps({"system": name, "repeat": repeat, **shown}), file=sys.stderr, flush=True)
+                if repeat:
+                    results.setdefault(name, []).append(shown)
+    print("| server | tokens/s | ms to the first token | ms a token | failed |\n|---|---|---|---|---|")
+    for name, rows in results.items():
+        cells = []
+        for key in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms"):
+            values = sorted(row[key] for row in rows)
+            cells.append(f"{statistics.median(values):,.1f} ({values[0]:,.1f} to {values[-1]:,.1f})")
+        print(f"| {name} | {' | '.join(cells)} | {sum(row['failed'] for row in rows)} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
