@@ -1,0 +1,104 @@
+"""Seconds a step of GRPO: an agent that sends requests to its base URL, beside the same environment as a function.
+
+    python benchmarks/agents.py [--shape 1.5b] [--steps 8] [--tokens 512] [--repeats 2] [--out FOLDER]
+
+Both have the tasks and the reward of `gpu.py`: 32 prompts of about 110 tokens, 8 completions each, one turn. The agent
+is a coroutine with the client of `openai`. The cases take turns. Prints a Markdown table: medians and ranges over all
+steps but the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpu import ENVIRONMENT, PHASES, WARM_UP, run_file, spread
+from shapes import shaped_model
+
+AGENT = '''
+"""One request to the model for each task."""
+from functools import cache
+
+from openai import AsyncOpenAI
+
+
+@cache
+def client(base_url):
+    return AsyncOpenAI(base_url=base_url, api_key="-")
+
+
+async def solve(task, address):
+    own = client(address.base_url).with_options(api_key=address.api_key)
+    answer = await own.chat.completions.create(
+        model=address.model, messages=[{"role": "user", "content": task.prompt[0].content}]
+    )
+    return answer.choices[0].message.content or ""
+'''
+SETTINGS = '{ callable = "agent.py:solve", tasks = "environment.py:tasks", reward = "environment.py:reward" }'
+
+
+def measure(case: str, file: Path, run: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a case, and read its run folder."""
+    from slipstream.runlog import read_metrics
+
+    command = [sys.executable, "-m", "slipstream.cli", "train", "--plain", str(file), "--run.folder", str(run)]
+    done = subprocess.run(command, stdout=sys.stderr, cwd=file.parent, check=False, timeout=options.timeout)
+    rows = [row for row in read_metrics(run) if row["step"] > WARM_UP] if done.returncode == 0 else []
+    if not rows:
+        return {"case": case, "code": done.returncode}
+    result: dict[str, Any] = {"case": case, "code": 0}
+    result |= {phase: spread([row.get(f"time/{phase}_s", 0.0) for row in rows]) for phase in PHASES}
+    result["step"] = spread([sum(row.get(f"time/{phase}_s", 0.0) for phase in PHASES) for row in rows])
+    result["probe"] = spread([row.get("probe/abs_logprob_diff", 0.0) for row in rows])
+    result["tokens"] = spread([row["tokens/trained"] for row in rows])
+    return result
+
+
+def main() -> int:
+    """Measure both cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5b")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--out", type=Path, help="keep the model and runs here")
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = folder / f"model-{options.shape}"
+        if not model.exists():
+            shaped_model(model, options.shape)
+        (folder / "environment.py").write_text(ENVIRONMENT)
+        (folder / "agent.py").write_text(AGENT)
+        steps, tokens, task = options.steps, options.tokens, folder / "environment.py"
+        text = run_file(model, task, lora=False, placement="auto", steps=steps, tokens=tokens, evaluates=False)
+        (folder / "function.toml").write_text(text)
+        (folder / "agent.toml").write_text(text.replace(f'name = "{task}"', f'name = "agent"\nsettings = {SETTINGS}'))
+        for repeat in range(options.repeats):
+            for case in ("function", "agent"):
+                results.append(measure(case, folder / f"{case}.toml", folder / f"{case}-{repeat}", options))
+                print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    print(
+        "| case | s a step | generate | train | update | tokens a step | largest probe |\n|---|---|---|---|---|---|---|"
+    )
+    for result in results:
+        if "step" not in result:
+            print(f"| {result['case']} | failed with code {result['code']} | | | | | |")
+            continue
+        middle, low, high = result["step"]
+        parts = " | ".join(f"{result[phase][0]:.3f}" for phase in ("batch", "train", "update"))
+        tokens, probe = result["tokens"][0], result["probe"][2]
+        print(f"| {result['case']} | {middle:.3f} ({low:.3f} to {high:.3f}) | {parts} | {tokens:,.0f} | {probe:.5f} |")
+    return 1 if any("step" not in result for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
