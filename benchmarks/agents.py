@@ -86,9 +86,8 @@ def main() -> int:
             for case in ("function", "agent"):
                 results.append(measure(case, folder / f"{case}.toml", folder / f"{case}-{repeat}", options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    print(
-        "| case | s a step | generate | train | update | tokens a step | largest probe |\n|---|---|---|---|---|---|---|"
-    )
+    heads = ("case", "s a step", "generate", "train", "update", "tokens a step", "largest probe")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for result in results:
         if "step" not in result:
             print(f"| {result['case']} | failed with code {result['code']} | | | | | |")

@@ -6,7 +6,7 @@ from slipstream.envs import split_of
 
 def tasks(split, num_tasks, seed):
     draw = random.Random(seed)
-    # More words than tasks: a hash puts one word in ten into "eval", the others into "train".
+    # Draw 20 words for each task: split_of puts only one word in ten into "eval".
     words = dict.fromkeys("".join(draw.choices("abcdefgh", k=5)) for _ in range(20 * num_tasks))
     mine = [word for word in words if split_of(word) == split]
     return [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in mine[:num_tasks]]
@@ -17,7 +17,7 @@ def reward(task, completion):
 
 
 if __name__ == "__main__":
-    model = slipstream.new_model("models/small")  # 0.8M random weights; or a hub id: "Qwen/Qwen3-0.6B"
+    model = slipstream.new_model("models/small")  # 0.8M random weights; pretrained: model = "Qwen/Qwen3-0.6B"
     common = {"tasks": tasks, "environment": {"num_train_tasks": 5000}}
     schedule = {"schedule": "linear", "warmup_steps": 10}
     sft = slipstream.sft(model, steps=100, training={"learning_rate": 4e-3, **schedule}, **common)
