@@ -81,7 +81,8 @@ def main() -> int:
         steps, tokens, task = options.steps, options.tokens, folder / "environment.py"
         text = run_file(model, task, lora=False, placement="auto", steps=steps, tokens=tokens, evaluates=False)
         (folder / "function.toml").write_text(text)
-        (folder / "agent.toml").write_text(text.replace(f'name = "{task}"', f'name = "agent"\nsettings = {SETTINGS}'))
+        agent = f'name = "agent"\nmax_turns = 1\nsettings = {SETTINGS}'
+        (folder / "agent.toml").write_text(text.replace(f'name = "{task}"', agent))
         for repeat in range(options.repeats):
             for case in ("function", "agent"):
                 results.append(measure(case, folder / f"{case}.toml", folder / f"{case}-{repeat}", options))
