@@ -6,7 +6,7 @@ from slipstream.envs import split_of
 
 def tasks(split, num_tasks, seed):
     draw = random.Random(seed)
-    # Draw 20 words for each task: split_of puts only one word in ten into "eval".
+    # A task has one word. Draw 20 times as many: some repeat, and only one in ten is for "eval".
     words = dict.fromkeys("".join(draw.choices("abcdefgh", k=5)) for _ in range(20 * num_tasks))
     mine = [word for word in words if split_of(word) == split]
     return [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in mine[:num_tasks]]
