@@ -44,6 +44,7 @@ async def create_app(server: EngineServer, names: Sequence[str]) -> Any:
         **_taken(init_app_state, engine_client=client, state=state, args=arguments, supported_tasks=tasks)
     )
     _refuse_beam_search(state)
+    _refuse_stored(state.openai_serving_responses)
     if base_name:
         _name_base(state.openai_serving_models, base_name)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, exception_handlers=built.exception_handlers)
@@ -92,6 +93,20 @@ def _refuse_beam_search(state: Any) -> None:
     for name in ("openai_serving_chat", "openai_serving_completion", "openai_serving_chat_batch"):
         if (serving := getattr(state, name, None)) is not None:
             serving.beam_search = beam_search
+
+
+def _refuse_stored(serving: Any) -> None:
+    """vLLM stores no responses; a request that goes on with one would get its "not found"."""
+
+    def not_found(response_id: str) -> Any:
+        return serving.create_error_response(
+            message=f"previous_response_id = {response_id:.80}: responses are not stored here, send the whole input",
+            err_type="invalid_request_error",
+            param="previous_response_id",
+        )
+
+    if serving is not None:
+        serving._make_not_found_error = not_found
 
 
 def _name_base(models: Any, base_name: str) -> None:

@@ -1,0 +1,359 @@
+"""Foreign clients of an engine whose weights change meanwhile, with real vLLM and the packages that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import re
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from benchmarks.bridges import create_bridge
+from safetensors.torch import load_file
+
+from slipstream.errors import WeightsError
+from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.records import Sequence as Tokens
+from slipstream.trainer.learner import score
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.weights import check_report
+
+from ..engine.conftest import perturbed, start
+from ..engine.test_single_copy import Pair
+from .http_clients import MESSAGES, MODEL, Clients, socket_of, tcp_port
+
+pytestmark = pytest.mark.engine
+LINEAGE = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("models") / MODEL, hidden_size=64, num_layers=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def live(model, tmp_path_factory):
+    with start(model, tmp_path_factory.mktemp("engine"), inference_socket=True, tool_parser="hermes") as started:
+        yield started
+
+
+class Trainer:
+    """Publishes versions, and knows the weights of each."""
+
+    def __init__(self, live, folder):
+        self.live = live
+        self.original = load_file(live.model / "model.safetensors")
+        self.bridge = create_bridge("disk", folder=folder, source=live.model, engine=live.engine)
+        self.weights, self.digests = {}, {}
+        self.step = -1
+
+    def update(self, weights=None):
+        """The next version, verified."""
+        self.step += 1
+        weights = weights or perturbed(self.original, self.step)
+        ticket, report = self.live.bring(self.bridge, weights.items(), self.step, LINEAGE)
+        check_report(report, ticket)
+        self.weights[ticket.version.name] = weights
+        self.digests[ticket.version.name] = ticket.version.digest
+        return report
+
+    def fail(self):
+        """An update whose weights are not those that its ticket describes."""
+        self.step += 1
+        first = {name: w + (0.5 if i == 0 else 0) for i, (name, w) in enumerate(self.original.items())}
+        ticket = self.bridge.publisher.publish(first.items(), self.step, LINEAGE, lambda ticket: None)
+        (file,) = sorted(Path(ticket.location).glob("*.safetensors"))[:1]
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 0xFF
+        file.write_bytes(data)
+        report = self.live.call(self.bridge.receiver.apply(ticket, 60))
+        assert report.mismatched
+
+
+class Load:
+    """Every kind of client, one request after another, until it is ended."""
+
+    def __init__(self, live, length=40, kinds=None, each=1):
+        self.answers, self.failures, self._over = [], [], threading.Event()
+        self._args = socket_of(live), length, kinds, each
+        self._done = live.thread.submit(self._run())
+
+    async def _run(self):
+        path, length, kinds, each = self._args
+        clients = Clients(path, length=length)
+        chosen = [work for name, work in clients.kinds.items() if kinds is None or name in kinds]
+        await asyncio.gather(*(self._repeat(work) for work in chosen for _ in range(each)))
+        await clients.close()
+
+    async def _repeat(self, work):
+        while not self._over.is_set():
+            try:
+                self.answers.append(await work())
+            except Exception as error:  # noqa: BLE001 (the test looks at it)
+                self.failures.append(f"{work.__name__}: {error!r}")
+
+    def wait_for(self, number):
+        """Until so many more answers of each kind have come."""
+        before = collections.Counter(answer.kind for answer in self.answers)
+        wanted = {name for name in Clients(self._args[0]).kinds if self._args[2] is None or name in self._args[2]}
+        deadline = time.monotonic() + 240
+        while True:
+            now = collections.Counter(answer.kind for answer in [*self.answers])
+            if all(now[kind] >= before[kind] + number for kind in wanted):
+                return
+            assert time.monotonic() < deadline, (now, self.failures[:3])
+            time.sleep(0.02)
+
+    def end(self):
+        self._over.set()
+        self._done.result(240)
+        return self.answers
+
+
+def check_answers(live, answers, weights, digests):
+    """Every span is of a verified version, and each token the log-probability that its version gives."""
+    crossings = 0
+    for answer in answers:
+        assert answer.versions, answer
+        assert not answer.error
+        for spans in answer.versions:
+            starts, names = [start for start, _ in spans], [name for _, name in spans]
+            assert starts[0] == 0, answer
+            assert starts == sorted(set(starts)), answer
+            assert names == sorted(set(names), key=lambda name: int(name.split(".")[1])), answer
+            crossings += len(spans) - 1
+        assert answer.digests == {name: digests[name] for spans in answer.versions for _, name in spans}
+    differences = []
+    for name, tensors in weights.items():
+        mine = [
+            (answer, begin, end)
+            for answer in answers
+            if answer.token_ids
+            for (begin, version), end in zip(
+                answer.versions[0], [each[0] for each in answer.versions[0][1:]] + [len(answer.token_ids)], strict=True
+            )
+            if version == name
+        ]
+        if not mine:
+            continue
+        policy = PolicyModel.load(live.model)
+        policy.network.load_state_dict(tensors, strict=False)
+        rows = [
+            Tokens([*a.prompt_ids, *a.token_ids], [False] * len(a.prompt_ids) + [True] * len(a.token_ids))
+            for a, _, _ in mine
+        ]
+        for (answer, begin, end), ours in zip(mine, score(policy, rows, micro_batch_tokens=8192).logprobs, strict=True):
+            differences.append((ours[begin:end] - torch.tensor(answer.logprobs[begin:end])).abs())
+    found = torch.cat(differences)
+    print(f"{len(answers)} answers, {crossings} crossings, {len(found)} tokens compared, largest {found.max():.1e}")
+    assert found.max() < 1e-3
+    return crossings
+
+
+def ask(live, work):
+    """The result of `work(clients)` in an event loop of the engine's thread."""
+
+    async def asking():
+        clients = Clients(socket_of(live))
+        try:
+            return await work(clients)
+        finally:
+            await clients.close()
+
+    return live.call(asking())
+
+
+def test_every_client_is_answered_while_weights_change(live, tmp_path):
+    trainer = Trainer(live, tmp_path / "weights")
+    trainer.update()
+    load = Load(live)
+    load.wait_for(1)
+    stalls = [trainer.update().stall_s for _ in range(4)]
+    load.wait_for(1)
+    answers = load.end()
+    assert load.failures == []
+    assert check_answers(live, answers, trainer.weights, trainer.digests) > 0
+    assert all(answer.num_calls for answer in answers if "tools" in answer.kind)
+    assert max(stalls) > 0, "foreign requests count as running ones"
+    trainer.fail()
+    with pytest.raises(openai.InternalServerError) as refused:
+        ask(live, lambda clients: clients.completion())
+    assert (refused.value.status_code, "did not verify" in str(refused.value)) == (503, True)
+    assert ask(live, lambda clients: clients.http.get("/health")).status_code == 503
+    trainer.update()
+    (ours,) = live.generate(GenerateRequest("ours", [1, 2, 3], SamplingParams(max_tokens=4)))
+    assert ours.finish_reason != "abort"
+    assert ask(live, lambda clients: clients.completion()).digests.keys() == {f"{LINEAGE}.{trainer.step}"}
+
+
+class HeldPair(Pair):
+    """Looks, whenever the engine computes with a version that is not verified yet, whether anybody gets its tokens."""
+
+    def __init__(self, live):
+        self.seen, self.was_held = [], []
+        super().__init__(live)
+
+    def go_on(self, version):
+        # What was sampled before may still come; tokens of this version may not.
+        self.live.call(self.live.engine.go_on(version, 60))
+        before = len(self.seen)
+        self.live.call(asyncio.sleep(0.3))
+        self.was_held.append(len(self.seen) == before)
+
+
+def test_tokens_of_a_version_without_proof_are_not_sent(live, tmp_path):
+    """A stream crosses an update in place: it goes on once the version is verified, and fails when it never is."""
+    trainer = Trainer(live, tmp_path / "weights")
+    trainer.update(trainer.original)
+    pair = HeldPair(live)
+    pair.publish(1)
+
+    async def stream(begun):
+        clients = Clients(socket_of(live), length=230)
+        answer = await clients.completion_stream(lambda count: (pair.seen.append(count), begun.set()))
+        await clients.close()
+        return answer
+
+    def begin():
+        pair.seen.clear()
+        begun = threading.Event()
+        running = live.thread.submit(stream(begun))
+        assert begun.wait(60)
+        live.call(pair.versions.fence())
+        return running
+
+    running = begin()
+    pair.write(2)
+    pair.publish(2)
+    good = running.result(60)
+    assert (good.error, len(good.token_ids)) == ("", 230)
+    assert [name for _, name in good.versions[0]] == ["0.1", "0.2"]
+
+    running = begin()
+    pair.write(3)
+    ticket = pair.bridge.publisher.publish(pair.policy.named_weights(), 3, 0, lambda ticket: None)
+    sent = len(pair.seen)
+    with torch.no_grad():
+        pair.tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+    with pytest.raises(WeightsError):
+        live.call(pair.versions.apply(ticket))
+    bad = running.result(60)
+    assert "out of service" in bad.error
+    assert len(pair.seen) == sent, "nothing more was sent"
+    assert pair.was_held == [True] * 3
+    pair.publish(4)
+    assert ask(live, lambda clients: clients.completion()).digests.keys() == {"0.4"}
+
+
+REFUSED = [
+    ("POST", "/v1/completions", {"model": "other", "prompt": "x"}, 404),
+    ("POST", "/v1/completions", {"model": MODEL, "prompt": [1] * 400}, 400),
+    ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "n": 1000}, 400),
+    ("POST", "/v1/completions", {"model": MODEL, "prompt": [[1]] * 2000}, 400),
+    (
+        "POST",
+        "/v1/completions",
+        {"model": MODEL, "prompt": "x", "use_beam_search": True, "n": 2, "temperature": 0},
+        400,
+    ),
+    ("POST", "/v1/chat/completions", {"model": MODEL, "messages": "x"}, 400),
+    ("POST", "/v1/responses", {"model": MODEL, "input": "x", "previous_response_id": "resp_1"}, 400),
+    ("POST", "/v1/messages", {"model": "other", "max_tokens": 4, "messages": MESSAGES}, 404),
+    ("POST", "/inference/v1/generate", {"token_ids": [1] * 400, "sampling_params": {}}, 400),
+    ("POST", "/generate", {"prompt": {"prompt_token_ids": [1] * 400}}, 400),
+    ("POST", "/generate", {"prompt": {"prompt_token_ids": [1 << 30]}}, 400),
+    ("POST", "/generate", {"prompt": {"prompt_token_ids": []}}, 400),
+    ("POST", "/generate", {"prompt": "x", "surprise": 1}, 400),
+    ("POST", "/generate", {"prompt": "x", "model": "other"}, 404),
+    *(
+        ("POST", path, {}, 404)
+        for path in (
+            *("/apply", "/verify", "/share", "/fence", "/go-on", "/leave", "/sleep", "/wake", "/cancel"),
+            *("/pause", "/resume", "/abort_requests", "/collective_rpc", "/wake_up", "/reset_prefix_cache"),
+            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests", "/invocations"),
+            *("/update_weights", "/init_weight_transfer_engine", "/scale_elastic_ep", "/start_profile"),
+        )
+    ),
+    ("GET", "/metrics", None, 404),
+    ("GET", "/openapi.json", None, 404),
+]
+
+
+def test_a_hostile_client_is_refused_and_harms_nothing(live):
+    async def attack(clients):
+        http, found = clients.http, []
+        for method, path, body, _ in REFUSED:
+            found.append((await http.request(method, path, json=body)).status_code)
+        json_type = {"content-type": "application/json"}
+        for body in (b"{bad", b"[" * 200_000, b"\xff\xfe", b"nul", b""):
+            status = (await http.post("/v1/chat/completions", content=body, headers=json_type)).status_code
+            assert 400 <= status < 500, body[:10]
+        large = await http.post("/v1/completions", content=b"0" * (17 << 20), headers=json_type)
+        assert large.status_code == 413
+
+        async def endless():
+            while True:
+                yield b" " * (1 << 20)
+
+        with contextlib.suppress(OSError, Exception):
+            assert (await http.post("/v1/completions", content=endless(), headers=json_type)).status_code == 413
+        half_open = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+        for number, each in enumerate(half_open):
+            each.setblocking(False)
+            each.connect(socket_of(live))
+            each.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" if number % 2 else b"GET")
+        answer = await clients.completion()
+        for each in half_open:
+            each.close()
+        return found, answer
+
+    found, answer = ask(live, attack)
+    assert found == [status for *_, status in REFUSED]
+    assert len(answer.token_ids) == 40
+    (ours,) = live.generate(GenerateRequest("unharmed", [1, 2, 3], SamplingParams(max_tokens=4)))
+    assert ours.finish_reason != "abort"
+
+
+@pytest.mark.servers
+def test_a_hundred_updates_under_every_client_and_vllms_benchmark(live, model, tmp_path):
+    trainer = Trainer(live, tmp_path / "weights")
+    trainer.update()
+    load = Load(live, each=2)
+    benchmark = live.thread.submit(run_benchmark(socket_of(live), model))
+    for _ in range(100):
+        trainer.update()
+    load.wait_for(1)
+    answers = load.end()
+    outcome = benchmark.result(240)
+    assert load.failures == []
+    assert check_answers(live, answers, trainer.weights, trainer.digests) > 100
+    assert re.search(r"Failed requests:\s+0\b", outcome), outcome
+    print(f"{len(answers)} answers; {outcome[-1500:]}")
+
+
+async def run_benchmark(path, model):
+    """vLLM's own, as its command would run."""
+    async with tcp_port(path) as port:
+        code = (
+            "from vllm.utils.argparse_utils import FlexibleArgumentParser as P\n"
+            "from vllm.benchmarks.serve import add_cli_args, main\n"
+            "p = P(); add_cli_args(p); main(p.parse_args())"
+        )
+        options = {"base-url": f"http://127.0.0.1:{port}", "model": MODEL, "tokenizer": str(model)}
+        options |= {"dataset-name": "random", "random-input-len": "32", "random-output-len": "40"}
+        options |= {"num-prompts": "150", "max-concurrency": "16", "endpoint": "/v1/completions"}
+        arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, *arguments, stdout=-1, stderr=asyncio.subprocess.STDOUT
+        )
+        text = (await process.communicate())[0].decode()
+        assert process.returncode == 0, text[-3000:]
+        return text
