@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -108,7 +109,9 @@ class Load:
     def __init__(self, live, length=40, kinds=None, each=1):
         self.answers, self.failures, self._over = [], [], threading.Event()
         self._args = socket_of(live), length, kinds, each
-        self._done = live.thread.submit(self._run())
+        # A thread of its own: a client that reads a full buffer lets nothing else run in its event loop.
+        self._thread = ThreadPoolExecutor(1)
+        self._done = self._thread.submit(asyncio.run, self._run())
 
     async def _run(self):
         path, length, kinds, each = self._args
@@ -139,6 +142,7 @@ class Load:
     def end(self):
         self._over.set()
         self._done.result(240)
+        self._thread.shutdown()
         return self.answers
 
 
@@ -425,9 +429,10 @@ def test_the_other_engines(model, tmp_path, in_flight, own_process):
     with start(model, tmp_path, **changes) as live:
         trainer = Trainer(live, tmp_path / "weights")
         trainer.update()
-        load = Load(live, each=2)
+        load = Load(live, each=2, length=150)
         load.wait_for(1)
         for _ in range(8):
+            live.until_running()
             trainer.update()
         load.wait_for(1)
         answers = load.end()
