@@ -17,7 +17,7 @@ import msgspec
 import openai
 import pytest
 import torch
-from benchmarks.bridges import create_bridge
+from benchmarks.bridges import create_adapter_bridge, create_bridge
 from safetensors.torch import load_file
 
 from slipstream.errors import EngineError, WeightsError
@@ -27,10 +27,11 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report
+from slipstream.weights.adapter_folder import AdapterConfig
 
 from ..engine.conftest import perturbed, start
 from ..engine.test_single_copy import Pair
-from .http_clients import MESSAGES, MODEL, Clients, socket_of, tcp_port
+from .http_clients import MESSAGES, MODEL, Answer, Clients, socket_of, tcp_port
 
 pytestmark = pytest.mark.engine
 LINEAGE = 5
@@ -175,12 +176,13 @@ def check_answers(live, answers, weights, digests):
     return crossings
 
 
-def scores(live, weights, answers):
+def scores(live, weights, answers, policy=None):
     """The trainer's log-probabilities of the answers' tokens."""
     if not answers:
         return []
-    policy = PolicyModel.load(live.model)
-    policy.network.load_state_dict(weights, strict=False)
+    if policy is None:
+        policy = PolicyModel.load(live.model)
+        policy.network.load_state_dict(weights, strict=False)
     rows = [
         Tokens([*each.prompt_ids, *each.token_ids], [False] * len(each.prompt_ids) + [True] * len(each.token_ids))
         for each in answers
@@ -441,6 +443,70 @@ def test_the_other_engines(model, tmp_path, in_flight, own_process):
             answers = [each for each in answers if len(each.versions[0]) == 1 or not each.token_ids]
         crossings = check_answers(live, answers, trainer.weights, trainer.digests)
         assert (crossings == 0) == (in_flight == "drain")
+
+
+@pytest.mark.servers
+def test_a_name_is_the_adapter_in_service_and_the_base_has_its_own(model, tmp_path):
+    policy = PolicyModel.load(model)
+    adapter = policy.add_adapter(AdapterConfig(4, 8.0, ("all-linear",), str(model)))
+    room = {"lora_rank": 4, "lora_target_modules": adapter.config.target_modules}
+    base = load_file(model / "model.safetensors")
+    with start(model, tmp_path, inference_socket=True, tool_parser="hermes", **room) as live:
+        bridge = create_adapter_bridge(
+            folder=tmp_path / "adapters", engine=live.engine, adapter=adapter.config, base_weights=policy.base_weights()
+        )
+        with pytest.raises(openai.InternalServerError, match="no adapter yet"):
+            ask(live, lambda clients: clients.completion())
+        adapters, digests = {}, {}
+
+        def update(step):
+            generator = torch.Generator().manual_seed(step)
+            with torch.no_grad():
+                for _, tensor in adapter.named_weights():
+                    tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+            ticket = bridge.publisher.publish(adapter.named_weights(), step, LINEAGE, lambda ticket: None)
+            check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+            name = ticket.version.name
+            adapters[name] = {key: tensor.clone() for key, tensor in adapter.named_weights()}
+            digests[name] = ticket.version.digest
+
+        update(0)
+        load = Load(live, each=2, length=100)
+        for step in range(1, 6):
+            load.wait_for(1)
+            live.until_running()
+            update(step)
+        load.wait_for(1)
+        answers = load.end()
+        assert load.failures == []
+        names = {name for answer in answers for spans in answer.versions for _, name in spans}
+        assert names == adapters.keys(), "each request with one adapter"
+        for answer in answers:
+            assert {len(spans) for spans in answer.versions} == {1}
+            assert answer.digests.items() <= digests.items()
+        for name, tensors in adapters.items():
+            with torch.no_grad():
+                for key, tensor in adapter.named_weights():
+                    tensor.copy_(tensors[key])
+            mine = [answer for answer in answers if answer.token_ids and answer.versions[0][0][1] == name]
+            for answer, ours in zip(mine, scores(live, {}, mine, policy), strict=True):
+                assert (ours - torch.tensor(answer.logprobs)).abs().max() < 1e-3
+
+        async def names_and_base(clients):
+            models = [each.id async for each in await clients.openai.models.list()]
+            got = await clients.openai.completions.create(
+                model=f"{MODEL}-base", prompt=[1, 2, 3], max_tokens=8, logprobs=0, extra_body={"return_token_ids": True}
+            )
+            unnamed = await clients.http.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 2})
+            return models, got, unnamed.json()
+
+        models, got, unnamed = ask(live, names_and_base)
+        assert models == [MODEL, f"{MODEL}-base"]
+        assert (got.model, got.versions) == (f"{MODEL}-base", [[[0, "base"]]])
+        assert unnamed["versions"] == [[[0, f"{LINEAGE}.5"]]], "no name is not the base"
+        answer = Answer("", [], {}, [1, 2, 3], got.choices[0].token_ids)
+        (ours,) = scores(live, base, [answer])
+        assert (ours - torch.tensor(got.choices[0].logprobs.token_logprobs)).abs().max() < 1e-3
 
 
 async def run_benchmark(path, model):
