@@ -455,15 +455,14 @@ def _num_tokens(processor: Any, request_ids: Iterable[Hashable]) -> dict[Any, in
     """Output tokens of each request, by vLLM's output processor, which has internal names for our ids; 0 for requests
     that it does not know yet. See `Host.num_tokens` for streamed ones."""
     counts: dict[Any, int] = {}
-    for request_id in request_ids:
-        is_streamed = isinstance(request_id, tuple)
-        external = request_id[0] if is_streamed else request_id
-        names = processor.external_req_ids.get(external, [external])
+    for key in request_ids:
+        request_id, index = key if isinstance(key, tuple) else (key, None)
+        names = processor.external_req_ids.get(request_id, [request_id])
         states = [processor.request_states[name] for name in names if name in processor.request_states]
-        if is_streamed:
-            states = [state for state in states if state.request_index == request_id[1]]
-        if states or not is_streamed:
-            counts[request_id] = sum(state.detokenizer.num_output_tokens() for state in states)
+        if index is not None:
+            states = [state for state in states if state.request_index == index]
+        if states or index is None:
+            counts[key] = sum(state.detokenizer.num_output_tokens() for state in states)
     return counts
 
 

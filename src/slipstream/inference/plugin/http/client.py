@@ -27,6 +27,7 @@ from slipstream.inference.plugin.service import OutOfService
 MAX_ANSWERS = 1024
 """Answers of one HTTP request: prompts times `n`."""
 _theirs: Any = exceptions
+_EngineClient: Any = EngineClient
 _Retryable: Any = getattr(_theirs, "RetryableRequestError", getattr(_theirs, "GenerationError", RuntimeError))
 _Invalid: Any = getattr(_theirs, "VLLMValidationError", ValueError)
 
@@ -39,7 +40,7 @@ class Unavailable(_Retryable):
         self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
 
 
-class GuestClient(EngineClient):
+class GuestClient(_EngineClient):
     """Generation for foreign clients; whatever controls an engine is refused (see the end of this module)."""
 
     def __init__(self, server: EngineServer, base_name: str = "") -> None:
@@ -50,7 +51,7 @@ class GuestClient(EngineClient):
         engine = server.host.vllm
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config
-        self.renderer = engine.renderer
+        self.renderer: Any = engine.renderer
         self.input_processor = engine.input_processor
 
     @property

@@ -31,6 +31,8 @@ BODY_S = 60.0
 QUIET_S = 5.0
 REQUEST_S = 3600.0
 """For a whole request."""
+_UNREAD = (401, 408, 413, 421)
+"""Refusals before the body is read."""
 _log = logging.getLogger("slipstream.http")
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -170,8 +172,8 @@ async def _send_error(send: Send, refusal: Refusal) -> None:
     """In a form that clients of OpenAI and of Anthropic read."""
     error = {"type": refusal.kind, "message": str(refusal), "code": refusal.status}
     more = [(b"www-authenticate", b"Bearer")] if refusal.status == 401 else []
-    if refusal.status in (408, 413):
-        more = [(b"connection", b"close")]  # the rest of the body is not read
+    if refusal.status in _UNREAD:
+        more.append((b"connection", b"close"))
     await _send_json(send, refusal.status, json.dumps({"type": "error", "error": error}).encode(), more)
 
 

@@ -20,7 +20,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slipstream.config.addresses import is_loopback
 from slipstream.errors import ConfigError
-from slipstream.inference.plugin.http.app import create_app
 from slipstream.inference.plugin.http.gate import Gate
 from slipstream.inference.plugin.server import EngineServer
 
@@ -110,6 +109,7 @@ class InferenceListener:
     def __init__(self, server: _Server, task: asyncio.Task[None], beats: asyncio.Task[None], address: Any) -> None:
         self.address = address
         """The path of the Unix socket, or (host, port)."""
+        self.should_exit = False
         self._server = server
         self._task = task
         self._beats = beats
@@ -138,9 +138,17 @@ async def listen_inference(
     """
     if host and not key and not is_loopback(host):
         raise ConfigError(f"{host} can be reached from other machines: give a key, or listen on 127.0.0.1")
+    from slipstream.inference.plugin.http.app import create_app  # it imports vLLM's front end
+
     app = await create_app(server, names or [Path(server.settings.model).name])
     gate = Gate(app, server, key, is_local=bool(host) and is_loopback(host))
-    listening = _unix_socket(socket) if socket else _tcp_socket(host, port)
+    listener = await serve(gate, unix_socket(socket) if socket else tcp_socket(host, port))
+    app.state.server = listener  # vLLM's handlers ask it to end when vLLM has failed; so does the process
+    return listener
+
+
+async def serve(gate: Gate, listening: sockets.socket) -> InferenceListener:
+    """Run a gate on a socket that is bound."""
     protocol = type("Limited", (_Limited,), {"max_connections": _max_connections()})
     config = uvicorn.Config(
         gate,  # type: ignore[arg-type]
@@ -155,16 +163,15 @@ async def listen_inference(
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     runner = _Server(config)
-    app.state.server = runner  # vLLM's handlers ask it to end when vLLM has failed; so does the process
+    address = listening.getsockname()
     task = asyncio.create_task(runner.serve([listening]))
     async with asyncio.timeout(_START_S):
         while not runner.started:
             if task.done():
                 task.result()
-                raise OSError(f"nobody listens on {socket or (host, port)}")
+                raise OSError(f"nobody listens on {address}")
             await asyncio.sleep(0.01)
-    beats = asyncio.create_task(_keep_alive(gate))
-    return InferenceListener(runner, task, beats, socket or listening.getsockname())
+    return InferenceListener(runner, task, asyncio.create_task(_keep_alive(gate)), address)
 
 
 async def _keep_alive(gate: Gate) -> None:
@@ -174,14 +181,16 @@ async def _keep_alive(gate: Gate) -> None:
             answer.beat()
 
 
-def _unix_socket(path: str) -> sockets.socket:
+def unix_socket(path: str) -> sockets.socket:
+    """Bound to `path`, for the same user alone."""
     made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     made.bind(path)
     os.chmod(path, 0o600)  # nobody can connect before `listen`
     return made
 
 
-def _tcp_socket(host: str, port: int) -> sockets.socket:
+def tcp_socket(host: str, port: int) -> sockets.socket:
+    """Bound to a host (by default 127.0.0.1) and port. Raises OSError when it is taken."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     made = sockets.socket(family, sockets.SOCK_STREAM)
     made.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
