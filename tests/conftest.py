@@ -22,7 +22,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 NUM_PARTS = 12
-CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full", "cluster")
+APART = ("cluster", "servers")
+"""Markers of tests that no other choice but `full` runs."""
+CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full", *APART)
 
 # How long an example takes is a matter of the machine, and nothing that a test should fail for.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,8 +41,8 @@ def pytest_addoption(parser):
         "--tests",
         choices=CHOICES,
         default="full",
-        help="quick: without those marked full or cluster; 0 to 11: with that part of the full ones; "
-        "cluster: those alone; full: all (default)",
+        help="quick: without those marked full, cluster or servers; 0 to 11: with that part of the full ones; "
+        "cluster, servers: those alone; full: all (default)",
     )
 
 
@@ -59,8 +61,9 @@ def pytest_collection_modifyitems(config, items):
     chosen = config.getoption("--tests")
 
     def is_chosen(item):
-        if chosen == "cluster" or item.get_closest_marker("cluster"):
-            return chosen == "full" or (chosen == "cluster") == bool(item.get_closest_marker("cluster"))
+        marks = [name for name in APART if item.get_closest_marker(name)]
+        if marks or chosen in APART:
+            return chosen == "full" or chosen in marks
         return not item.get_closest_marker("full") or chosen in ("full", str(part_of(item)))
 
     left_out = [item for item in items if not is_chosen(item)]

@@ -11,6 +11,8 @@ from slipstream.records import ParameterSpec, Ticket, Version
 
 SOCKET = "engine.sock"
 """An engine's Unix socket, in its private temporary folder (TMPDIR)."""
+INFERENCE_SOCKET = "inference.sock"
+"""The Unix socket beside it for foreign clients."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -65,5 +67,9 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Patches of vLLM to apply."""
     tool_parser: str = ""
     """vLLM's parser for the calls of requests with tools; empty: such requests are refused."""
+    reasoning_parser: str = ""
+    """vLLM's parser for thoughts, which answers to foreign clients then have apart from their text; empty: none."""
+    inference_socket: bool = False
+    """Answer foreign clients on the socket `INFERENCE_SOCKET` in the temporary folder."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

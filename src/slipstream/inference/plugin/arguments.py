@@ -56,6 +56,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
         **lora,
         **(_SHARED if settings.shared_kernels else {}),
+        **({"reasoning_parser": settings.reasoning_parser} if settings.reasoning_parser else {}),
         **(_routed_experts() if settings.replay_experts else {}),
         **_capture_sizes(settings),
         **_block_size(),

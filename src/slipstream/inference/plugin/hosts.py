@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import os
 import queue
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +82,21 @@ class Host(ABC):
         """Make steps again."""
 
     @abstractmethod
-    async def num_tokens(self) -> dict[str, int]:
-        """The number of tokens of each running request; the engine is paused."""
+    async def num_tokens(self) -> dict[Any, int]:
+        """The number of tokens of each running request; the engine is paused. Those of a streamed request have a key
+        for each answer, (request id, index), and none once that is complete."""
+
+    @abstractmethod
+    def _outputs(self, request_id: str, prompt: Any, params: Any, **options: Any) -> AsyncGenerator[Any]:
+        """See `stream`."""
+
+    @abstractmethod
+    def is_computing(self, request_id: str) -> bool:
+        """Whether vLLM has more tokens to make for a streamed request, however slowly its client reads."""
+
+    @abstractmethod
+    async def abort(self, request_ids: list[str]) -> None:
+        """End streamed requests inside vLLM: each stream's last output has the finish reason `abort`."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -107,6 +122,22 @@ class Host(ABC):
             spans = self._labels.end(request_id, num_tokens)
         return output, spans
 
+    def stream(self, request_id: str, prompt: Any, params: Any, **options: Any) -> AsyncGenerator[Any]:
+        """A request's `RequestOutput`s as they come, read by vLLM's own handlers; `end_stream` follows in any case.
+        Closing the generator aborts the request inside vLLM."""
+        for index in range(params.n):
+            self._labels.begin((request_id, index))
+        return self._outputs(request_id, prompt, params, **options)
+
+    def end_stream(self, request_id: str, num_answers: int) -> list[Spans]:
+        """The version spans of each answer."""
+        return [self._labels.end((request_id, index), sys.maxsize) for index in range(num_answers)]
+
+    @property
+    def vllm(self) -> Any:
+        """vLLM's engine, for its configuration, renderer and input processor."""
+        return self._engine
+
     @property
     def tokenizer(self) -> Any:
         """vLLM's tokenizer of the model."""
@@ -129,7 +160,9 @@ class Host(ABC):
 
     async def set_version(self, name: str) -> None:
         """Label the tokens sampled from here on with the version `name`. Steps are paused."""
-        self._labels.change(name, await self.num_tokens())
+        counts = await self.num_tokens()
+        streamed = [key for key in self._labels.running if isinstance(key, tuple)]
+        self._labels.change(name, counts, complete={key for key in streamed if key not in counts})
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache; the weights move to the CPU's memory. No request is running."""
@@ -159,6 +192,11 @@ class InProcessHost(Host):
         super().__init__(LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni")))
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._produced: list[tuple[Any, Any]] = []
+        """Outputs of streamed requests for the event loop, which gets those of a step together."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That of streamed requests."""
         self._death: BaseException | None = None
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -180,9 +218,11 @@ class InProcessHost(Host):
                         if command is None:
                             return
                         command()
+                        self._hand_over()
                         busy = not self._paused
                 outputs = self._engine.step()
                 self.clock.num_steps += 1
+                self._hand_over()
                 for output in outputs:
                     if output.finished:
                         self._finish(output)
@@ -191,7 +231,17 @@ class InProcessHost(Host):
             for future in list(self._waiting.values()):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(RuntimeError(f"the engine died: {error!r}"))
+            for stream in list(self._streams.values()):
+                stream.put(RuntimeError(f"the engine died: {error!r}"))
+            self._hand_over()
             raise
+
+    def _hand_over(self) -> None:
+        """Give the event loop what streamed requests have got."""
+        if self._produced and self._loop is not None:
+            batch, self._produced = self._produced, []
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_collect, batch)
 
     def _finish(self, output: Any) -> None:
         future = self._waiting.pop(output.request_id, None)
@@ -246,6 +296,46 @@ class InProcessHost(Host):
             self._commands.put(abort)
             raise
 
+    async def _outputs(self, request_id: str, prompt: Any, params: Any, **options: Any) -> AsyncGenerator[Any]:
+        from vllm.v1.engine.output_processor import RequestOutputCollector
+
+        self._loop = asyncio.get_running_loop()
+        collector = RequestOutputCollector(params.output_kind, request_id)
+        stream = _Stream(self, request_id, collector)
+
+        def add() -> None:
+            try:
+                add_streamed(self._engine, request_id, prompt, params, stream, **options)
+            except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
+                stream.put(error)
+
+        self._check_alive()
+        self._streams[request_id] = stream
+        self._commands.put(add)
+        finished = False
+        try:
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._commands.put(lambda: self._abort([request_id]))
+
+    def is_computing(self, request_id: str) -> bool:
+        """See `Host`."""
+        return request_id in self._streams
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """See `Host`."""
+        await self._between_steps(lambda: self._abort(request_ids))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        running = [id_ for id_ in request_ids if id_ in self._streams]
+        self._engine.abort_request(running)
+        for id_ in running:
+            self._streams.pop(id_, None)
+
     async def pause(self) -> None:
         """See `Host`."""
         await self._between_steps(self._stop_stepping)
@@ -264,9 +354,11 @@ class InProcessHost(Host):
         """See `Host`."""
         await self._between_steps(lambda: setattr(self, "_paused", False))
 
-    async def num_tokens(self) -> dict[str, int]:
+    async def num_tokens(self) -> dict[Any, int]:
         """See `Host`."""
-        return await self._between_steps(lambda: _num_tokens(self._engine.output_processor, list(self._waiting)))
+        return await self._between_steps(
+            lambda: _num_tokens(self._engine.output_processor, [*self._waiting, *self._labels.running])
+        )
 
     def shutdown(self) -> None:
         """Stop stepping, and remove the rendezvous file of vLLM's workers; the process ends right after."""
@@ -301,6 +393,17 @@ class AsyncHost(Host):
             final = output
         return final
 
+    def _outputs(self, request_id: str, prompt: Any, params: Any, **options: Any) -> AsyncGenerator[Any]:
+        return self._engine.generate(prompt, params, request_id, **options)
+
+    def is_computing(self, request_id: str) -> bool:
+        """See `Host`."""
+        return request_id in self._engine.output_processor.external_req_ids
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """See `Host`."""
+        await self._engine.abort(request_ids)
+
     async def pause(self) -> None:
         """See `Host`."""
         # AsyncLLM's own `pause_generation` is this and 20 ms of sleep.
@@ -329,7 +432,7 @@ class AsyncHost(Host):
         """See `Host`."""
         await self._engine.resume_generation()
 
-    async def num_tokens(self) -> dict[str, int]:
+    async def num_tokens(self) -> dict[Any, int]:
         """See `Host`; waits for tokens that the engine core has sent."""
         await self._process_outputs()
         return _num_tokens(self._engine.output_processor, self._labels.running)
@@ -348,15 +451,71 @@ class AsyncHost(Host):
         self._engine.shutdown()
 
 
-def _num_tokens(processor: Any, request_ids: Sequence[str]) -> dict[str, int]:
+def _num_tokens(processor: Any, request_ids: Iterable[Hashable]) -> dict[Any, int]:
     """Output tokens of each request, by vLLM's output processor, which has internal names for our ids; 0 for requests
-    that it does not know yet."""
-    counts: dict[str, int] = {}
-    for request_id in request_ids:
+    that it does not know yet. See `Host.num_tokens` for streamed ones."""
+    counts: dict[Any, int] = {}
+    for key in request_ids:
+        request_id, index = key if isinstance(key, tuple) else (key, None)
         names = processor.external_req_ids.get(request_id, [request_id])
         states = [processor.request_states[name] for name in names if name in processor.request_states]
-        counts[request_id] = sum(state.detokenizer.num_output_tokens() for state in states)
+        if index is not None:
+            states = [state for state in states if state.request_index == index]
+        if states or index is None:
+            counts[key] = sum(state.detokenizer.num_output_tokens() for state in states)
     return counts
+
+
+class _Stream:
+    """The queue of a streamed request, to which vLLM's output processor gives its outputs."""
+
+    def __init__(self, host: InProcessHost, request_id: str, collector: Any) -> None:
+        self._host = host
+        self._request_id = request_id
+        self._collector = collector
+
+    def put(self, output: Any) -> None:
+        """Take an output, or the error that ends the request; in the thread that steps."""
+        if isinstance(output, Exception) or output.finished:
+            self._host._streams.pop(self._request_id, None)
+        self._host._produced.append((self._collector, output))
+
+
+def _collect(batch: list[tuple[Any, Any]]) -> None:
+    for collector, output in batch:
+        collector.put(output)
+
+
+def add_streamed(
+    engine: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    queue: Any,
+    *,
+    prompt_text: str | None = None,
+    reasoning_ended: bool | None = None,
+    reasoning_parser_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """`AsyncLLM.add_request` for an `LLMEngine`, whose own `add_request` knows no queues."""
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    request = engine.input_processor.process_inputs(
+        request_id, prompt, params, supported_tasks=engine.get_supported_tasks(), **options
+    )
+    request.reasoning_ended = reasoning_ended
+    request.reasoning_parser_kwargs = reasoning_parser_kwargs
+    engine.input_processor.assign_request_id(request)
+    number = request.sampling_params.n
+    parent = ParentRequest(request) if number > 1 else None
+    for index in range(number):
+        each = request
+        if parent is not None:
+            each = copy(request)
+            each.request_id, each.sampling_params = parent.get_child_info(index)
+        engine.output_processor.add_request(each, prompt_text, parent, index, queue)
+        engine.engine_core.add_request(each)
 
 
 def create_host(arguments: dict[str, Any], *, own_process: bool = False) -> Host:

@@ -23,7 +23,7 @@ from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
-from slipstream.inference.settings import SOCKET, EngineSettings
+from slipstream.inference.settings import INFERENCE_SOCKET, SOCKET, EngineSettings
 from slipstream.processes import heartbeat, lifeline, stacks
 from slipstream.processes.child import END
 from slipstream.processes.exits import leave
@@ -43,6 +43,11 @@ async def serve(settings: EngineSettings) -> bool:
     gc.freeze()  # what is imported stays: a full collection takes longer than an update may
     gc.enable()
     runner = await listen(server, str(Path(tempfile.gettempdir()) / SOCKET))
+    guests = None
+    if settings.inference_socket:
+        from slipstream.inference.plugin.http.listener import listen_inference  # it imports vLLM's front end
+
+        guests = await listen_inference(server, socket=str(Path(tempfile.gettempdir()) / INFERENCE_SOCKET))
     start_marks.mark(start_marks.READY)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(END, stop.set)
@@ -56,6 +61,8 @@ async def serve(settings: EngineSettings) -> bool:
         os._exit(1)  # what hangs would not let itself be shut down
     died = server.host.is_dead
     lifeline.begin_end()
+    if guests is not None:
+        await guests.close()
     await runner.cleanup()
     server.host.shutdown()
     lifeline.remove_files()

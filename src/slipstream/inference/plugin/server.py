@@ -16,6 +16,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from typing import Any
@@ -25,7 +26,8 @@ import msgspec
 import slipstream
 from slipstream.inference.plugin.arguments import checked_head, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.completions import Refused, aborted, completion, contradiction, refusals
-from slipstream.inference.plugin.hosts import Host
+from slipstream.inference.plugin.guests import POLL_S, Guests
+from slipstream.inference.plugin.hosts import Host, LoadedAdapter
 from slipstream.inference.plugin.patches import patch_table, scoring
 from slipstream.inference.plugin.service import OutOfService, Service, State, Steps
 from slipstream.inference.plugin.token_clock import Stillness
@@ -72,7 +74,11 @@ class EngineServer:
         # Urgent requests (the probe, an evaluation) never wait for others.
         self._urgent_queue = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._stillness = Stillness(host.clock)
-        self._adapters = Adapters(host)
+        self.guests = Guests(host, self.service, 2 * settings.max_num_seqs)
+        """Requests of foreign clients (`http`)."""
+        self.digests: dict[str, str] = {}
+        """By the names of versions."""
+        self._adapters = Adapters(host, self.guests.uses)
         self._request_ended = asyncio.Event()
         self._updating = asyncio.Lock()
         """Updates are one at a time: one whose client gave up may be in a collective when the next is asked for."""
@@ -111,8 +117,8 @@ class EngineServer:
                 raise RuntimeError(
                     f"loaded weights of version {report.version.name} cannot be verified: {report.unverified}"
                 )
-            self.version = self.settings.version
-            await self.host.set_version(self.version.name)
+            self._take(self.settings.version)
+            await self.host.set_version(self.settings.version.name)
         self.service.started()
         for ticket in (*self.settings.deltas, *filter(None, [self.settings.adapter])):
             report = await self.apply(ticket)
@@ -177,7 +183,7 @@ class EngineServer:
                 if unproved := report.mismatched + report.unverified:
                     self.service.fail(f"version {name} did not verify: {', '.join(unproved[:3])}")
                     return report
-                self.version = ticket.version
+                self._take(ticket.version)
                 self.service.proved()
             except Exception as error:
                 self.service.fail(f"applying version {name} failed: {error}")
@@ -188,10 +194,34 @@ class EngineServer:
             finally:
                 if is_running and not self.service.is_serving:
                     await self._pause()
-            return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
+            return msgspec.structs.replace(report, stall_s=await self.host.clock.end(self._is_computing))
+
+    def _is_computing(self) -> bool:
+        return self.num_running > 0 or self.guests.num_running > 0
+
+    def _take(self, version: Version) -> None:
+        self.version = version
+        self.digests[version.name] = version.digest
+
+    @property
+    def base(self) -> Version | None:
+        """Under LoRA: the version of the base model."""
+        return self.settings.version
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """Under LoRA: the adapter of new requests."""
+        return self._adapters.current
+
+    @property
+    def cache_salt(self) -> str:
+        """With in_flight = keep, it separates prefix cache blocks by the version at a request's start."""
+        if not self._keeps_context or self.settings.lora_rank is not None:
+            return ""
+        return f"{self.version.name}-{self.version.digest}" if self.version else "none"
 
     def _begin_stall(self) -> None:
-        if self.num_running:
+        if self._is_computing():
             self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket, *, is_running: bool) -> ApplyReport:
@@ -213,7 +243,7 @@ class EngineServer:
         if is_whole and not self._keeps_context and not await self.host.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset the prefix cache")
         await self.host.set_version(version.name)
-        self.version = version
+        self._take(version)
         if self._keeps_context:
             await self._restart_prefills()
         if is_whole:
@@ -232,17 +262,19 @@ class EngineServer:
                 self.service.compute_unproved(version.name)
                 await self._change_to(version)
                 # The trainer computes fingerprints next, perhaps on the same GPU: let the first step come before.
-                await self.host.clock.next(lambda: self.num_running > 0, _FIRST_TOKEN_S)
+                await self.host.clock.next(self._is_computing, _FIRST_TOKEN_S)
             except BaseException as error:
                 self.service.fail(f"resuming with version {version.name} failed: {error!r}")
                 raise
 
     async def _pause(self) -> None:
         """Pause vLLM; with in_flight = drain only after the last running request. No request begins meanwhile."""
-        while not self.steps.is_paused and self.settings.in_flight == "drain" and self.num_running:
+        while not self.steps.is_paused and self.settings.in_flight == "drain" and self._is_computing():
             # Bounded by the requests' deadlines, and by the client of the call that waits.
             self._request_ended.clear()
-            await self._request_ended.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S if self.guests.num_running else None):
+                    await self._request_ended.wait()
         await self.steps.pause()
 
     @property
@@ -255,6 +287,7 @@ class EngineServer:
         tasks = [task for id_, task in self._computing.items() if not counts.get(id_)]
         for task in tasks:
             task.cancel()
+        await self.guests.restart(counts)
         if tasks:
             await asyncio.wait(tasks)
 
@@ -310,8 +343,8 @@ class EngineServer:
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache until `wake`; the weights move to the CPU's memory. Raises
         `OutOfService` while requests run."""
-        if self.num_running:
-            raise OutOfService(f"{self.num_running} requests are running: let them end before the engine sleeps")
+        if number := self.num_running + self.guests.num_running:
+            raise OutOfService(f"{number} requests are running: let them end before the engine sleeps")
         if self.service.state is State.ASLEEP:
             return
         if not self.service.is_serving:
@@ -327,14 +360,14 @@ class EngineServer:
 
     def is_hung(self) -> bool:
         """Whether vLLM has made no step for `HUNG_S` while it had requests; call it several times a second."""
-        return self._stillness.lasts_s(self.num_running > 0 and self.service.is_serving) > HUNG_S
+        return self._stillness.lasts_s(self._is_computing() and self.service.is_serving) > HUNG_S
 
     @property
     def doing(self) -> str:
         """What its process says in its heartbeat."""
         if not self.service.is_serving:
             return f"in the state {self.service.state.value}"
-        return "computing requests" if self.num_running else "waiting for requests"
+        return "computing requests" if self._is_computing() else "waiting for requests"
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion. When its deadline passed, or vLLM rejected it, the finish reason is `abort` and `error` says
@@ -411,12 +444,10 @@ class EngineServer:
     async def _generate_keeping_context(
         self, request: GenerateRequest, prompt: dict[str, Any], params: Any
     ) -> tuple[Any, Spans]:
-        """Generate with in_flight = keep: `cache_salt` separates prefix cache blocks by the version at the request's
-        start. Cancelling the task in `_computing` restarts the request."""
+        """Generate with in_flight = keep. Cancelling the task in `_computing` restarts the request."""
         ours = asyncio.current_task()
         while True:
-            salt = f"{self.version.name}-{self.version.digest}" if self.version else "none"
-            salted = {**prompt, "cache_salt": salt}
+            salted = {**prompt, "cache_salt": self.cache_salt}
             computing = self.host.generate(salted, params, request.id, is_urgent=request.is_urgent)
             self._computing[request.id] = task = asyncio.create_task(computing)
             try:
@@ -440,6 +471,6 @@ class EngineServer:
             patches=self.patches,
             patches_left_out=self.patches_left_out,
             reason=self.service.reason,
-            num_running=self.num_running,
+            num_running=self.num_running + self.guests.num_running,
             info={"tool_parser": reader.name, "tool_parser_failures": reader.num_failures} if reader else {},
         )

@@ -6,7 +6,7 @@ Nothing here knows vLLM. An illegal transition raises `IllegalTransition`, and t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
@@ -64,6 +64,8 @@ class Service:
         """Name of the version that vLLM computes with before it is verified."""
         self.num_discarded = 0
         """Versions that vLLM computed with and that were never verified; answers made with them are withheld."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called when the engine goes out of service, with the reason."""
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -162,6 +164,8 @@ class Service:
             self._settled.clear()
         else:
             self._settled.set()
+        if state is State.FAILED:
+            self.on_failure(reason)
 
     def _illegal(self, to: State) -> IllegalTransition:
         return IllegalTransition(

@@ -7,19 +7,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter
 from slipstream.records import Ticket
+
+_POLL_S = 0.02
 
 
 class Adapters:
     """At most two adapters, each with a name and an id that are never reused; more only after a failed load."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, is_used: Callable[[int], bool] = lambda adapter_id: False) -> None:
+        """`is_used`: whether requests that `used` does not count are computed with an adapter."""
         self.current: LoadedAdapter | None = None
         """The adapter of new requests."""
         self._host = host
+        self._is_used = is_used
         self._old: LoadedAdapter | None = None
         self._stray: list[LoadedAdapter] = []
         """Adapters to remove before the next load: their removal failed, or the load that it was part of."""
@@ -44,9 +48,11 @@ class Adapters:
 
     async def until_room(self) -> None:
         """Wait for the last request of the old adapter; bounded by the requests' deadlines."""
-        while self._old is not None and self._users[self._old.id]:
+        while self._old is not None and (self._users[self._old.id] or self._is_used(self._old.id)):
             self._ended.clear()
-            await self._ended.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await self._ended.wait()
 
     async def load(self, ticket: Ticket) -> None:
         """Replace the old adapter with the ticket's, by vLLM's own loader, and make it the current one."""

@@ -1,0 +1,1 @@
+"""Inference for foreign clients: vLLM's own HTTP handlers over our engine, on a listener of their own."""
