@@ -444,6 +444,40 @@ class Completion(msgspec.Struct):
     """Of the prompt's tokens and the sampled ones but the last, if the engine was asked for them."""
 
 
+class SessionOpening(msgspec.Struct, frozen=True):
+    """Opens a session of an agent in an engine: requests with this `key` are sampled as `sampling` says, with seeds
+    that follow from `seed`, and recorded."""
+
+    key: str
+    sampling: SamplingParams
+    seed: int
+    timeout_s: float = 600.0
+    """Of each request."""
+    is_urgent: bool = False
+    template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, where a request does not set them itself."""
+    system_prompt: str = ""
+    """Precedes a conversation that has no system message."""
+
+
+class SessionTurn(msgspec.Struct, frozen=True):
+    """One answer of an engine in a session, as it was sampled."""
+
+    request: int
+    """The request's number, as the gateway counts them."""
+    prompt_ids: list[int]
+    """The prompt's tokens as the engine used them."""
+    completion: Completion
+    given: list[dict[str, Any]] = []
+    """Messages of the request; of one that continues another turn, those after that turn's answer."""
+    answer: dict[str, Any] = {}
+    """The message that the agent got."""
+    continues: int = -1
+    """Index of the turn that it continues among the session's; -1: none."""
+    overridden: dict[str, float] = {}
+    """Sampling values that the agent asked for, where the run has others."""
+
+
 class EngineHealth(msgspec.Struct, frozen=True):
     """State of a running engine."""
 
