@@ -35,7 +35,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 REQUEST_HEADER = "x-slipstream-request"
 """The gateway's number of a request."""
 MAX_BODY_BYTES = 64 * 2**20
-_CURRENT: ContextVar[Exchange | None] = ContextVar("slipstream_exchange", default=None)
+_CURRENT: ContextVar[Recording | None] = ContextVar("slipstream_recording", default=None)
 
 
 class Refusal(ValueError):
@@ -70,12 +70,12 @@ class Sessions:
         return None
 
 
-def current() -> Exchange | None:
-    """The exchange of the request that this task handles; None outside of sessions."""
+def current() -> Recording | None:
+    """The recording of the request that this task handles; None outside of sessions."""
     return _CURRENT.get()
 
 
-class Exchange:
+class Recording:
     """One request of a session and its answer."""
 
     def __init__(self, session: Session, number: int, path: str, body: Mapping[str, Any]) -> None:
@@ -226,10 +226,10 @@ def hook_renderer(renderer: Any) -> None:
     render = renderer.render_messages_async
 
     async def render_messages_async(messages: Any, params: Any) -> Any:
-        exchange = _CURRENT.get()
-        if exchange is None:
+        recording = _CURRENT.get()
+        if recording is None:
             return await render(messages, params)
-        return await exchange.render(render, messages, params, renderer.get_tokenizer())
+        return await recording.render(render, messages, params, renderer.get_tokenizer())
 
     renderer.render_messages_async = render_messages_async
 
@@ -254,7 +254,7 @@ class Recorder:
             fields: dict[str, Any] = json.loads(body)
             headers = dict(scope["headers"])
             number = int(headers.get(REQUEST_HEADER.encode(), b"-1"))
-            exchange = Exchange(session, number, scope["path"], fields)
+            recording = Recording(session, number, scope["path"], fields)
         except (ValueError, AttributeError, TypeError):  # vLLM says what is wrong with it
             await self._app(scope, _replay(body, receive), send)
             return
@@ -263,19 +263,19 @@ class Recorder:
             length = (b"content-length", str(len(body)).encode())
             scope = {**scope, "headers": [*(each for each in scope["headers"] if each[0] != length[0]), length]}
         session.num_running += 1
-        token = _CURRENT.set(exchange)
+        token = _CURRENT.set(recording)
         try:
-            await self._app(scope, _replay(body, receive), _Answering(exchange, send))
+            await self._app(scope, _replay(body, receive), _Answering(recording, send))
         finally:
             _CURRENT.reset(token)
             session.num_running -= 1
 
 
 class _Answering:
-    """Sends a response, and shows it to its exchange before each piece goes out."""
+    """Sends a response, and shows it to its recording before each piece goes out."""
 
-    def __init__(self, exchange: Exchange, send: Send) -> None:
-        self._exchange, self._send = exchange, send
+    def __init__(self, recording: Recording, send: Send) -> None:
+        self._recording, self._send = recording, send
         self._body = b""
         self._is_good = self._is_stream = False
 
@@ -286,7 +286,7 @@ class _Answering:
             self._is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
         elif event["type"] == "http.response.body" and self._is_good:
             self._body += event.get("body", b"")
-            self._exchange.answer(self._body, is_stream=self._is_stream, is_whole=not event.get("more_body", False))
+            self._recording.answer(self._body, is_stream=self._is_stream, is_whole=not event.get("more_body", False))
         await self._send(event)
 
 
