@@ -458,6 +458,8 @@ class SessionOpening(msgspec.Struct, frozen=True):
     """Variables of the chat template, where a request does not set them itself."""
     system_prompt: str = ""
     """Precedes a conversation that has no system message."""
+    names: tuple[str, ...] = ()
+    """What its requests may call the model."""
 
 
 class SessionTurn(msgspec.Struct, frozen=True):

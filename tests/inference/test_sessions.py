@@ -163,7 +163,13 @@ def test_seeds_follow_from_the_prompt_and_differ_for_each_time():
 
 
 def test_what_the_run_overrides():
-    body = {"temperature": 0.2, "top_p": 1.0, "top_k": -1, "frequency_penalty": 0.5, "text": {"format": {"type": "text"}}}
+    body = {
+        "temperature": 0.2,
+        "top_p": 1.0,
+        "top_k": -1,
+        "frequency_penalty": 0.5,
+        "text": {"format": {"type": "text"}},
+    }
     assert overridden(body, SAMPLING) == {"temperature": 0.2, "frequency_penalty": 0.5}
     assert overridden({"response_format": {"type": "json_object"}}, SAMPLING) == {"response_format": 1.0}
 
@@ -177,7 +183,11 @@ def test_messages_are_copied_out_of_iterators():
 
 CHAT = {
     "choices": [
-        {"index": 0, "message": {"content": "4", "reasoning": "two and two", "tool_calls": [CALL]}, "finish_reason": "x"}
+        {
+            "index": 0,
+            "message": {"content": "4", "reasoning": "two and two", "tool_calls": [CALL]},
+            "finish_reason": "x",
+        }
     ]
 }
 RESPONSES = {

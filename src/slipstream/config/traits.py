@@ -58,6 +58,18 @@ def uses_engine(config: RunConfig) -> bool:
     return isinstance(config.algorithm, RLConfig) or evaluates or rolls_out(config)
 
 
+AGENT = "agent"
+"""Name of the environment whose programs send requests of their own."""
+
+
+def serves_agents(config: RunConfig) -> bool:
+    """Whether engines answer the requests of agents."""
+    section = config.environment
+    if section is None:
+        return False
+    return AGENT in (section.name, *(part.name for part in section.mixture.values()))
+
+
 def rolls_out(config: RunConfig) -> bool:
     """Whether SFT also trains on rollouts: channel B of rollout matching."""
     return config.matching is not None and config.matching.rolls_out

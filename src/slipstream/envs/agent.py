@@ -1,7 +1,8 @@
 """The environment `agent`: a program that exists, and sends its requests to an address instead of to OpenAI.
 
 Settings: `command` (a text or a list) or `callable` (`path/to/file.py:function`); `tasks` (`path/to/file.py:function`,
-called with `split, num_tasks, seed`) or the settings of `rows`; `reward`, a named one, or a function
+called with `split, num_tasks, seed`) or the settings of `rows`; `models`, further names that requests may call the
+model; `reward`, a named one, or a function
 `reward(task, result)` or `reward(task, result, episode)`. The result is what the callable returns, or the command's
 last line of standard output.
 
@@ -28,6 +29,7 @@ from typing import Any, cast
 import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.traits import AGENT
 from slipstream.envs.base import Address, Environment, Episode, Policy, Score, Split, scored
 from slipstream.envs.from_python import FunctionEnvironment
 from slipstream.envs.hosted.command import run_command
@@ -38,8 +40,8 @@ from slipstream.envs.rows import Rows
 from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
 
-NAME = "agent"
-_OWN = ("command", "callable", "tasks")
+NAME = AGENT
+_OWN = ("command", "callable", "tasks", "models")
 _MOST_TURNS = 16
 _THREADS = 512
 """Calls of a function that is no coroutine, at once."""

@@ -200,7 +200,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         config,
         data,
         thinks=tokenizer.has_thinking_switch,
-        tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
+        tools=_tool_facts(environment, tokenizer),
         images=image_tokens(tokenizer, trained_on),
         gpus=gpus,
     )
@@ -220,6 +220,13 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
     found = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *found)
+
+
+def _tool_facts(environment: Environment | None, tokenizer: ChatTokenizer) -> ToolFacts | None:
+    """Of an environment with tools; an agent may bring some, if the template has a place for them."""
+    if environment is None or not (environment.tools or (environment.needs_address and tokenizer.renders_tools)):
+        return None
+    return ToolFacts(tokenizer.template, tokenizer.renders_tools)
 
 
 def _tokenizer(config: RunConfig) -> ChatTokenizer:

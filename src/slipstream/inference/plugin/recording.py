@@ -52,10 +52,13 @@ class Sessions:
         """Begin to record requests with this key."""
         self._open[opening.key] = Session(opening)
 
-    def close(self, key: str) -> list[SessionTurn]:
-        """End a session, whose key is then unknown; what was recorded."""
-        session = self._open.pop(key, None)
-        return session.turns if session is not None else []
+    async def open_session(self, opening: SessionOpening) -> None:
+        """As `open`, for the control route."""
+        self.open(opening)
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """End a session, whose key is then unknown; what was recorded. Raises KeyError for one that is not open."""
+        return self._open.pop(key).turns
 
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> Session | None:
         """The session of a request with these headers."""
@@ -92,7 +95,9 @@ class Recording:
         self._versions: list[VersionSpan] | None = None
         self._takes_pieces = self._is_recorded = False
 
-    async def render(self, render: Callable[..., Awaitable[Any]], messages: Sequence[Any], params: Any, text: Any) -> Any:
+    async def render(
+        self, render: Callable[..., Awaitable[Any]], messages: Sequence[Any], params: Any, text: Any
+    ) -> Any:
         """vLLM's `render_messages_async`, by `render`; the prompt has recorded tokens for recorded answers. `text`:
         vLLM's tokenizer."""
         opening = self._session.opening
@@ -237,12 +242,16 @@ def hook_renderer(renderer: Any) -> None:
 class Recorder:
     """ASGI middleware around vLLM's handlers."""
 
-    def __init__(self, app: App, sessions: Sessions) -> None:
-        self._app, self._sessions = app, sessions
+    def __init__(self, app: App, sessions: Sessions, model: str) -> None:
+        """`model`: what vLLM's handlers call it."""
+        self._app, self._sessions, self._model = app, sessions, model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
         session = self._sessions.of(scope["headers"]) if scope["type"] == "http" else None
+        if session is None and any(name == REQUEST_HEADER.encode() for name, _ in scope.get("headers", ())):
+            await _refuse(send, 410, "the episode of this key has ended")
+            return
         if session is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -258,7 +267,10 @@ class Recorder:
         except (ValueError, AttributeError, TypeError):  # vLLM says what is wrong with it
             await self._app(scope, _replay(body, receive), send)
             return
-        if _lets_choose(fields):
+        is_changed = _lets_choose(fields)
+        if fields.get("model") in session.opening.names:
+            fields["model"], is_changed = self._model, True
+        if is_changed:
             body = json.dumps(fields).encode()
             length = (b"content-length", str(len(body)).encode())
             scope = {**scope, "headers": [*(each for each in scope["headers"] if each[0] != length[0]), length]}
@@ -295,7 +307,9 @@ def _lets_choose(fields: dict[str, Any]) -> bool:
     choice = fields.get("tool_choice")
     if choice in (None, "auto", "none") or (isinstance(choice, dict) and choice.get("type") in ("auto", "none")):
         return False
-    fields["tool_choice"] = {"type": "auto"} if isinstance(choice, dict) and choice.get("type") != "function" else "auto"
+    fields["tool_choice"] = (
+        {"type": "auto"} if isinstance(choice, dict) and choice.get("type") != "function" else "auto"
+    )
     return True
 
 
