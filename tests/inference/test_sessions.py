@@ -270,5 +270,5 @@ def test_completions_and_routes_of_tokens():
     body = json.dumps({"choices": [{"index": 0, "text": "abc"}]}).encode()
     assert answers_in("/v1/completions", body, is_stream=False) == [Answer("abc")]
     assert answers_in("/inference/v1/generate", b"{}", is_stream=False) == []
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="without its fields"):
         answers_in("/v1/completions", b"{}", is_stream=False)
