@@ -332,7 +332,8 @@ def test_a_text_that_goes_on_keeps_its_tokens(episode, taught):
     assert SECOND in text
     # The second answer ended by itself: a text that goes on after that is another one.
     assert [turn.completion.finish_reason for turn in episode.turns[:2]] == ["length", "stop"]
-    assert [len(_runs(row.mask)) for row in episode.rows] == [2, 1]
+    sizes = [len(turn.completion.token_ids) for turn in episode.turns]
+    assert [row.num_trainable for row in episode.rows] == [sizes[0] + sizes[1], sizes[2]]
     episode.check(taught, num_rows=2)
 
 

@@ -8,10 +8,6 @@ import openai
 
 BELL = {"type": "object", "properties": {"bell": {"type": "integer"}}}
 TOOL = {"name": "ring", "description": "", "parameters": BELL}
-    "name": "ring",
-    "description": "",
-    "parameters": {"type": "object", "properties": {"bell": {"type": "integer"}}},
-}
 
 
 def tasks(split, num_tasks, seed):

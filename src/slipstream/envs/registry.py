@@ -3,7 +3,8 @@
 Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `detection` (images and
 their objects); `agent` (a program that sends requests); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of
 several of these; an entry point of an installed package in the group `slipstream.environments` (a subclass of
-`Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in every reward worker.
+`Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in
+every reward worker.
 """
 
 from __future__ import annotations

@@ -52,11 +52,7 @@ class Sessions:
         """Begin to record requests with this key."""
         self._open[opening.key] = Session(opening)
 
-    async def open_session(self, opening: SessionOpening) -> None:
-        """As `open`, for the control route."""
-        self.open(opening)
-
-    async def close_session(self, key: str) -> list[SessionTurn]:
+    def close(self, key: str) -> list[SessionTurn]:
         """End a session, whose key is then unknown; what was recorded. Raises KeyError for one that is not open."""
         return self._open.pop(key).turns
 

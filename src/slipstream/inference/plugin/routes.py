@@ -17,7 +17,16 @@ from slipstream.errors import WeightsError
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService
 from slipstream.processes.channel import pack
-from slipstream.records import Completion, GenerateRequest, ParameterSpec, SessionOpening, Ticket, Version, encode
+from slipstream.records import (
+    Completion,
+    GenerateRequest,
+    ParameterSpec,
+    SessionOpening,
+    SessionTurn,
+    Ticket,
+    Version,
+    encode,
+)
 
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 2.0
@@ -136,10 +145,14 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
 
 def _sessions(server: EngineServer) -> list[web.RouteDef]:
     """Routes of agents' sessions, whose requests come to the listener of foreign clients."""
-    return [
-        _post("/session-open", server.sessions.open_session, SessionOpening),
-        _post("/session-close", server.sessions.close_session, str),
-    ]
+
+    async def open_session(opening: SessionOpening) -> None:
+        server.sessions.open(opening)
+
+    async def close_session(key: str) -> list[SessionTurn]:
+        return server.sessions.close(key)
+
+    return [_post("/session-open", open_session, SessionOpening), _post("/session-close", close_session, str)]
 
 
 def _post(path: str, call: Callable[..., Awaitable[Any]], takes: Any = None) -> web.RouteDef:
