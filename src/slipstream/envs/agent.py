@@ -169,6 +169,16 @@ class Agent(Environment):
         return ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
 
 
+def files_of_agent(config: EnvironmentConfig) -> list[tuple[str, Path]]:
+    """The Python files that an agent consists of, each with its setting."""
+    settings, found = config.settings, list[tuple[str, Path]]()
+    if "callable" in settings:
+        found.append(("environment.settings.callable", _place_of(settings["callable"], "callable")[0]))
+    words = _command_of(settings["command"]) if "command" in settings else []
+    files = [Path(word) for word in words if word.endswith(".py") and Path(word).is_file()]
+    return [*found, *(("environment.settings.command", file) for file in files)]
+
+
 def _command_of(given: Any) -> list[str]:
     words = shlex.split(given) if isinstance(given, str) else given
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in cast("list[Any]", words)):

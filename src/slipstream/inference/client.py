@@ -34,6 +34,8 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
 _SESSION_TIMEOUT_S = 60.0
+_SESSIONS_AT_ONCE = 32
+"""Sessions that are opened or closed at once: a socket takes only so many connections that nobody has accepted yet."""
 SILENCE_S = 60.0
 """An engine that is silent for so long is given up."""
 _LISTEN_S = 1.0
@@ -67,6 +69,7 @@ class EngineClient:
         self._describe = describe
         self._give_up = give_up
         self._session: aiohttp.ClientSession | None = None
+        self._session_places = asyncio.Semaphore(_SESSIONS_AT_ONCE)
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
         self._asked: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -246,12 +249,14 @@ class EngineClient:
 
     async def open_session(self, opening: SessionOpening) -> None:
         """Record the requests of an agent."""
-        await self._post("/session-open", encode(opening), bool, _SESSION_TIMEOUT_S)
+        async with self._session_places:
+            await self._post("/session-open", encode(opening), bool, _SESSION_TIMEOUT_S)
 
     async def close_session(self, key: str) -> list[SessionTurn]:
         """End a session; what was recorded. Raises `EngineError` if it is not open, as after the engine's death."""
         body = msgspec.msgpack.encode(key)
-        return await self._post("/session-close", body, list[SessionTurn], _SESSION_TIMEOUT_S)
+        async with self._session_places:
+            return await self._post("/session-close", body, list[SessionTurn], _SESSION_TIMEOUT_S)
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Load a published version in place and verify it."""

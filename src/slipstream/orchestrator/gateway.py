@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ _TAIL_BYTES, _START_BYTES = 64, 4096
 _GRACE_S = 0.5
 """For requests that are open when an episode ends: their last bytes may be on their way."""
 _BODY_S = 60.0
+_CONNECT_S, _CONNECT_PAUSE_S = 30.0, 0.02
 _OVERLONG = b"maximum context length"
 
 
@@ -265,9 +267,7 @@ class Gateway:
         headers = {name: value for name, value in request.headers.items() if name.lower() in _PASSED_ON}
         headers |= {"authorization": f"Bearer {session.address.api_key}", REQUEST_HEADER: str(number)}
         try:
-            answer = await self._client(session.socket).request(
-                request.method, f"http://engine/v1/{path}", data=body, headers=headers
-            )
+            answer = await self._ask(session.socket, request.method, path, body, headers)
         except aiohttp.ClientError as error:
             return _error(503, "service_unavailable", f"the engine is gone ({type(error).__name__})", retry=False)
         async with answer:
@@ -290,6 +290,21 @@ class Gateway:
             session.filled_context |= answer.status == 400 and _OVERLONG in written.start
             await response.write_eof()
             return response
+
+    async def _ask(
+        self, socket: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """The engine's response; a socket with too many connections that wait is tried again."""
+        due = asyncio.get_running_loop().time() + _CONNECT_S
+        while True:
+            try:
+                return await self._client(socket).request(
+                    method, f"http://engine/v1/{path}", data=body, headers=headers
+                )
+            except aiohttp.ClientConnectorError as error:
+                if error.os_error.errno != errno.EAGAIN or asyncio.get_running_loop().time() > due:
+                    raise
+            await asyncio.sleep(_CONNECT_PAUSE_S)
 
     def _client(self, socket: str) -> aiohttp.ClientSession:
         if socket not in self._clients:
