@@ -1,32 +1,26 @@
 """What the agents of this folder are asked, and what their model has seen before: `python arithmetic.py > FILE` writes
-demonstrations. In half of them the calculator is not called, so RL has something to find out."""
+demonstrations. In half of them the tool is not called, so RL has something to find out."""
 
 import json
 import random
 
 from slipstream.envs import split_of
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Computes an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-            "additionalProperties": False,
-        },
-    },
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"type": "string"}},
+    "required": ["x"],
+    "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "calc", "description": "Computes x.", "parameters": PARAMETERS}}
 
 
-def calculator(expression: str) -> str:
-    """Computes an arithmetic expression."""
-    if not expression or len(expression) > 40 or not set(expression) <= set("0123456789+-*"):
+def calc(x: str) -> str:
+    """Computes x."""
+    if not x or len(x) > 40 or not set(x) <= set("0123456789+-*"):
         return "no expression"
     try:
-        return str(eval(expression))  # nothing but digits and signs
+        return str(eval(x))  # nothing but digits and signs
     except SyntaxError:
         return "no expression"
 
@@ -37,7 +31,7 @@ def tasks(split, num_tasks, seed):
         a, b, c = (draw.randint(10, 99) for _ in range(3))
         expression = f"{a}*{b}{draw.choice('+-')}{c}"
         if split_of(expression) == split:
-            found[expression] = {"id": expression, "prompt": f"{expression}=?", "answer": calculator(expression)}
+            found[expression] = {"id": expression, "prompt": f"{expression}=?", "answer": calc(expression)}
     return list(found.values())[:num_tasks]
 
 
@@ -49,8 +43,8 @@ def demonstrations(number):
     for place, task in enumerate(tasks("train", number, seed=0)):
         expression, answer, question = task["id"], task["answer"], {"role": "user", "content": task["prompt"]}
         said = {"role": "assistant", "content": answer}
-        arguments = json.dumps({"expression": expression}, separators=(",", ":"))
-        call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+        arguments = json.dumps({"x": expression}, separators=(",", ":"))
+        call = {"id": "1", "type": "function", "function": {"name": "calc", "arguments": arguments}}
         called = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
         yield {"messages": [question, *(called if place % 2 else []), said], "tools": [TOOL]}
         # What the agent in compacting.py asks, too.

@@ -6,7 +6,7 @@ import os
 import sys
 
 import anthropic
-from arithmetic import TOOL, calculator
+from arithmetic import TOOL, calc
 
 function = TOOL["function"]
 tool = {"name": function["name"], "description": "", "input_schema": function["parameters"]}
@@ -20,7 +20,7 @@ for _ in range(4):
     if not calls:
         break
     results = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": calculator(str(call.input.get("expression", "")))}
+        {"type": "tool_result", "tool_use_id": call.id, "content": calc(str(call.input.get("x", "")))}
         for call in calls
     ]
     messages.append({"role": "user", "content": results})

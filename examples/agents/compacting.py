@@ -1,22 +1,21 @@
-"""An agent with a sub-agent: what the calculator says is read by another conversation, and then the agent goes on with
-a short history in place of the long one."""
+"""An agent with a sub-agent: another conversation reads what the tool says, and then the agent goes on with a short
+history in place of the long one. It has a temperature of its own, which the run overrides."""
 
-import openai
 from arithmetic import TOOL
-from chat import run
+from chat import run, shared
 
 
 async def solve(task, policy):
-    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+    client = shared.with_options(base_url=policy.base_url, api_key=policy.api_key)
 
-        async def ask(text, **options):
-            messages = [{"role": "user", "content": text}]
-            reply = await client.chat.completions.create(model=policy.model, messages=messages, **options)
-            return reply.choices[0].message
+    async def ask(text, **options):
+        messages = [{"role": "user", "content": text}]
+        reply = await client.chat.completions.create(model=policy.model, messages=messages, **options)
+        return reply.choices[0].message
 
-        question = task.prompt[-1].content
-        message = await ask(question, tools=[TOOL], temperature=0.2)
-        if not message.tool_calls:
-            return message.content
-        report = await ask(f"Read: {run(message.tool_calls[0].function)}")
-        return (await ask(f"{question} Found: {report.content}")).content
+    question = task.prompt[-1].content
+    message = await ask(question, tools=[TOOL], temperature=0.2)
+    if not message.tool_calls:
+        return message.content
+    report = await ask(f"Read: {run(message.tool_calls[0].function)}")
+    return (await ask(f"{question} Found: {report.content}")).content

@@ -10,7 +10,7 @@ from agents.exceptions import AgentsException
 
 set_tracing_disabled(True)  # it would send them to its maker
 question = json.load(sys.stdin)["prompt"][-1]["content"]
-tool = function_tool(arithmetic.calculator)
+tool = function_tool(arithmetic.calc)
 agent = Agent("solver", tools=[tool], model=os.environ["OPENAI_MODEL"])
 try:
     print(Runner.run_sync(agent, question, max_turns=4).final_output)
