@@ -62,12 +62,22 @@ AGENT = "agent"
 """Name of the environment whose programs send requests of their own."""
 
 
-def serves_agents(config: RunConfig) -> bool:
-    """Whether engines answer the requests of agents."""
+def agent_settings(config: RunConfig) -> list[dict[str, Any]]:
+    """`environment.settings` of each agent: of the environment, or of parts of a mixture."""
     section = config.environment
     if section is None:
-        return False
-    return AGENT in (section.name, *(part.name for part in section.mixture.values()))
+        return []
+    return [each.settings for each in (section, *section.mixture.values()) if each.name == AGENT]
+
+
+def serves_agents(config: RunConfig) -> bool:
+    """Whether engines answer the requests of agents."""
+    return bool(agent_settings(config))
+
+
+def reasoning_parser(config: RunConfig) -> str:
+    """vLLM's parser of thinking for answers to agents; empty: thinking stays in the text."""
+    return next((str(each["reasoning_parser"]) for each in agent_settings(config) if "reasoning_parser" in each), "")
 
 
 def rolls_out(config: RunConfig) -> bool:

@@ -2,7 +2,7 @@
 
 Settings: `command` (a text or a list) or `callable` (`path/to/file.py:function`); `tasks` (`path/to/file.py:function`,
 called with `split, num_tasks, seed`) or the settings of `rows`; `models`, further names that requests may call the
-model; `reward`, a named one, or a function
+model; `reasoning_parser`, vLLM's, which gives thinking apart from the text; `reward`, a named one, or a function
 `reward(task, result)` or `reward(task, result, episode)`. The result is what the callable returns, or the command's
 last line of standard output.
 
@@ -41,7 +41,7 @@ from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
 
 NAME = AGENT
-_OWN = ("command", "callable", "tasks", "models")
+_OWN = ("command", "callable", "tasks", "models", "reasoning_parser")
 _MOST_TURNS = 16
 _THREADS = 512
 """Calls of a function that is no coroutine, at once."""

@@ -56,6 +56,7 @@ from slipstream.plan.preflight.turns import check_imitated, check_turns
 from slipstream.plan.preflight.unknown_characters import unknown_characters
 from slipstream.plan.preflight.vllm_options import check_options, try_options
 from slipstream.plan.summary import Note
+from slipstream.plan.tool_parser import find_parser
 from slipstream.records import Message, SamplingParams, Task
 
 T = TypeVar("T")
@@ -224,9 +225,10 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
 
 def _tool_facts(environment: Environment | None, tokenizer: ChatTokenizer) -> ToolFacts | None:
     """Of an environment with tools; an agent may bring some, if the template has a place for them."""
-    if environment is None or not (environment.tools or (environment.needs_address and tokenizer.renders_tools)):
-        return None
-    return ToolFacts(tokenizer.template, tokenizer.renders_tools)
+    facts = ToolFacts(tokenizer.template, tokenizer.renders_tools)
+    if environment is not None and environment.needs_address and not environment.tools:
+        return facts if tokenizer.renders_tools and find_parser(facts, ()) else None
+    return facts if environment is not None and environment.tools else None
 
 
 def _tokenizer(config: RunConfig) -> ChatTokenizer:

@@ -28,7 +28,7 @@ import msgspec
 from aiohttp import web
 
 from slipstream.config import PlannedConfig
-from slipstream.config.traits import AGENT, serves_agents
+from slipstream.config.traits import agent_settings, serves_agents
 from slipstream.engine_protocols import RecordsAgents
 from slipstream.envs.base import Address
 from slipstream.errors import EngineError
@@ -109,11 +109,10 @@ def gateway_of(config: PlannedConfig) -> Gateway | None:
     section = config.environment
     if section is None or not serves_agents(config):
         return None
-    agents = [part for part in (section, *section.mixture.values()) if part.name == AGENT]
     return Gateway(
         request_timeout_s=config.inference.request_timeout_s,
         max_requests=section.max_turns,
-        names=[str(name) for agent in agents for name in agent.settings.get("models", ())],
+        names=[str(name) for settings in agent_settings(config) for name in settings.get("models", ())],
         template_kwargs=config.model.chat_template_kwargs,
         system_prompt=section.system_prompt,
     )
