@@ -239,12 +239,13 @@ class Gateway:
         assert task is not None
         session.running.add(task)
         try:
-            async with asyncio.timeout(_BODY_S):
-                body = await request.read()
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    body = await request.read()
+            except TimeoutError:
+                return _error(408, "request_timeout", f"the body did not arrive within {_BODY_S:g} s")
             with session.busy():
                 return await self._forward(session, request, path, body)
-        except TimeoutError:
-            return _error(408, "request_timeout", f"the body did not arrive within {_BODY_S:g} s")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
         finally:
@@ -266,7 +267,11 @@ class Gateway:
         headers = {name: value for name, value in request.headers.items() if name.lower() in _PASSED_ON}
         headers |= {"authorization": f"Bearer {session.address.api_key}", REQUEST_HEADER: str(number)}
         try:
-            answer = await self._ask(session.socket, request.method, path, body, headers)
+            async with asyncio.timeout(self._request_timeout_s):
+                answer = await self._ask(session.socket, request.method, path, body, headers)
+        except TimeoutError:
+            text = f"the engine did not answer within {self._request_timeout_s:g} s (inference.request_timeout_s)"
+            return _error(504, "timeout_error", text)
         except aiohttp.ClientError as error:
             return _error(503, "service_unavailable", f"the engine is gone ({type(error).__name__})", retry=False)
         async with answer:
@@ -277,12 +282,12 @@ class Gateway:
             await response.prepare(request)
             written = _Written(answer.content_length)
             try:
-                async for chunk in answer.content.iter_any():
+                while chunk := await _next(answer, self._request_timeout_s):
                     await response.write(chunk)
                     is_open = request.transport is not None and not request.transport.is_closing()
                     if written.is_whole_with(chunk) and is_turn and answer.status == 200 and is_open:
                         session.delivered.add(number)
-            except aiohttp.ClientError:  # the engine has died: the agent sees a broken connection
+            except (aiohttp.ClientError, TimeoutError):  # the engine has died: the agent sees a broken connection
                 if request.transport is not None:
                     request.transport.abort()
                 return response
@@ -311,6 +316,12 @@ class Gateway:
             connector = aiohttp.UnixConnector(socket, limit=0)
             self._clients[socket] = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         return self._clients[socket]
+
+
+async def _next(answer: aiohttp.ClientResponse, within_s: float) -> bytes:
+    """What comes next of an answer; nothing at its end. Streams have signs of life, also during an update."""
+    async with asyncio.timeout(within_s):
+        return await answer.content.readany()
 
 
 def _key_of(request: web.Request) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, cast
+from typing import Any
 
+from slipstream.inference.plugin.completions import expert_choices
 from slipstream.inference.plugin.patches.undelivered import sampled_logprobs
 from slipstream.inference.plugin.sessions import (
     Chat,
@@ -24,7 +25,7 @@ from slipstream.inference.plugin.sessions import (
     rest_after,
 )
 from slipstream.inference.plugin.wire_answers import Answer, answers_in
-from slipstream.records import Completion, SessionOpening, SessionTurn, VersionSpan
+from slipstream.records import Completion, ExpertChoices, SessionOpening, SessionTurn, VersionSpan
 
 Scope = Mapping[str, Any]
 Event = dict[str, Any]
@@ -89,6 +90,7 @@ class Recording:
         self._logprobs: list[float] = []
         self._finish: str | None = None
         self._versions: list[VersionSpan] | None = None
+        self._experts: ExpertChoices | None = None
         self._takes_pieces = self._is_recorded = False
 
     async def render(
@@ -189,6 +191,8 @@ class Recording:
         else:
             self._token_ids, self._logprobs = token_ids, logprobs
         self._finish = out.finish_reason or self._finish
+        if output.finished and getattr(out, "routed_experts", None) is not None:
+            self._experts = expert_choices(out.routed_experts, len(self._prompt_ids or ()) + len(self._token_ids))
 
     def finish(self, spans: Sequence[tuple[int, str]]) -> None:
         """vLLM has ended the request; `spans` are the versions of its tokens."""
@@ -205,9 +209,9 @@ class Recording:
         if not answers and not is_whole:
             return
         self._is_recorded = True
-        finish = cast('Literal["stop", "length"]', self._finish)
         name = f"{self._session.opening.key[:8]}.{self._number}"
-        completion = Completion(name, self._token_ids, self._logprobs, finish, self._versions)
+        completion = Completion(name, self._token_ids, self._logprobs, self._finish, self._versions)
+        completion.experts = self._experts
         conversation = self._conversation
         if conversation is None and isinstance(self._prompt, str):
             conversation = Conversation([{"role": "user", "content": self._prompt}], "text")
