@@ -5,7 +5,6 @@ import json
 import openai
 from arithmetic import TOOL, calc
 
-
 shared = openai.AsyncOpenAI(api_key="each episode has its own")  # to make a client takes 20 ms, to copy one nothing
 
 

@@ -20,8 +20,7 @@ for _ in range(4):
     if not calls:
         break
     results = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": calc(str(call.input.get("x", "")))}
-        for call in calls
+        {"type": "tool_result", "tool_use_id": call.id, "content": calc(str(call.input.get("x", "")))} for call in calls
     ]
     messages.append({"role": "user", "content": results})
 print("".join(block.text for block in reply.content if block.type == "text"))

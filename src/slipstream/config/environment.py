@@ -10,6 +10,8 @@ from slipstream.config import bounds
 from slipstream.config.bounds import Auto, Section
 from slipstream.config.mixture import MixturePart, PartName
 
+AGENT = "agent"
+"""`environment.name` of programs that send requests."""
 GradedText = Literal["all", "tag", "last_line"]
 
 

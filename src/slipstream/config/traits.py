@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.config import planned
 from slipstream.config.bounds import Section
+from slipstream.config.environment import AGENT
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
@@ -56,10 +57,6 @@ def uses_engine(config: RunConfig) -> bool:
     """Whether the run generates anything at all."""
     evaluates = config.evaluation is not None and config.environment is not None
     return isinstance(config.algorithm, RLConfig) or evaluates or rolls_out(config)
-
-
-AGENT = "agent"
-"""Name of the environment whose programs send requests of their own."""
 
 
 def agent_settings(config: RunConfig) -> list[dict[str, Any]]:

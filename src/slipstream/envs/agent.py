@@ -28,8 +28,7 @@ from typing import Any, cast
 
 import msgspec
 
-from slipstream.config.environment import EnvironmentConfig
-from slipstream.config.traits import AGENT
+from slipstream.config.environment import AGENT, EnvironmentConfig
 from slipstream.envs.base import Address, Environment, Episode, Policy, Score, Split, scored
 from slipstream.envs.from_python import FunctionEnvironment
 from slipstream.envs.hosted.command import run_command
