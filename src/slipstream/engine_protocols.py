@@ -46,13 +46,13 @@ class RecordsAgents(Generates, Protocol):
     """Answers an agent's own requests too, on a socket, and records the tokens of its answers."""
 
     async def open_session(self, opening: SessionOpening, group_id: str) -> str:
-        """Begin to record requests with a key; the path of the Unix socket that takes them. Sessions of a group share
-        a prompt prefix. Raises `EngineError` when the engine cannot come back."""
+        """Begin to record requests with a key; returns the path of their Unix socket. Sessions of a group have one
+        prompt prefix. Raises `EngineError` when the engine cannot come back."""
         ...
 
     async def close_session(self, key: str) -> list[SessionTurn]:
-        """What was recorded, in the order of the answers; the key is unknown from here on. Raises `EngineError` when it
-        is lost with the engine."""
+        """The recorded turns, in the order of the answers; the key is unknown from here on. Raises `EngineError` when
+        they are lost with the engine."""
         ...
 
 

@@ -445,8 +445,8 @@ class Completion(msgspec.Struct):
 
 
 class SessionOpening(msgspec.Struct, frozen=True):
-    """Opens a session of an agent in an engine: requests with this `key` are sampled as `sampling` says, with seeds
-    that follow from `seed`, and recorded."""
+    """Opens a session of an agent in an engine: requests with this `key` are recorded, and sampled by `sampling` with
+    seeds made from `seed`."""
 
     key: str
     sampling: SamplingParams
@@ -455,11 +455,11 @@ class SessionOpening(msgspec.Struct, frozen=True):
     """Of each request."""
     is_urgent: bool = False
     template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, where a request does not set them itself."""
+    """Variables of the chat template, unless a request sets them itself."""
     system_prompt: str = ""
-    """Precedes a conversation that has no system message."""
+    """Precedes a conversation without a system message."""
     names: tuple[str, ...] = ()
-    """What its requests may call the model."""
+    """Names for the model in its requests."""
 
 
 class SessionTurn(msgspec.Struct, frozen=True):
@@ -471,13 +471,13 @@ class SessionTurn(msgspec.Struct, frozen=True):
     """The prompt's tokens as the engine used them."""
     completion: Completion
     given: list[dict[str, Any]] = []
-    """Messages of the request; of one that continues another turn, those after that turn's answer."""
+    """Messages of the request; after the answer of the continued turn, if it continues one."""
     answer: dict[str, Any] = {}
-    """The message that the agent got."""
+    """The agent's message."""
     continues: int = -1
-    """Index of the turn that it continues among the session's; -1: none."""
+    """Index of the continued turn among the session's; -1: none."""
     overridden: dict[str, float] = {}
-    """Sampling values that the agent asked for, where the run has others."""
+    """Sampling values of the request with others in the run."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

@@ -1,14 +1,15 @@
-"""The environment `agent`: a program that exists, and sends its requests to an address instead of to OpenAI.
+"""The environment `agent`: an existing program sends its requests to an address of the run instead of to OpenAI.
 
-Settings: `command` (a text or a list) or `callable` (`path/to/file.py:function`); `tasks` (`path/to/file.py:function`,
-called with `split, num_tasks, seed`) or the settings of `rows`; `models`, further names that requests may call the
-model; `reasoning_parser`, vLLM's, which gives thinking apart from the text; `reward`, a named one, or a function
-`reward(task, result)` or `reward(task, result, episode)`. The result is what the callable returns, or the command's
-last line of standard output.
+Settings:
+- `command` (a text or a list) or `callable` (`path/to/file.py:function`).
+- `tasks` (`path/to/file.py:function`, called with `split, num_tasks, seed`), or the settings of `rows`.
+- `reward`: a named one, or a function `reward(task, result)` or `reward(task, result, episode)`.
+- `models`: further names for the model in requests. `reasoning_parser`: vLLM's, for thinking outside of the text.
 
-A command is started for each task, below a guard, with the task as JSON on standard input and in the file that
-`SLIPSTREAM_TASK` names, and the address and key in the variables of OpenAI's and Anthropic's clients. A callable gets
-the task and an `Address`; it runs in the process of `environment.apart`.
+A command is started for each task, below a guard. It gets the task as JSON on standard input, and in the file named by
+`SLIPSTREAM_TASK`. The variables of OpenAI's and Anthropic's clients hold address and key. Its result is its last line
+of standard output. A callable gets the task and an `Address`, in the process of `environment.apart`, and returns the
+result.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ NAME = AGENT
 _OWN = ("command", "callable", "tasks", "models", "reasoning_parser")
 _MOST_TURNS = 16
 _THREADS = 512
-"""Calls of a function that is no coroutine, at once."""
+"""Calls of a plain function at once."""
 
 
 class Agent(Environment):
@@ -70,7 +71,7 @@ class Agent(Environment):
         self.scores_groups = self._inner.scores_groups
 
     def _tasks_of(self, config: EnvironmentConfig) -> Environment:
-        """The environment that has the tasks and grades results."""
+        """The environment of the tasks; it also grades results."""
         rest = {name: value for name, value in config.settings.items() if name not in _OWN}
         if self._reward is not None:
             rest["reward"] = Plain(lambda task, result: 0.0)  # never called
@@ -102,7 +103,7 @@ class Agent(Environment):
         return self._inner.tasks(split, num_tasks)
 
     def gold(self, task: Task) -> str | Sequence[Message] | None:
-        """See `Environment`; the right result, which a grade compares."""
+        """See `Environment`; the right result."""
         return self._inner.gold(task)
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
@@ -112,7 +113,7 @@ class Agent(Environment):
         return self._inner.score(task, completion)
 
     def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
-        """The reward of a result and what led to it."""
+        """The reward of a whole episode."""
         if self._reward is not None:
             return scored(self._reward(task, episode.completion, episode))
         return super().score_episode(task, episode)
@@ -159,7 +160,7 @@ class Agent(Environment):
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        """Loaded in the process in which it runs, and in no other."""
+        """Loaded only in the process of the episodes."""
         assert self._callable is not None
         return function_in(*self._callable, "environment.settings.callable")
 
@@ -169,7 +170,7 @@ class Agent(Environment):
 
 
 def files_of_agent(config: EnvironmentConfig) -> list[tuple[str, Path]]:
-    """The Python files that an agent consists of, each with its setting."""
+    """The Python files of an agent, each with its setting."""
     settings, found = config.settings, list[tuple[str, Path]]()
     if "callable" in settings:
         found.append(("environment.settings.callable", _place_of(settings["callable"], "callable")[0]))
@@ -190,7 +191,7 @@ def _command_of(given: Any) -> list[str]:
 
 
 def _place_of(given: Any, name: str) -> tuple[Path, str]:
-    """The file and function that a setting names; the file is read, and not run."""
+    """The file and function of a setting; the file is read, and not run."""
     setting = f"environment.settings.{name}"
     file, _, function = str(given).rpartition(":")
     if not file.endswith(".py"):
@@ -213,7 +214,7 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 def _episode_reward(given: Any) -> Callable[..., Any] | None:
-    """A reward function that takes the episode too; None for every other reward."""
+    """A reward function with the argument `episode`; None for every other reward."""
     if not isinstance(given, str) or not given.partition(":")[0].endswith(".py"):
         return None
     place = _place_of(given, "reward")

@@ -80,8 +80,8 @@ class Episode(msgspec.Struct, frozen=True):
     reward: float | None = None
     """The reward, where the environment has graded the episode itself: nothing else grades it then."""
     conversations: tuple[tuple[Message, ...], ...] = ()
-    """Of an agent: all conversations that it had, sub-agents and those before a compaction included, each with its last
-    answer. Filled in."""
+    """Of an agent: all its conversations, sub-agents and those before a compaction included, each with its last answer.
+    Filled in."""
 
 
 class ToolResult(msgspec.Struct, frozen=True):
@@ -97,14 +97,14 @@ class ToolResult(msgspec.Struct, frozen=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a program finds the policy for one episode: as any server of OpenAI's or Anthropic's form."""
+    """The policy as a server of OpenAI's or Anthropic's form, for one episode."""
 
     base_url: str
     """With `/v1`, as `openai` wants it; `anthropic` wants it without."""
     api_key: str
     """The episode's own: by it requests are known."""
     model: str
-    """The name that requests must give."""
+    """Its name in requests."""
 
 
 class Policy(Protocol):
@@ -113,7 +113,7 @@ class Policy(Protocol):
     state: Any
     """What the environment's `setup_episode` returned."""
     address: Address | None
-    """Where the policy answers requests, for an environment with `needs_address`."""
+    """Of the server, for an environment with `needs_address`."""
 
     async def chat(
         self,
@@ -209,9 +209,9 @@ class Environment(ABC):
     log_folder: Path | None = None
     """Where an environment with processes of its own may write their output; set in a run."""
     needs_address: bool = False
-    """Whether episodes are played by a program that sends requests to `Policy.address`."""
+    """Whether episodes are played by a program with requests to `Policy.address`."""
     runs_user_code: bool = False
-    """Whether `run` calls code of the user's, which may block."""
+    """Whether `run` calls the user's code."""
     tools_in_prompts: ClassVar[bool] = False
     """Whether its tasks bring the schemas of their tools in their prompts; otherwise all get those of `tools`."""
     given_settings: Mapping[str, Any] = MappingProxyType({})

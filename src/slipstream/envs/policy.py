@@ -205,7 +205,7 @@ class RecordingPolicy:
         return reply
 
     def record(self, prompt_ids: list[int], completion: Completion, messages: Sequence[Message], most: int) -> None:
-        """Takes a turn that an agent got from the engine after `messages`; one of `most` tokens was cut."""
+        """Takes an agent's turn after `messages`; one of `most` tokens was cut."""
         self._check_open()
         self.spans.append(record_turn(self.sequences, prompt_ids, completion))
         self._sampled.append(completion.token_ids)

@@ -35,7 +35,7 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 _HEALTH_TIMEOUT_S = 5.0
 _SESSION_TIMEOUT_S = 60.0
 _SESSIONS_AT_ONCE = 32
-"""Sessions that are opened or closed at once: a socket takes only so many connections that nobody has accepted yet."""
+"""Sessions to open or close at once: a socket takes few connections before they are accepted."""
 SILENCE_S = 60.0
 """An engine that is silent for so long is given up."""
 _LISTEN_S = 1.0
@@ -253,7 +253,7 @@ class EngineClient:
             await self._post("/session-open", encode(opening), bool, _SESSION_TIMEOUT_S)
 
     async def close_session(self, key: str) -> list[SessionTurn]:
-        """End a session; what was recorded. Raises `EngineError` if it is not open, as after the engine's death."""
+        """End a session; returns its turns. Raises `EngineError` if it is not open, as after the engine's death."""
         body = msgspec.msgpack.encode(key)
         async with self._session_places:
             return await self._post("/session-close", body, list[SessionTurn], _SESSION_TIMEOUT_S)

@@ -224,7 +224,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
 
 
 def _tool_facts(environment: Environment | None, tokenizer: ChatTokenizer) -> ToolFacts | None:
-    """Of an environment with tools; an agent may bring some, if the template has a place for them."""
+    """The template of an environment with tools; an agent may bring some, if a parser for the template is known."""
     facts = ToolFacts(tokenizer.template, tokenizer.renders_tools)
     if environment is not None and environment.needs_address and not environment.tools:
         return facts if tokenizer.renders_tools and find_parser(facts, ()) else None

@@ -1,12 +1,12 @@
 """Gives each rollout of an agent an address and a key, and forwards its requests to the engine that records them.
 
 Guarantees:
-- A request is answered with its episode's key only, until that episode ends; the port is one of this host's loopback.
-- All requests of an episode go to one engine. When that dies, the episode ends as `SessionLost`.
-- An answer counts as delivered once all of it was written to a connection that was open, and no repetition of its
-  request came (`openai` and `anthropic` count repetitions in a header), or once a later request continues it. No other
+- A request needs the key of its episode, until that episode ends. The port is one of this host's loopback.
+- All requests of an episode go to one engine. When it dies, the episode ends as `SessionLost`.
+- An answer counts as delivered once all of it was written to an open connection, or once a later request continues it.
+  It counts no more when its request is repeated (`openai` and `anthropic` count repetitions in a header). No other
   answer is trained.
-- A client that closes its connection cancels its request, inside the engine too.
+- A closed connection cancels its request, inside the engine too.
 
 vLLM's answers pass through as they are. The engine's side is `inference/plugin/recording.py`.
 """
@@ -35,7 +35,7 @@ from slipstream.errors import EngineError
 from slipstream.records import SamplingParams, SessionOpening, SessionTurn
 
 MODEL = "policy"
-"""What an agent's requests call the model."""
+"""The model's name in requests of agents."""
 REQUEST_HEADER = "x-slipstream-request"
 MAX_BODY_BYTES = 16 * 2**20
 _ROUTES = frozenset(
@@ -51,14 +51,14 @@ _GIVEN_BACK = frozenset({"content-type", "cache-control"})
 _ENDS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete")
 _TAIL_BYTES, _START_BYTES = 64, 4096
 _GRACE_S = 0.5
-"""For requests that are open when an episode ends: their last bytes may be on their way."""
+"""For open requests at the end of an episode: their last bytes may be on their way."""
 _BODY_S = 60.0
 _CONNECT_S, _CONNECT_PAUSE_S = 30.0, 0.02
 _OVERLONG = b"maximum context length"
 
 
 class SessionLost(Exception):
-    """The engine that recorded an episode died; the text says how."""
+    """An episode's engine died with its records; the text says how."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class AgentSession:
     """Delivered answers; known once the session has ended."""
     num_requests: int = 0
     num_undelivered: int = 0
-    """Answers that the engine gave and the agent did not get; known once it has ended."""
+    """Answers of the engine that did not reach the agent; known once it has ended."""
     filled_context: bool = False
     """Whether a request was refused for the length of its conversation."""
     met_limit: bool = False
@@ -86,11 +86,11 @@ class AgentSession:
 
     @property
     def overridden(self) -> dict[str, float]:
-        """Sampling values that the agent asked for and did not get."""
+        """Sampling values of the agent's requests with others in the run."""
         return {name: value for turn in self.turns for name, value in turn.overridden.items()}
 
     def take(self, turns: Sequence[SessionTurn]) -> None:
-        """Keep what was delivered, with places of continued turns among these."""
+        """Keep delivered turns, with places of continued turns among them."""
         kept = {number for number, turn in enumerate(turns) if turn.request in self.delivered}
         for number in sorted(kept, reverse=True):
             while (number := turns[number].continues) >= 0 and number not in kept:
@@ -105,7 +105,7 @@ class AgentSession:
 
 
 def gateway_of(config: PlannedConfig) -> Gateway | None:
-    """The gateway of a run, which listens from the first episode on; None without an agent."""
+    """The gateway of a run; it listens from the first episode on. None without an agent."""
     section = config.environment
     if section is None or not serves_agents(config):
         return None
@@ -119,7 +119,7 @@ def gateway_of(config: PlannedConfig) -> Gateway | None:
 
 
 class _Written:
-    """What of an answer was written: a client may close its connection as soon as it has all it needs."""
+    """Bytes written of an answer: a client may close its connection as soon as it has all it needs."""
 
     def __init__(self, length: int | None) -> None:
         self.start = b""
@@ -156,7 +156,7 @@ class Gateway:
         self._names = (MODEL, *names)
         self._template_kwargs, self._system_prompt = dict(template_kwargs or {}), system_prompt
         self._sessions: dict[bytes, AgentSession] = {}
-        """By the digest of the key, so that a lookup tells nothing of keys."""
+        """By the digest of the key: the time of a lookup tells nothing of keys."""
         self._clients: dict[str, aiohttp.ClientSession] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -298,7 +298,7 @@ class Gateway:
     async def _ask(
         self, socket: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        """The engine's response; a socket with too many connections that wait is tried again."""
+        """The engine's response; a socket with too many waiting connections is tried again."""
         due = asyncio.get_running_loop().time() + _CONNECT_S
         while True:
             try:
@@ -319,7 +319,7 @@ class Gateway:
 
 
 async def _next(answer: aiohttp.ClientResponse, within_s: float) -> bytes:
-    """What comes next of an answer; nothing at its end. Streams have signs of life, also during an update."""
+    """The next bytes of an answer; empty at its end. Streams have signs of life, also during an update."""
     async with asyncio.timeout(within_s):
         return await answer.content.readany()
 
@@ -334,7 +334,7 @@ def _digest(key: str) -> bytes:
 
 
 def _error(status: int, kind: str, text: str, *, retry: bool = True) -> web.Response:
-    """An error that clients of OpenAI and Anthropic read. `retry`: whether they may send it again."""
+    """An error for clients of OpenAI and Anthropic. `retry`: whether they may send it again."""
     error = {"type": kind, "message": text, "code": status}
     headers = {} if retry else {"x-should-retry": "false"}
     return web.json_response({"type": "error", "error": error}, status=status, headers=headers)

@@ -44,7 +44,7 @@ class SpanTrace:
     version: str
     mean_logprob: float | None
     request: int
-    """Number of the turn, or of an agent's request, that they answer, from 0."""
+    """Number of their turn, or of an agent's request, from 0."""
 
 
 @dataclass(frozen=True)

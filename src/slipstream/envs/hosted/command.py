@@ -1,7 +1,7 @@
 """Runs a command of an agent for one task, below a guard, and returns its last line of output.
 
-Guarantees: nothing that it started is left, however the call ends; it gets none of the run's keys; it is killed when
-the call is cancelled.
+Guarantees: no process of it is left, however the call ends; it gets none of the run's keys; it is killed when the call
+is cancelled.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ async def run_command(
     user_namespace: bool = True,
     log: Path | None = None,
 ) -> str:
-    """The last line that `command` writes to standard output. `task`: JSON; `names`: variables of this process that it
-    gets beside `variables`. What it writes to standard error goes to `log`. Raises `EnvironmentRaised` with its end
-    when it fails."""
+    """The last line of the command's standard output. `task`: JSON; `names`: variables of this process for it, beside
+    `variables`; `log`: takes its standard error. Raises `EnvironmentRaised` with the end of that when it fails."""
     with temporary("agent") as folder:
         file = folder / "task.json"
         file.write_text(task)

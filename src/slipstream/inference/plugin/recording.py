@@ -1,8 +1,8 @@
-"""Records what vLLM's handlers answer to agents: a middleware around them, a hook in the renderer, one in `generate`.
+"""Records the answers of vLLM's handlers to agents: a middleware around them, and hooks within.
 
-A request belongs to the session that its key (`Authorization: Bearer`, `x-api-key`) names; all others pass through
-untouched. Within a session the run's sampling holds, the prompt's tokens continue the recorded ones (`sessions.py`),
-and an answer is recorded just before its last bytes go out. One that was cancelled, cut off or refused is not.
+A request's key (`Authorization: Bearer`, `x-api-key`) names its session; requests without one pass through untouched.
+Within a session the run's sampling holds, and the prompt's tokens continue the recorded ones (`sessions.py`). An answer
+is recorded just before its last bytes go out; a cancelled, cut or refused one never.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CURRENT: ContextVar[Recording | None] = ContextVar("slipstream_recording", defa
 
 
 class Refusal(ValueError):
-    """A request that an agent's session cannot answer; the text says why."""
+    """A request without a possible answer in a session; the text says why."""
 
 
 class Sessions:
@@ -54,7 +54,7 @@ class Sessions:
         self._open[opening.key] = Session(opening)
 
     def close(self, key: str) -> list[SessionTurn]:
-        """End a session, whose key is then unknown; what was recorded. Raises KeyError for one that is not open."""
+        """End a session and forget its key; returns the recorded turns. Raises KeyError for an unknown key."""
         return self._open.pop(key).turns
 
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> Session | None:
@@ -71,7 +71,7 @@ class Sessions:
 
 
 def current() -> Recording | None:
-    """The recording of the request that this task handles; None outside of sessions."""
+    """The recording of this task's request; None outside of sessions."""
     return _CURRENT.get()
 
 
@@ -136,7 +136,7 @@ class Recording:
         return None
 
     def prepare(self, prompt: Any, params: Any, *, max_model_len: int, text: Any) -> tuple[Any, Any]:
-        """The prompt and vLLM's `SamplingParams` that are used in place of these. Raises `Refusal`."""
+        """The prompt and vLLM's `SamplingParams` instead of these. Raises `Refusal`."""
         if self._prompt_ids is not None:
             raise Refusal("a request with several prompts cannot be recorded: send one for each")
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None

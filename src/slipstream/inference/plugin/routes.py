@@ -144,7 +144,7 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
 
 
 def _sessions(server: EngineServer) -> list[web.RouteDef]:
-    """Routes of agents' sessions, whose requests come to the listener of foreign clients."""
+    """Routes of agents' sessions; their requests come to the listener of foreign clients."""
 
     async def open_session(opening: SessionOpening) -> None:
         server.sessions.open(opening)

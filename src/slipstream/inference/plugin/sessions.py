@@ -1,9 +1,10 @@
-"""Sessions of agents, pure: which recorded turn a request continues, and the tokens of its prompt.
+"""Sessions of agents, pure: the recorded turn behind a request, and the tokens of its prompt.
 
-A chat client sends messages, not tokens, and a template renders an earlier answer differently from how it was sampled.
-So a request that repeats a recorded request's messages and the answer to them (content, calls, and thinking where the
-client sends it) gets that turn's tokens, and only the rest is rendered: `Session.find`, `marked`, `rest_after`. A text
-prompt that begins with a recorded text gets its tokens, too: `Session.retokenized`. Everything else is a new row.
+A chat client sends messages, not tokens. A template renders an earlier answer to other tokens than the sampled ones.
+`Session.find` looks for the messages of a recorded request with the answer to them: equal content and calls, and equal
+thinking if the client sends any. Such a request gets that turn's tokens, and only the rest is rendered (`marked`,
+`rest_after`). A text prompt with a recorded beginning gets its tokens, too (`Session.retokenized`). Everything else is
+a new row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slipstream.records import Completion, SamplingParams, SessionOpening, Sessi
 MARK = "SLIPSTREAM-ANSWER-5d1c07e2"
 """Stands for an earlier answer while a conversation is rendered."""
 _NEUTRAL: Mapping[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-"""Sampling values that a run always has, whatever an agent asks for."""
+"""Sampling values of every run; an agent cannot change them."""
 _LEFT_OUT = ("logit_bias", "response_format", "guided_json", "guided_regex", "structured_outputs", "text")
 _OWN = ("temperature", "top_p", "top_k", "min_p")
 
@@ -31,12 +32,12 @@ Chat = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A request's messages, and whatever else its rendering depends on (tools, template variables), as one text."""
+    """A request's messages. `setting`: all else in its rendering (tools, template variables), as one text."""
 
     messages: Sequence[Chat]
     setting: str = ""
     digests: Sequence[str] = field(init=False, compare=False)
-    """Of the first n messages with the setting, for n from 0; thinking of assistants left out."""
+    """Digests of the first n messages with the setting, for n from 0; without the thinking of assistants."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digests", tuple(_digests(self.setting, self.messages)))
@@ -52,12 +53,12 @@ class Match:
 
 @dataclass(frozen=True)
 class _Given:
-    """What an agent got for a conversation."""
+    """The answer to a conversation."""
 
     turn: int
     answer: Answer
     thinking: Mapping[int, tuple[str, bool]]
-    """Of the assistant's messages before, by place: the thinking, and whether we gave it, so that it may be missing."""
+    """Thinking of earlier assistant messages, by place; and whether we gave it, so it may be missing later."""
 
 
 class Session:
@@ -67,14 +68,14 @@ class Session:
         self.opening = opening
         self.turns: list[SessionTurn] = []
         self.num_running = 0
-        """Requests that are not answered yet."""
+        """Requests under way."""
         self._given: dict[str, list[_Given]] = {}
-        """By the digest of the whole conversation that they answer."""
+        """By the digest of the whole conversation before the answer."""
         self._num_asked: Counter[bytes] = Counter()
         self._texts: dict[int, str] = {}
 
     def find(self, conversation: Conversation) -> Match | None:
-        """The latest recorded answer in a conversation, before which it is as it was then."""
+        """The latest recorded answer in a conversation with the same messages before it as then."""
         for place in range(len(conversation.messages) - 1, -1, -1):
             message = conversation.messages[place]
             if message.get("role") != "assistant":
@@ -90,7 +91,7 @@ class Session:
         return [*self.turns[turn].prompt_ids, *self.turns[turn].completion.token_ids]
 
     def ends_turn(self, turn: int) -> int | None:
-        """The end token with which a turn's answer was sampled; None if it was cut, or met a stop string."""
+        """The end token of a turn's answer; None if it was cut, or met a stop string."""
         completion = self.turns[turn].completion
         last = completion.token_ids[-1] if completion.token_ids else None
         ended = completion.finish_reason == "stop" and last in self.opening.sampling.stop_token_ids
@@ -99,8 +100,8 @@ class Session:
     def retokenized(
         self, prompt_ids: list[int], decode: Callable[[list[int]], str], encode: Callable[[str], list[int]]
     ) -> list[int]:
-        """The tokens of a prompt: of the longest recorded turn whose text it begins with the recorded ones, and those
-        of the rest of its text. As they are if they begin with these already."""
+        """The tokens of a prompt. If its text begins with that of a recorded turn (the longest counts), the recorded
+        tokens and those of the rest; unchanged if they begin with these already."""
         text = ""
         for turn in sorted(range(len(self.turns)), key=lambda turn: -len(self.tokens_of(turn))):
             recorded = self.tokens_of(turn)
@@ -113,7 +114,7 @@ class Session:
         return prompt_ids
 
     def seed(self, prompt_ids: Sequence[int]) -> int:
-        """The seed of a request: it follows from the session's, the prompt, and how often that was asked."""
+        """The seed of a request, from the session's seed, the prompt, and the number of earlier requests with it."""
         key = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8).digest()
         text = f"{self.opening.seed}\x1f{key.hex()}\x1f{self._num_asked[key]}"
         self._num_asked[key] += 1
@@ -129,7 +130,7 @@ class Session:
         match: Match | None = None,
         overridden: Mapping[str, float] | None = None,
     ) -> None:
-        """Adds an answer that goes to the agent now. `match`: what its prompt continues."""
+        """Adds an answer on its way to the agent. `match`: the turn before it."""
         number = len(self.turns)
         messages = list(conversation.messages) if conversation is not None else []
         thinking: dict[int, tuple[str, bool]] = {}
@@ -159,8 +160,8 @@ class Session:
 
 
 def marked(messages: Sequence[Chat], place: int) -> Iterator[list[Chat]]:
-    """The conversation with `MARK` in the answer at `place`: as its content; or in its last call, for a template that
-    renders calls only."""
+    """The conversation with `MARK` in the answer at `place`: as its content; then in its last call, for templates
+    without content beside calls."""
     message = messages[place]
     yield [*messages[:place], {**message, "content": MARK}, *messages[place + 1 :]]
     calls: list[Chat] = list(message.get("tool_calls") or ())
@@ -171,8 +172,8 @@ def marked(messages: Sequence[Chat], place: int) -> Iterator[list[Chat]]:
 
 
 def rest_after(text: str, end: str) -> str | None:
-    """A rendered text after the turn that `MARK` stands in: after the first `end` behind it, or where that is empty,
-    after the mark itself. None if it cannot be seen."""
+    """The rest of a rendered text after the turn with `MARK`: after the next `end`, or after the mark if `end` is
+    empty. None if the turn cannot be found."""
     if text.count(MARK) != 1:
         return None
     rest = text[text.index(MARK) + len(MARK) :]
@@ -182,7 +183,7 @@ def rest_after(text: str, end: str) -> str | None:
 
 
 def plain(messages: Sequence[Any]) -> list[Chat]:
-    """Messages as dictionaries and lists, also where pydantic made iterators of lists."""
+    """Messages as dictionaries and lists; pydantic makes iterators of lists."""
     found: list[Chat] = []
     for message in messages:
         one: Chat = dict(message)
@@ -195,7 +196,7 @@ def plain(messages: Sequence[Any]) -> list[Chat]:
 
 
 def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> dict[str, float]:
-    """The sampling values of a request that the run has others for."""
+    """The sampling values of a request with others in the run."""
     found: dict[str, float] = {}
     for name, ours in {**{name: getattr(sampling, name) for name in _OWN}, **_NEUTRAL}.items():
         value = body.get(name)
@@ -219,7 +220,7 @@ def _digests(setting: str, messages: Sequence[Chat]) -> Iterator[str]:
 
 
 def _identity(message: Chat) -> list[Any]:
-    """What tells a message from others; of an assistant's, what `_is_same` compares but thinking."""
+    """A message for comparison; of an assistant's, content and calls without thinking."""
     role = message.get("role")
     if role == "assistant":
         answer = message_answer(message)

@@ -1,4 +1,4 @@
-"""Reads the answers that a client got out of a response's bytes: chat completions, completions, responses, messages.
+"""Reads a client's answers out of a response's bytes: chat completions, completions, responses, messages.
 
 Streams give the same answers as whole bodies. Nothing here knows vLLM.
 """
@@ -38,8 +38,8 @@ class Answer:
 
 
 def answers_in(path: str, body: bytes, *, is_stream: bool) -> list[Answer]:
-    """The answers of a response to `path`, by their index; none for a path that gives tokens only. Raises ValueError
-    for a body that is cut off or holds an error."""
+    """The answers of a response to `path`, by their index; none for a path with tokens only. Raises ValueError for a
+    body without its end, or with an error."""
     kind = next((kind for end, kind in _KINDS.items() if path.endswith(end)), None)
     if kind is None:
         return []
@@ -53,7 +53,7 @@ def answers_in(path: str, body: bytes, *, is_stream: bool) -> list[Answer]:
 
 
 def message_answer(message: Json) -> Answer:
-    """The answer that an assistant's chat message holds."""
+    """The answer in an assistant's chat message."""
     calls = cast("Sequence[Json]", message.get("tool_calls") or ())
     found = [(call, cast("Json", call.get("function") or call)) for call in calls]
     return Answer(
