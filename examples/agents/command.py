@@ -1,26 +1,32 @@
-"""An agent that is a program of its own, on the package `anthropic`: the task on standard input, the answer on standard
-output, address and key in the variables that the package reads."""
+"""An agent that is a program of its own, and needs nothing but Python: the task comes on standard input, the answer goes
+to standard output, address and key are in the variables of OpenAI's client."""
 
 import json
 import os
 import sys
+import urllib.request
 
-import anthropic
 from arithmetic import TOOL, calc
 
-function = TOOL["function"]
-tool = {"name": function["name"], "description": "", "input_schema": function["parameters"]}
-question = json.load(sys.stdin)["prompt"][-1]["content"]
-client = anthropic.Anthropic()
-messages = [{"role": "user", "content": question}]
+
+def ask(messages):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [TOOL]}
+    headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "content-type": "application/json"}
+    url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+        return json.load(response)["choices"][0]["message"]
+
+
+messages = [{"role": "user", "content": json.load(sys.stdin)["prompt"][-1]["content"]}]
 for _ in range(4):
-    reply = client.messages.create(model=os.environ["ANTHROPIC_MODEL"], max_tokens=100, messages=messages, tools=[tool])
-    messages.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]})
-    calls = [block for block in reply.content if block.type == "tool_use"]
-    if not calls:
+    message = ask(messages)
+    messages.append({name: value for name, value in message.items() if value is not None})
+    if not message.get("tool_calls"):
         break
-    results = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": calc(str(call.input.get("x", "")))} for call in calls
-    ]
-    messages.append({"role": "user", "content": results})
-print("".join(block.text for block in reply.content if block.type == "text"))
+    for call in message["tool_calls"]:
+        try:
+            result = calc(**json.loads(call["function"]["arguments"]))
+        except (TypeError, ValueError):
+            result = "no expression"
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+print((message.get("content") or "").replace("\n", " "))
