@@ -451,8 +451,6 @@ class SessionOpening(msgspec.Struct, frozen=True):
     key: str
     sampling: SamplingParams
     seed: int
-    timeout_s: float = 600.0
-    """Of each request."""
     is_urgent: bool = False
     template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, unless a request sets them itself."""

@@ -13,15 +13,18 @@ import anthropic
 import openai
 import pytest
 import torch
+from benchmarks.bridges import create_bridge
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.policy import RecordingPolicy
-from slipstream.orchestrator.gateway import MODEL, Gateway
+from slipstream.orchestrator.gateway import MODEL, Gateway, SessionLost
 from slipstream.orchestrator.rollouts import _record
 from slipstream.records import Message, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import END, new_model
+from slipstream.weights import check_report
+from slipstream.weights.model_files import read_model_folder
 from tests.engine.conftest import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers]
@@ -375,6 +378,55 @@ def test_what_is_refused(episode, taught):
     assert set(found.values()) <= {400, 422}, found
     assert episode.session.filled_context
     assert episode.turns == []
+
+
+def test_an_update_within_an_episode(episode, taught, tmp_path):
+    """A request waits for it; each token has the version that sampled it."""
+    weights = dict(read_model_folder(taught))
+    bridge = create_bridge("disk", folder=tmp_path / "weights", source=taught, engine=episode.live.engine)
+
+    async def agent(address):
+        async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
+            messages = [{"role": "user", "content": "go"}]
+            for number in (1, 2):
+                reply = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+                message = reply.choices[0].message
+                calls = [call.model_dump() for call in message.tool_calls or ()]
+                messages.append(history(message, **({"tool_calls": calls} if calls else {})))
+                messages += [{"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in calls]
+                ticket = await asyncio.to_thread(bridge.publisher.publish, weights, number, 0, lambda ticket: None)
+                check_report(await bridge.receiver.apply(ticket, 60), ticket)
+
+    episode.play(agent)
+    (row,) = episode.rows
+    start = episode.policy.spans[1].start
+    versions = [(span.start >= start, span.version) for span in row.versions]
+    assert versions[-1] == (True, "0.1")
+    assert not versions[0][0]
+
+
+def test_an_engine_that_dies_ends_its_sessions(live, taught):
+    one = Episode(live, taught)
+
+    async def agent(address):
+        async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
+            ask = {"model": MODEL, "messages": [{"role": "user", "content": "go"}], "max_tokens": 3}
+            await client.chat.completions.create(**ask)
+            live.engine.process.process.kill()
+            with pytest.raises(openai.APIError):
+                await client.chat.completions.create(**ask)
+
+    with pytest.raises(SessionLost, match="ended within the episode"):
+        one.play(agent)
+
+    async def again(address):
+        async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
+            ask = {"model": MODEL, "messages": [{"role": "user", "content": "go"}], "max_tokens": 3}
+            await client.chat.completions.create(**ask)
+
+    one.play(again)
+    assert len(one.turns) == 1
+    assert live.engine.num_restarts == 1
 
 
 def test_a_session_ends_with_its_key(live, taught):

@@ -55,3 +55,32 @@ def test_an_agent_is_trained_on_what_was_sampled(command, run_file, model, tmp_p
     out = command("trace", folder, sample["id"], "--token", "3").ok()
     assert rows[-1] is not None
     assert sample["sequences"][0]["versions"][0][1] in out
+
+
+@pytest.mark.servers
+def test_sessions_are_divided_between_two_engines(command, run_file, model, tmp_path):
+    folder = tmp_path / "run"
+    settings = ("--environment.name", "agent", "--environment.settings", table(**TASKS, **KINDS["callable"]))
+    options = (
+        "--model.path",
+        model,
+        "--sampling.max_tokens",
+        "8",
+        "--evaluation",
+        "false",
+        "--inference.replicas",
+        "2",
+    )
+    size = ("--training.steps", "2", "--training.staleness", "1", "--weights.bridge", "disk")
+    command("train", run_file, *settings, *options, *size, "--run.folder", folder).ok()
+    rows = read_metrics(folder)
+    for number in (0, 1):
+        assert sum(row.get(f"replica_{number}/requests", 0) for row in rows) > 0
+    versions = {
+        span.version
+        for step in range(2)
+        for rollout in read_batch(folder, step)[0].rollouts
+        for sequence in rollout.sequences
+        for span in sequence.versions
+    }
+    assert versions <= {"0.0", "0.1"}

@@ -109,7 +109,7 @@ def _check_graded_text(environment: Environment, part: GradedText) -> None:
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:
     """Gives the environment the tools of `environment.tools`."""
-    if isinstance(environment, Verifiers):
+    if isinstance(environment, Verifiers | Agent):
         raise ConfigError(f"environment.tools: {config.name} brings its own tools: remove the setting")
     added: list[Tool] = []
     for place, name in enumerate(config.tools):

@@ -195,12 +195,15 @@ class EngineReplicas:
         """See `RecordsAgents`."""
         replica = self._sessions.pop(key)
         try:
-            return await replica.engine.close_session(key)
+            turns = await replica.engine.close_session(key)
         except EngineError:
             self._find_dead()
             raise
         finally:
             replica.end(None)
+        replica.num_requests += len(turns)
+        replica.num_tokens += sum(len(turn.completion.token_ids) for turn in turns)
+        return turns
 
     async def _place_for(self, group_id: str) -> _Replica:
         while True:

@@ -203,7 +203,6 @@ class Gateway:
             key,
             sampling,
             seed,
-            self._request_timeout_s,
             is_urgent,
             self._template_kwargs,
             self._system_prompt,

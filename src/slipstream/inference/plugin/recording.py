@@ -93,6 +93,11 @@ class Recording:
         self._experts: ExpertChoices | None = None
         self._takes_pieces = self._is_recorded = False
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it comes before others, as an evaluation's."""
+        return self._session.opening.is_urgent
+
     async def render(
         self, render: Callable[..., Awaitable[Any]], messages: Sequence[Any], params: Any, text: Any
     ) -> Any:
@@ -209,8 +214,9 @@ class Recording:
         if not answers and not is_whole:
             return
         self._is_recorded = True
-        name = f"{self._session.opening.key[:8]}.{self._number}"
-        completion = Completion(name, self._token_ids, self._logprobs, self._finish, self._versions)
+        completion = Completion(
+            f"request-{self._number}", self._token_ids, self._logprobs, self._finish, self._versions
+        )
         completion.experts = self._experts
         conversation = self._conversation
         if conversation is None and isinstance(self._prompt, str):
@@ -229,6 +235,8 @@ class Recording:
 def hook_renderer(renderer: Any) -> None:
     """Have vLLM's renderer put in recorded tokens, for requests of sessions."""
     render = renderer.render_messages_async
+    if getattr(render, "records", False):  # another listener of this engine has done it
+        return
 
     async def render_messages_async(messages: Any, params: Any) -> Any:
         recording = _CURRENT.get()
@@ -236,6 +244,7 @@ def hook_renderer(renderer: Any) -> None:
             return await render(messages, params)
         return await recording.render(render, messages, params, renderer.get_tokenizer())
 
+    render_messages_async.records = True  # type: ignore[attr-defined]
     renderer.render_messages_async = render_messages_async
 
 

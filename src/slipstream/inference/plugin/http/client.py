@@ -100,6 +100,8 @@ class GuestClient(_EngineClient):
             "trace_headers": options.get("trace_headers"),
             "priority": max(0, options.get("priority", 0)),  # before nobody else's, the run's least of all
         }
+        if recording is not None and recording.is_urgent:
+            known["priority"] = -1
         is_base = lora is not None and lora.lora_name == self._base_name
         return self._outputs(guest, exchange, first, prompt, params, is_base, known, recording)
 
