@@ -1,5 +1,5 @@
-"""What the agents of this folder are asked, and what their model has seen before: `python arithmetic.py > FILE` writes
-demonstrations. In half of them the tool is not called, so RL has something to find out."""
+"""Tasks and reward of the agents in this folder, and demonstrations for their model (`python arithmetic.py > FILE`).
+Half of the demonstrations do not call the tool, so RL has something to find out."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def calc(x: str) -> str:
 
 
 def tasks(split, num_tasks, seed):
-    from slipstream.envs import split_of  # agents that are programs of their own do without
+    from slipstream.envs import split_of  # separate programs do without
 
     draw, found = random.Random(seed), {}
     for _ in range(20 * num_tasks):
@@ -47,7 +47,7 @@ def demonstrations(number):
         call = {"id": "1", "type": "function", "function": {"name": "calc", "arguments": arguments}}
         called = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
         yield {"messages": [question, *(called if place % 2 else []), said], "tools": [TOOL]}
-        # What the agent in compacting.py asks, too.
+        # compacting.py asks this, too.
         if place % 4 == 0:
             yield {"messages": [{"role": "user", "content": f"Read: {answer}"}, said]}
             yield {"messages": [{"role": "user", "content": f"{task['prompt']} Found: {answer}"}, said]}

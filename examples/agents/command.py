@@ -1,5 +1,5 @@
-"""An agent that is a program of its own, and needs nothing but Python: the task comes on standard input, the answer
-goes to standard output, address and key are in the variables of the OpenAI client."""
+"""An agent without any package, as a separate program. The task comes on standard input. The answer goes to standard
+output. Address and key are in the variables of the OpenAI client."""
 
 import json
 import os

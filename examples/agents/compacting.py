@@ -1,5 +1,5 @@
-"""An agent with a sub-agent: another conversation reads what the tool says, and then the agent goes on with a short
-history in place of the long one. It has a temperature of its own, which the run overrides."""
+"""An agent with a sub-agent: another conversation reads the tool's result. Then a short history replaces the long one.
+The agent asks for another temperature; the run overrides it."""
 
 from arithmetic import TOOL
 from chat import run, shared

@@ -80,7 +80,7 @@ class Episode(msgspec.Struct, frozen=True):
     reward: float | None = None
     """The reward, where the environment has graded the episode itself: nothing else grades it then."""
     conversations: tuple[tuple[Message, ...], ...] = ()
-    """Of an agent: all its conversations, sub-agents and those before a compaction included, each with its last answer.
+    """All conversations of an agent, sub-agents and those before a compaction included, each with its last answer.
     Filled in."""
 
 
@@ -113,7 +113,7 @@ class Policy(Protocol):
     state: Any
     """What the environment's `setup_episode` returned."""
     address: Address | None
-    """Of the server, for an environment with `needs_address`."""
+    """Address of the server, for an environment with `needs_address`."""
 
     async def chat(
         self,

@@ -78,7 +78,7 @@ class EngineServer:
         self.guests = Guests(host, self.service, 2 * settings.max_num_seqs)
         """Requests of foreign clients (`http`)."""
         self.sessions = Sessions()
-        """Of agents, whose requests come the same way."""
+        """Sessions of agents; their requests come the same way."""
         self.digests: dict[str, str] = {}
         """By the names of versions."""
         self._adapters = Adapters(host, self.guests.uses)
