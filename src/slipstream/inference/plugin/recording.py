@@ -203,9 +203,14 @@ class Recording:
         """vLLM has ended the request; `spans` are the versions of its tokens."""
         self._versions = [VersionSpan(start, version) for start, version in spans]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens have come, and are not recorded yet."""
+        return self._versions is not None and not self._is_recorded
+
     def answer(self, body: bytes, *, is_stream: bool, is_whole: bool) -> None:
         """Record the answer if it is in these bytes of the response, once."""
-        if self._is_recorded or self._versions is None or self._finish not in ("stop", "length"):
+        if self._versions is None or self._is_recorded or self._finish not in ("stop", "length"):
             return
         try:
             answers = answers_in(self._path, body, is_stream=is_stream)
@@ -297,7 +302,7 @@ class _Answering:
 
     def __init__(self, recording: Recording, send: Send) -> None:
         self._recording, self._send = recording, send
-        self._body = b""
+        self._parts: list[bytes] = []
         self._is_good = self._is_stream = False
 
     async def __call__(self, event: Event) -> None:
@@ -306,8 +311,10 @@ class _Answering:
             kinds = [value for name, value in event.get("headers", ()) if name.lower() == b"content-type"]
             self._is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
         elif event["type"] == "http.response.body" and self._is_good:
-            self._body += event.get("body", b"")
-            self._recording.answer(self._body, is_stream=self._is_stream, is_whole=not event.get("more_body", False))
+            self._parts.append(event.get("body", b""))
+            if self._recording.is_complete:
+                body = b"".join(self._parts)
+                self._recording.answer(body, is_stream=self._is_stream, is_whole=not event.get("more_body", False))
         await self._send(event)
 
 
