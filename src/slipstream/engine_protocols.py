@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.records import ApplyReport, Completion, GenerateRequest, ParameterSpec, Ticket, Version
+from slipstream.records import (
+    ApplyReport,
+    Completion,
+    GenerateRequest,
+    ParameterSpec,
+    SessionOpening,
+    SessionTurn,
+    Ticket,
+    Version,
+)
 
 
 class Generates(Protocol):
@@ -30,6 +39,20 @@ class Generates(Protocol):
 
     async def revive(self) -> None:
         """Start a dead engine again; nothing when it is alive. Raises `EngineError` when it may not be started."""
+        ...
+
+
+class RecordsAgents(Generates, Protocol):
+    """Answers an agent's own requests too, on a socket, and records the tokens of its answers."""
+
+    async def open_session(self, opening: SessionOpening, group_id: str) -> str:
+        """Begin to record requests with a key; returns the path of their Unix socket. Sessions of a group have one
+        prompt prefix. Raises `EngineError` when the engine cannot come back."""
+        ...
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """The recorded turns, in the order of the answers; the key is unknown from here on. Raises `EngineError` when
+        they are lost with the engine."""
         ...
 
 

@@ -444,6 +444,40 @@ class Completion(msgspec.Struct):
     """Of the prompt's tokens and the sampled ones but the last, if the engine was asked for them."""
 
 
+class SessionOpening(msgspec.Struct, frozen=True):
+    """Opens a session of an agent in an engine: requests with this `key` are recorded, and sampled by `sampling` with
+    seeds made from `seed`."""
+
+    key: str
+    sampling: SamplingParams
+    seed: int
+    is_urgent: bool = False
+    template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, unless a request sets them itself."""
+    system_prompt: str = ""
+    """Precedes a conversation without a system message."""
+    names: tuple[str, ...] = ()
+    """Names for the model in its requests."""
+
+
+class SessionTurn(msgspec.Struct, frozen=True):
+    """One answer of an engine in a session, as it was sampled."""
+
+    request: int
+    """The request's number, as the gateway counts them."""
+    prompt_ids: list[int]
+    """The prompt's tokens as the engine used them."""
+    completion: Completion
+    given: list[dict[str, Any]] = []
+    """Messages of the request; after the answer of the continued turn, if it continues one."""
+    answer: dict[str, Any] = {}
+    """The agent's message."""
+    continues: int = -1
+    """Index of the continued turn among the session's; -1: none."""
+    overridden: dict[str, float] = {}
+    """Sampling values of the request with others in the run."""
+
+
 class EngineHealth(msgspec.Struct, frozen=True):
     """State of a running engine."""
 

@@ -212,6 +212,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     section, environment = settled(config.environment)
     threshold = (config.evaluation or EvaluationConfig()).threshold
     has_turns = placement(environment)[0] or bool(environment.tools) or section.apart is True
+    has_turns = has_turns and not environment.needs_address  # an agent sends requests: its results alone are graded
     warnings: list[str] = []
 
     async def check() -> tuple[EnvironmentCheck, float]:

@@ -209,6 +209,7 @@ def _show_trace(found: Trace) -> None:
             [
                 {
                     "sampled tokens": f"{span.first} to {span.first + span.end - span.start - 1}",
+                    "of request": span.request,
                     "of sequence": span.sequence,
                     "positions": f"{span.start} to {span.end - 1}",
                     "version": span.version,
@@ -222,7 +223,7 @@ def _show_trace(found: Trace) -> None:
         logprob = "unknown" if token.logprob is None else f"{token.logprob:.6g}"
         tell(
             f"token {token.number}: id {token.token_id} at position {token.position} of sequence {token.sequence}, "
-            f"log-probability {logprob}, made by version {token.version}"
+            f"request {token.request}, log-probability {logprob}, made by version {token.version}"
         )
     for version in found.versions:
         proof = "proved in the engine" if version.verified else "no proof in the engine was written"

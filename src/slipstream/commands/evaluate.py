@@ -25,6 +25,7 @@ from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.deadlines import retries_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failure_rate import check_failures
+from slipstream.orchestrator.gateway import gateway_of
 from slipstream.orchestrator.matching.targets import with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.plan.measure import adapter_config
@@ -161,6 +162,7 @@ async def _on_engine(
             progress.message(text, "warning")
 
         async with ScorerPool(section, warn=warn) as scorer, in_use(prepared.environment, section.run_timeout_s, warn):
+            gateway = gateway_of(config)
             runner = RolloutRunner(
                 prepared.environment,
                 scorer,
@@ -172,8 +174,13 @@ async def _on_engine(
                 retries=retries_of(config),
                 warn=warn,
                 control_texts=prepared.tokenizer.special_texts,
+                gateway=gateway,
             )
-            return await work(runner)
+            try:
+                return await work(runner)
+            finally:
+                if gateway is not None:
+                    await gateway.close()
     finally:
         await engine.stop()
 

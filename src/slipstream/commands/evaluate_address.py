@@ -69,6 +69,10 @@ def evaluate_address(
     """
     section, evaluation = evaluated_by(config.environment, config.evaluation)
     section, environment = settled(section)
+    if environment.needs_address:
+        raise ConfigError(
+            "an agent is evaluated with an engine of ours, which gives each episode an address: leave --url out"
+        )
     environment = played(environment, section) or environment
     tasks = graded(_tasks(environment, evaluation), config)
     sampling = _sampling(config, evaluation)

@@ -10,6 +10,8 @@ from slipstream.config import bounds
 from slipstream.config.bounds import Auto, Section
 from slipstream.config.mixture import MixturePart, PartName
 
+AGENT = "agent"
+"""`environment.name` of programs that send requests."""
 GradedText = Literal["all", "tag", "last_line"]
 
 
@@ -18,7 +20,7 @@ class EnvironmentConfig(Section):
 
     name: str
     """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `detection` (images and
-    their objects, docs/detection.md), `verifiers/<name>` (see `python`),
+    their objects, docs/detection.md), `agent` (a program of yours, docs/agents.md), `verifiers/<name>` (see `python`),
     `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
     entry point in the group `slipstream.environments`."""
     mixture: dict[PartName, MixturePart] = {}
@@ -36,7 +38,7 @@ class EnvironmentConfig(Section):
     """Passed to the environment as they are. Those of `rows`: `path`, `subset`, `split`, `eval_path`, `eval_split`,
     `format`, `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
     `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`; of `detection`: `path`, `subset`, `split`, `eval_path`,
-    `eval_split`, `prompt`."""
+    `eval_split`, `prompt`; of `agent`: `command` or `callable`, `tasks` or those of `rows`, `reward`."""
     python: str = ""
     """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
     be installed beside vLLM's. Empty: the run's own."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.config import planned
 from slipstream.config.bounds import Section
+from slipstream.config.environment import AGENT
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
@@ -56,6 +57,24 @@ def uses_engine(config: RunConfig) -> bool:
     """Whether the run generates anything at all."""
     evaluates = config.evaluation is not None and config.environment is not None
     return isinstance(config.algorithm, RLConfig) or evaluates or rolls_out(config)
+
+
+def agent_settings(config: RunConfig) -> list[dict[str, Any]]:
+    """`environment.settings` of each agent: of the environment, or of parts of a mixture."""
+    section = config.environment
+    if section is None:
+        return []
+    return [each.settings for each in (section, *section.mixture.values()) if each.name == AGENT]
+
+
+def serves_agents(config: RunConfig) -> bool:
+    """Whether engines answer the requests of agents."""
+    return bool(agent_settings(config))
+
+
+def reasoning_parser(config: RunConfig) -> str:
+    """vLLM's parser of thinking for answers to agents; empty: thinking stays in the text."""
+    return next((str(each["reasoning_parser"]) for each in agent_settings(config) if "reasoning_parser" in each), "")
 
 
 def rolls_out(config: RunConfig) -> bool:

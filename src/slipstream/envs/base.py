@@ -79,6 +79,9 @@ class Episode(msgspec.Struct, frozen=True):
     """A reward for each turn that the environment itself gives; see `Score`."""
     reward: float | None = None
     """The reward, where the environment has graded the episode itself: nothing else grades it then."""
+    conversations: tuple[tuple[Message, ...], ...] = ()
+    """All conversations of an agent, sub-agents and those before a compaction included, each with its last answer.
+    Filled in."""
 
 
 class ToolResult(msgspec.Struct, frozen=True):
@@ -93,11 +96,24 @@ class ToolResult(msgspec.Struct, frozen=True):
     """For people: the traceback, or what the process printed last."""
 
 
+class Address(msgspec.Struct, frozen=True):
+    """The policy as a server of OpenAI's or Anthropic's form, for one episode."""
+
+    base_url: str
+    """With `/v1`, as `openai` wants it; `anthropic` wants it without."""
+    api_key: str
+    """The episode's own: by it requests are known."""
+    model: str
+    """Its name in requests."""
+
+
 class Policy(Protocol):
     """The policy, as an environment talks to it."""
 
     state: Any
     """What the environment's `setup_episode` returned."""
+    address: Address | None
+    """Address of the server, for an environment with `needs_address`."""
 
     async def chat(
         self,
@@ -192,6 +208,10 @@ class Environment(ABC):
     """Tells the run's user something; set in a run."""
     log_folder: Path | None = None
     """Where an environment with processes of its own may write their output; set in a run."""
+    needs_address: bool = False
+    """Whether episodes are played by a program with requests to `Policy.address`."""
+    runs_user_code: bool = False
+    """Whether `run` calls the user's code."""
     tools_in_prompts: ClassVar[bool] = False
     """Whether its tasks bring the schemas of their tools in their prompts; otherwise all get those of `tools`."""
     given_settings: Mapping[str, Any] = MappingProxyType({})

@@ -54,6 +54,7 @@ class Mixture(Environment):
             with _named(name, len(config.mixture)):
                 self.parts[name] = load(section_of(config, part))
         environments = self.parts.values()
+        self.needs_address = any(each.needs_address for each in environments)
         self.tools = tuple(dict.fromkeys(tool for each in environments for tool in each.tools))
         self._set_up_s = config.run_timeout_s
         self._is_set_up = False
@@ -172,7 +173,7 @@ class _Instructed:
     def __init__(self, policy: Policy, system: str) -> None:
         self._policy = policy
         self._system = system
-        self.state = policy.state
+        self.state, self.address = policy.state, policy.address
 
     async def chat(self, messages: Sequence[Message], **options: Any) -> Reply:
         """See `Policy`."""

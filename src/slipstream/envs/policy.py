@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
-from slipstream.envs.base import ContextFull, Reply, ToolResult
+from slipstream.envs.base import Address, ContextFull, Reply, ToolResult
 from slipstream.envs.tools.schemas import with_tools
 from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, ExpertChoices, Media, Message, ToolCall, TurnSpan, VersionSpan
@@ -115,7 +115,8 @@ class RecordingPolicy:
         for message in task_prompt:
             self._know(msgspec.structs.replace(message, tools=()))
         self.state: Any = None
-        """See `base.Policy`."""
+        self.address: Address | None = None
+        """See `base.Policy`; this one too."""
         self.sequences: list[TokenSequence] = []
         """The tokens so far, see `records.Sequence`."""
         self.spans: list[TurnSpan] = []
@@ -202,6 +203,18 @@ class RecordingPolicy:
         reply = Reply(text, completion.finish_reason, calls, content, *sizes, whole=whole)
         self._know(reply.message, text)
         return reply
+
+    def record(self, prompt_ids: list[int], completion: Completion, messages: Sequence[Message], most: int) -> None:
+        """Takes an agent's turn after `messages`; one of `most` tokens was cut."""
+        self._check_open()
+        self.spans.append(record_turn(self.sequences, prompt_ids, completion))
+        self._sampled.append(completion.token_ids)
+        self.truncated |= completion.finish_reason == "length" and len(completion.token_ids) >= most
+        text, _ = self._tokenizer.decode_turn(completion.token_ids)
+        if self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN):
+            text = THINK_OPEN + text
+        self.conversation = [*messages, Message("assistant", text)]
+        self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
 
     def _keep_full(self, messages: Sequence[Message]) -> None:
         """Makes the conversation without room the last one, up to its last turn, if it has any. An episode that ends

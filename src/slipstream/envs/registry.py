@@ -1,9 +1,10 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
 Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `detection` (images and
-their objects); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of several of these; an entry point of an
-installed package in the group `slipstream.environments` (a subclass of `Environment`). `name@digest` has become a path
-before (`store`). Loading a file runs its code, in this process and in every reward worker.
+their objects); `agent` (a program that sends requests); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of
+several of these; an entry point of an installed package in the group `slipstream.environments` (a subclass of
+`Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in
+every reward worker.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from slipstream.config.environment import EnvironmentConfig, GradedText
 from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
+from slipstream.envs.agent import NAME as AGENT
+from slipstream.envs.agent import Agent
 from slipstream.envs.base import Environment
 from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.from_python import FunctionEnvironment, load_python_environment
@@ -41,8 +44,8 @@ _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, path/to/file.py, path/to/file.py:Class, name@digest, or "
-    f"an entry point of the group {GROUP}"
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, {AGENT}, path/to/file.py, path/to/file.py:Class, "
+    f"name@digest, or an entry point of the group {GROUP}"
 )
 
 
@@ -106,7 +109,7 @@ def _check_graded_text(environment: Environment, part: GradedText) -> None:
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:
     """Gives the environment the tools of `environment.tools`."""
-    if isinstance(environment, Verifiers):
+    if isinstance(environment, Verifiers | Agent):
         raise ConfigError(f"environment.tools: {config.name} brings its own tools: remove the setting")
     added: list[Tool] = []
     for place, name in enumerate(config.tools):
@@ -142,6 +145,8 @@ def _load(config: EnvironmentConfig) -> Environment:
         return load_python_environment(name, config.seed, config.settings)
     if name == ROWS:
         return Rows(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
+    if name == AGENT:
+        return Agent(config)
     if name == DETECTION:
         from slipstream.envs.detector.image_rows import Detection
 

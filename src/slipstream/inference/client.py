@@ -24,6 +24,8 @@ from slipstream.records import (
     EngineHealth,
     GenerateRequest,
     ParameterSpec,
+    SessionOpening,
+    SessionTurn,
     Ticket,
     Version,
     encode,
@@ -31,6 +33,9 @@ from slipstream.records import (
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
+_SESSION_TIMEOUT_S = 60.0
+_SESSIONS_AT_ONCE = 32
+"""Sessions to open or close at once: a socket takes few connections before they are accepted."""
 SILENCE_S = 60.0
 """An engine that is silent for so long is given up."""
 _LISTEN_S = 1.0
@@ -64,6 +69,7 @@ class EngineClient:
         self._describe = describe
         self._give_up = give_up
         self._session: aiohttp.ClientSession | None = None
+        self._session_places = asyncio.Semaphore(_SESSIONS_AT_ONCE)
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
         self._asked: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -240,6 +246,17 @@ class EngineClient:
             await asyncio.sleep(_DYING_S / 100)
         what = "lost its connection" if self._is_alive() else "died"
         return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")
+
+    async def open_session(self, opening: SessionOpening) -> None:
+        """Record the requests of an agent."""
+        async with self._session_places:
+            await self._post("/session-open", encode(opening), bool, _SESSION_TIMEOUT_S)
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """End a session; returns its turns. Raises `EngineError` if it is not open, as after the engine's death."""
+        body = msgspec.msgpack.encode(key)
+        async with self._session_places:
+            return await self._post("/session-close", body, list[SessionTurn], _SESSION_TIMEOUT_S)
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Load a published version in place and verify it."""

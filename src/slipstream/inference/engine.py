@@ -21,7 +21,7 @@ from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.preimport import EngineAhead
-from slipstream.inference.settings import EngineSettings
+from slipstream.inference.settings import INFERENCE_SOCKET, EngineSettings
 from slipstream.processes.launchers import LOCAL, Launcher
 from slipstream.records import (
     ApplyReport,
@@ -29,6 +29,8 @@ from slipstream.records import (
     EngineHealth,
     GenerateRequest,
     ParameterSpec,
+    SessionOpening,
+    SessionTurn,
     Ticket,
     Version,
 )
@@ -199,6 +201,17 @@ class SupervisedEngine:
         if completion.parser_failure:
             self._count_failure(completion.parser_failure)
         return completion
+
+    async def open_session(self, opening: SessionOpening, group_id: str) -> str:
+        """See `RecordsAgents`."""
+        if not self.process.is_alive():
+            await self.revive()
+        await self.process.client.open_session(opening)
+        return str(Path(self.socket).with_name(INFERENCE_SOCKET))
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """See `RecordsAgents`."""
+        return await self.process.client.close_session(key)
 
     def _count_failure(self, reason: str) -> None:
         if not self._num_parser_failures:

@@ -29,6 +29,8 @@ from slipstream.records import (
     EngineHealth,
     GenerateRequest,
     ParameterSpec,
+    SessionOpening,
+    SessionTurn,
     Ticket,
     Version,
 )
@@ -99,6 +101,8 @@ class EngineReplicas:
         self._on_event = on_event
         self._homes: dict[str, _Replica] = {}
         """By group id, the engine whose prefix cache holds its prompt."""
+        self._sessions: dict[str, _Replica] = {}
+        """By the key of an agent's session, its engine."""
         self._updating = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -150,7 +154,7 @@ class EngineReplicas:
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion from any engine; sent to another when that engine dies."""
         while True:
-            replica = await self._place_for(request)
+            replica = await self._place_for(request.group_id)
             engine, completion = replica.engine, None
             num_restarts = engine.num_restarts
             replica.begin()
@@ -167,11 +171,45 @@ class EngineReplicas:
             finally:
                 replica.end(completion)
 
-    async def _place_for(self, request: GenerateRequest) -> _Replica:
+    async def open_session(self, opening: SessionOpening, group_id: str) -> str:
+        """See `RecordsAgents`: a session stays on its engine, and counts as a request of it."""
+        while True:
+            replica = await self._place_for(group_id)
+            engine, num_restarts = replica.engine, replica.engine.num_restarts
+            replica.begin()
+            try:
+                path = await engine.open_session(opening, group_id)
+            except EngineError:
+                replica.end(None)
+                if engine.is_up and engine.num_restarts == num_restarts:
+                    raise
+                self._find_dead()
+            except BaseException:
+                replica.end(None)
+                raise
+            else:
+                self._sessions[opening.key] = replica
+                return path
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """See `RecordsAgents`."""
+        replica = self._sessions.pop(key)
+        try:
+            turns = await replica.engine.close_session(key)
+        except EngineError:
+            self._find_dead()
+            raise
+        finally:
+            replica.end(None)
+        replica.num_requests += len(turns)
+        replica.num_tokens += sum(len(turn.completion.token_ids) for turn in turns)
+        return turns
+
+    async def _place_for(self, group_id: str) -> _Replica:
         while True:
             await self._settled.wait()
             self._raise_failure()
-            replica = self._choose(request.group_id)
+            replica = self._choose(group_id)
             if replica is not None:
                 return replica
             await self._wait_for_any_restart()

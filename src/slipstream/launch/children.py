@@ -30,6 +30,7 @@ from slipstream.launch.teacher import launch_teacher
 from slipstream.nodes.launcher import Nodes
 from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.orchestrator.event_loop_watch import blame
+from slipstream.orchestrator.gateway import gateway_of
 from slipstream.orchestrator.teacher_engine import RunTeacher
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.processes import stacks
@@ -86,6 +87,8 @@ class Children:
         self.nodes: Nodes | None = None
         self.engine: RunEngine | None = None
         self.teacher: RunTeacher | None = None
+        self.gateway = gateway_of(run.config)
+        """Of agents, if there are any; it ends with the event loop."""
         self._scorer: ScorerPool | None = None
         self._environment: Environment | None = None
         """Set once its `setup` has begun."""
@@ -206,6 +209,8 @@ class Children:
             thread = self._thread = EventLoopThread(self._run.should_stop, self._loop_blocked)
 
             async def close() -> None:
+                if self.gateway is not None:
+                    await self.gateway.close()
                 if self._environment is not None:
                     await shut_down(self._environment, self._run.log.warning)
                 if self._scorer is not None:

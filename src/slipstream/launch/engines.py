@@ -13,7 +13,7 @@ import msgspec
 
 from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
-from slipstream.config.traits import num_engines, num_replicas, publishes_adapter
+from slipstream.config.traits import num_engines, num_replicas, publishes_adapter, reasoning_parser, serves_agents
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
 from slipstream.inference.preimport import EngineAhead
@@ -100,6 +100,8 @@ def engine_plan(
         patches=inference.patches,
         tool_parser="" if inference.tool_parser == NO_PARSER else inference.tool_parser,
         options=inference.options,
+        inference_socket=serves_agents(config),
+        reasoning_parser=reasoning_parser(config),
     )
     return EnginePlan(
         settings,

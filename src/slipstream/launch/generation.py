@@ -115,6 +115,7 @@ class _Generation:
             idle=self._idle,
             retries=retries_of(config, context.log.count),
             control_texts=prepared.tokenizer.special_texts,
+            gateway=self._children.gateway,
         )
 
     def _probe(self) -> Probe:

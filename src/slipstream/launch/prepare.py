@@ -56,6 +56,7 @@ from slipstream.plan.preflight.turns import check_imitated, check_turns
 from slipstream.plan.preflight.unknown_characters import unknown_characters
 from slipstream.plan.preflight.vllm_options import check_options, try_options
 from slipstream.plan.summary import Note
+from slipstream.plan.tool_parser import find_parser
 from slipstream.records import Message, SamplingParams, Task
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         config,
         data,
         thinks=tokenizer.has_thinking_switch,
-        tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
+        tools=_tool_facts(environment, tokenizer),
         images=image_tokens(tokenizer, trained_on),
         gpus=gpus,
     )
@@ -220,6 +221,14 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
     found = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *found)
+
+
+def _tool_facts(environment: Environment | None, tokenizer: ChatTokenizer) -> ToolFacts | None:
+    """The template of an environment with tools; an agent may bring some, if a parser for the template is known."""
+    facts = ToolFacts(tokenizer.template, tokenizer.renders_tools)
+    if environment is not None and environment.needs_address and not environment.tools:
+        return facts if tokenizer.renders_tools and find_parser(facts, ()) else None
+    return facts if environment is not None and environment.tools else None
 
 
 def _tokenizer(config: RunConfig) -> ChatTokenizer:

@@ -7,20 +7,21 @@ requested again, and so is one that the engine gave up (`retries.py`); the envir
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import itertools
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
-from slipstream.engine_protocols import Generates
+from slipstream.engine_protocols import Generates, RecordsAgents
 from slipstream.envs.base import (
     ContextFull,
     Environment,
@@ -34,11 +35,13 @@ from slipstream.envs.base import (
     with_turn_rewards,
 )
 from slipstream.envs.hosted.apart import placement
+from slipstream.envs.hosted.conversation import as_message
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
 from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer, following
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.concurrency import retry_on_restart
+from slipstream.orchestrator.gateway import AgentSession, Gateway, SessionLost
 from slipstream.orchestrator.grading import GroupGrades, Place
 from slipstream.orchestrator.retries import Retries
 from slipstream.patience import Patience, is_cancelled
@@ -87,6 +90,7 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
     (RewardTimeout, "reward_timeout"),
     (RewardFailed, "reward_error"),
     (RequestAborted, "engine_error"),
+    (SessionLost, "engine_error"),
     (PromptMismatch, "prompt_mismatch"),
     (EnvironmentTimeout, "environment_error"),
     (EngineError, None),  # the engine cannot come back
@@ -126,11 +130,12 @@ class RolloutRunner:
         on_ended: Callable[[Rollout], None] = lambda rollout: None,
         idle: IdleTime | None = None,
         control_texts: frozenset[str] = frozenset(),
+        gateway: Gateway | None = None,
     ) -> None:
         """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
         engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, and once when a
         message of the environment holds one of `control_texts`. `on_ended` is told of each rollout. `idle` counts the
-        engine's requests."""
+        engine's requests. `gateway`: for an environment that needs an address."""
         self._environment = environment
         self._shares_tasks = placement(environment)[0]
         self._scorer = scorer
@@ -142,6 +147,8 @@ class RolloutRunner:
         self._warn = warn
         self._on_ended = on_ended
         self._control_texts = control_texts
+        self._gateway = gateway
+        self._told_overridden = False
         self._num_not_closed = 0
         self.retries = retries or Retries()
         self.idle = idle or IdleTime()
@@ -236,7 +243,7 @@ class RolloutRunner:
                 await self._environment.setup()  # a new process, where the last one ended
             async with turns.deadline:
                 policy.state = await self._environment.setup_episode(of_run)
-                episode = plain_numbers(await self._environment.run(of_run, policy))
+                episode = plain_numbers(await self._run(of_run, policy, turns, rollout))
         except ContextFull:
             episode = Episode(policy.last_text, "truncated", policy.num_turns, stop="context_full")
         finally:
@@ -255,9 +262,55 @@ class RolloutRunner:
         rollout.completion, rollout.stop = episode.completion, stop
         rollout.num_turns, rollout.turn_spans = episode.num_turns, policy.spans
         rollout.num_thinking = policy.num_thinking
-        rollout.metrics = dict(episode.metrics)
+        rollout.metrics |= episode.metrics
         rollout.metrics |= self._tool_metrics(task, policy)
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(messages))
+
+    async def _run(self, task: Task, policy: RecordingPolicy, turns: _Turns, rollout: Rollout) -> Episode:
+        """The environment's `run`; for a program with an address of its own, with its turns recorded afterwards."""
+        if self._gateway is None:
+            return await self._environment.run(task, policy)
+        engine = cast("RecordsAgents", turns.engine)
+        failure: Exception | None = None
+        episode: Episode | None = None
+        try:
+            opening = self._gateway.session(
+                engine, turns.sampling, turns.seed, turns.group_id, turns.busy, is_urgent=turns.is_urgent
+            )
+            async with opening as session:
+                policy.address = session.address
+                try:
+                    episode = await self._environment.run(task, policy)
+                except Exception as error:  # noqa: BLE001 (raised below, once what it did is recorded)
+                    failure = error
+        except EngineError as error:
+            turns.engine_error = turns.engine_error or error
+            raise
+        conversations = _record(session, policy, turns.sampling)
+        rollout.metrics |= _agent_metrics(session, policy)
+        self._warn_of_overridden(session)
+        if failure is not None or episode is None:
+            if session.filled_context:
+                raise ContextFull from failure
+            raise failure or RuntimeError("the agent was stopped")
+        stop: Stop = "turn_limit" if session.met_limit else episode.stop
+        return msgspec.structs.replace(
+            episode,
+            completion=episode.completion or policy.last_text,
+            num_turns=policy.num_turns,
+            stop=stop,
+            conversations=conversations,
+        )
+
+    def _warn_of_overridden(self, session: AgentSession) -> None:
+        found = session.overridden
+        if found and not self._told_overridden:
+            self._told_overridden = True
+            asked = ", ".join(f"{name} = {value:g}" for name, value in found.items())
+            self._warn(
+                f"the agent asks for {asked}, and the run's [sampling] holds instead, as ratios need it (later "
+                "requests are not reported)"
+            )
 
     def _warn_of_control_tokens(self, messages: Sequence[Message]) -> None:
         """A template renders the text of a special token to that token, also in what a tool found on a web page. The
@@ -387,6 +440,13 @@ class _Turns:
         most = self.sampling.max_tokens
         return most if max_tokens is None else max(1, min(max_tokens, most))
 
+    @contextlib.contextmanager
+    def busy(self) -> Generator[None]:
+        """Held while the engine has a request of an agent."""
+        with self.deadline.paused(), self.runner.idle.requests:
+            yield
+        self.runner.num_ended += 1
+
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """A call of a tool, for `RecordingPolicy`."""
         with self.deadline.paused():  # it has a deadline of its own
@@ -428,6 +488,37 @@ class _Turns:
             return await self.engine.generate(request)
         with self.runner.idle.requests:
             return await self.engine.generate(request)
+
+
+def _record(
+    session: AgentSession, policy: RecordingPolicy, sampling: SamplingParams
+) -> tuple[tuple[Message, ...], ...]:
+    """Has the policy take what an agent's session recorded; returns its conversations, the last one last."""
+    histories: list[list[Message]] = []
+    conversations: dict[int, tuple[Message, ...]] = {}
+    for number, turn in enumerate(session.turns):
+        before = histories[turn.continues] if turn.continues >= 0 else []
+        messages = [*before, *map(_as_message, turn.given)]
+        policy.record(turn.prompt_ids, turn.completion, messages, sampling.max_tokens)
+        histories.append([*messages, _as_message(turn.answer)])
+        conversations.pop(turn.continues, None)
+        conversations[number] = tuple(histories[-1])
+    return tuple(conversations.values())
+
+
+def _as_message(chat: Mapping[str, Any]) -> Message:
+    try:
+        return as_message(chat)
+    except ValueError:
+        return Message("user", str(chat.get("content") or ""))
+
+
+def _agent_metrics(session: AgentSession, policy: RecordingPolicy) -> dict[str, float]:
+    return {
+        "agent_requests": float(session.num_requests),
+        "agent_rows": float(len(policy.sequences)),
+        "agent_undelivered": float(session.num_undelivered),
+    }
 
 
 def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:

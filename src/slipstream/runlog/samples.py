@@ -16,7 +16,9 @@ from slipstream.runlog.files import Row, Rows, read_record
 TICKETS = "tickets"
 _MAX_ERROR = 20_000
 """Characters of an error's end."""
-_IF_ANY = {"source", "answer", "metrics", "stop", "error", "turn_rewards", "num_turns", "turns", "images"}
+_IF_ANY = {
+    *("source", "answer", "metrics", "stop", "error", "turn_rewards", "num_turns", "turns", "turn_spans", "images"),
+}
 """Fields of a sample, left out if empty."""
 _KEEP_TICKETS = 2
 """A receiver may still hold the version before the latest."""
@@ -42,6 +44,7 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> Row:
         "num_turns": rollout.num_turns if rollout.num_turns > 1 else None,
         "turns": [_turn_of(message) for message in rollout.turns],
         "images": _images_of(rollout),
+        "turn_spans": rollout.turn_spans if len(rollout.turn_spans) > 1 else [],
         "version": version,
         "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
     }

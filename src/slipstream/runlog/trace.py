@@ -3,12 +3,14 @@ rollout to the batch and update it was trained in. Reads the run folder only."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.records import TurnSpan
 from slipstream.runlog.files import Row, whole_lines
 from slipstream.runlog.record import RunRecord
 from slipstream.runlog.samples import are_ranges, sample_id
@@ -41,6 +43,8 @@ class SpanTrace:
     """Index of the first of them among all sampled tokens of the rollout, from 0."""
     version: str
     mean_logprob: float | None
+    request: int
+    """Number of their turn, or of an agent's request, from 0."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class TokenTrace:
     token_id: int
     logprob: float | None
     version: str
+    request: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class _Sample(_Place):
     advantage: float | None = None
     carries_loss: bool | None = None
     sequences: list[_Tokens] = []
+    turn_spans: list[TurnSpan] = []
 
 
 def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
@@ -195,18 +201,26 @@ def _follow(sample: _Sample) -> tuple[list[SpanTrace], list[TokenTrace]]:
                 makers = [name for start, name in starts if start <= position]
                 version = makers[-1] if makers else sample.version
                 token_id = sequence.token_ids[position]
-                tokens.append(TokenTrace(len(tokens), number, position, token_id, next(logprobs, None), version))
+                asked = _request_of(sample.turn_spans, number, position)
+                logprob = next(logprobs, None)
+                tokens.append(TokenTrace(len(tokens), number, position, token_id, logprob, version, asked))
     begin = 0
-    for place, token in enumerate(tokens):
-        after = tokens[place + 1] if place + 1 < len(tokens) else None
-        expected = (token.sequence, token.position + 1, token.version)
-        if after is None or (after.sequence, after.position, after.version) != expected:
-            part = tokens[begin : place + 1]
+    for number, token in enumerate(tokens):
+        after = tokens[number + 1] if number + 1 < len(tokens) else None
+        expected = (token.sequence, token.position + 1, token.version, token.request)
+        if after is None or (after.sequence, after.position, after.version, after.request) != expected:
+            part = tokens[begin : number + 1]
             known = [one.logprob for one in part if one.logprob is not None]
             mean = sum(known) / len(known) if known else None
-            spans.append(SpanTrace(token.sequence, part[0].position, token.position + 1, begin, token.version, mean))
-            begin = place + 1
+            place = (token.sequence, part[0].position, token.position + 1)
+            spans.append(SpanTrace(*place, begin, token.version, mean, token.request))
+            begin = number + 1
     return spans, tokens
+
+
+def _request_of(spans: Sequence[TurnSpan], sequence: int, position: int) -> int:
+    own = (n for n, span in enumerate(spans) if span.sequence == sequence and span.start <= position < span.end)
+    return next(own, 0)
 
 
 def _version(record: RunRecord, name: str) -> VersionTrace:

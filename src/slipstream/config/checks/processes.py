@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.config.bounds import Problems
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import RunConfig
-from slipstream.config.traits import num_replicas, shares_weights, starts_teacher, uses_engine
+from slipstream.config.traits import num_replicas, serves_agents, shares_weights, starts_teacher, uses_engine
 
 
 def process_problems(config: RunConfig) -> Problems:
@@ -41,6 +41,11 @@ def _nodes(config: RunConfig) -> Problems:
             "run.streams",
             f'cluster.nodes = {number} does not go with run.streams = "{config.run.streams}", whose engines another '
             'process starts: use "memory"',
+        )
+    if serves_agents(config):
+        yield (
+            "environment.name",
+            f'"agent" does not go with cluster.nodes = {number}: requests of agents reach engines of this host only',
         )
 
 

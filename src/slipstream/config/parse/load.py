@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -336,8 +337,10 @@ def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[.
         if colon or text.endswith(".py"):
             file = kind + resolve(f"{prefix}.name", file + ".py" if colon else file, always=True)
             table["name"] = f"{file}:{name}" if colon else file
-        elif text in ("rows", "detection"):
+        elif text in ("rows", "detection", "agent"):
             _resolve_rows(table.get("settings"), f"{prefix}.settings", resolve)
+        if text == "agent":
+            _resolve_agent(table.get("settings"), f"{prefix}.settings", resolve)
     if "/" in (text := _text_at(table, "python")):
         # Only its folder's links are followed: the program of a virtual environment is a link itself.
         bin_folder, program = os.path.split(text)
@@ -353,6 +356,21 @@ def _resolved_tool(tool: Any, setting: str, resolve: Callable[..., str]) -> Any:
     if not file.endswith(".py") or file.startswith("mcp:") or unusable_path(file):
         return tool
     return resolve(setting, file, always=True) + colon + function
+
+
+def _resolve_agent(settings: Any, prefix: str, resolve: Callable[..., str]) -> None:
+    """Resolves the files of an agent: its function or those that its command names, and the function of its tasks."""
+    if not isinstance(settings, dict):
+        return
+    for name in ("callable", "tasks"):
+        if name in settings:
+            settings[name] = _resolved_tool(settings[name], f"{prefix}.{name}", resolve)
+    command = settings.get("command")
+    words = shlex.split(command) if isinstance(command, str) else command
+    if isinstance(words, list):
+        settings["command"] = [
+            resolve(f"{prefix}.command", word, always=True) if str(word).endswith(".py") else word for word in words
+        ]
 
 
 def _resolve_rows(settings: Any, prefix: str, resolve: Callable[..., str]) -> None:

@@ -32,7 +32,7 @@ from slipstream.records import Message, Task, ToolCall
 _HOOKS = ("run", "setup", "close", "setup_episode", "close_episode")
 """What happens in the process."""
 _TAKEN_OVER = (
-    *("max_turns", "max_tool_calls", "tools", "scores_groups", "tools_in_prompts", "given_settings"),
+    *("max_turns", "max_tool_calls", "tools", "scores_groups", "tools_in_prompts", "given_settings", "needs_address"),
     *("limits", "has_tools", "grades_groups", "gold"),
 )
 """These are the environment's own, methods too."""
@@ -52,6 +52,8 @@ def placement(environment: Environment) -> tuple[bool, str]:
     if isinstance(environment, Verifiers):
         return False, "an environment of verifiers has a process of its own anyway"
     own = [name for name in _HOOKS if _has_own(environment, name)]
+    if environment.runs_user_code:
+        own = ["run"]
     if not own:
         return False, "episodes run no code of the environment's own between turns"
     named = ", ".join(f"{name}()" for name in own)
@@ -60,7 +62,8 @@ def placement(environment: Environment) -> tuple[bool, str]:
 
 def plays_own_turns(environment: Environment) -> bool:
     """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
-    return any(isinstance(each, Verifiers) or _has_own(each, "run") for each in parts_of(environment).values())
+    parts = parts_of(environment).values()
+    return any(isinstance(each, Verifiers) or each.needs_address or _has_own(each, "run") for each in parts)
 
 
 def _has_own(environment: Environment, name: str) -> bool:
@@ -148,6 +151,8 @@ class Apart(KeptEnvironment):
         if playing is not None:
             playing.host = await self.keeper.ready()
         asked = {"task": msgspec.to_builtins(task), "name": playing.name if playing else ""}
+        if policy.address is not None:
+            asked["address"] = msgspec.to_builtins(policy.address)
         frame = self._check(await self.keeper.play(asked, lambda frame: _answer(frame, policy)))
         if "episode" not in frame:
             raise ContextFull(frame["context_full"])

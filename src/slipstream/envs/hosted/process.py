@@ -97,7 +97,7 @@ class Host:
         resources = Resources(python=python, max_processes=MAX_PROCESSES, user_namespace=user_namespace)
         environment = host_environment(python, variables, os.environ)
         process = await Guarded.start(
-            _HOST, environment, resources, max_bytes=_MAX_FRAME_BYTES, on_output=_Log(log).write
+            _HOST, environment, resources, max_bytes=_MAX_FRAME_BYTES, on_output=OutputLog(log).write
         )
         host = cls(process)
         try:
@@ -209,7 +209,7 @@ class Host:
                 await asyncio.gather(self._reading, return_exceptions=True)
 
 
-class _Log:
+class OutputLog:
     """Keeps the process's output in a file, if there is one, up to `MAX_LOG_BYTES`."""
 
     def __init__(self, path: Path | None) -> None:

@@ -17,7 +17,16 @@ from slipstream.errors import WeightsError
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService
 from slipstream.processes.channel import pack
-from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, Version, encode
+from slipstream.records import (
+    Completion,
+    GenerateRequest,
+    ParameterSpec,
+    SessionOpening,
+    SessionTurn,
+    Ticket,
+    Version,
+    encode,
+)
 
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 2.0
@@ -49,7 +58,7 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
             content_type="application/json",
         )
 
-    return [web.get("/health", health), *_generation(server), *_weights(server)]
+    return [web.get("/health", health), *_generation(server), *_weights(server), *_sessions(server)]
 
 
 class _Cancelled:
@@ -122,27 +131,39 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
 
 def _weights(server: EngineServer) -> list[web.RouteDef]:
     """Routes of weight updates, and of sleep and wake."""
-
-    def post(path: str, call: Callable[..., Awaitable[Any]], takes: Any = None) -> web.RouteDef:
-        """A route to `call`; the body is its argument, if it takes one; the answer is its result, or true."""
-
-        async def handler(request: web.Request) -> web.Response:
-            arguments = () if takes is None else (msgspec.msgpack.decode(await request.read(), type=takes),)
-            found = await call(*arguments)
-            return web.Response(body=msgspec.msgpack.encode(True if found is None else found))
-
-        return web.post(path, handler)
-
     return [
-        post("/apply", server.apply, Ticket),
-        post("/verify", server.verify, Ticket),
-        post("/share", server.share, tuple[ParameterSpec, ...]),
-        post("/fence", server.fence),
-        post("/go-on", server.go_on, Version),
-        post("/leave", server.leave),
-        post("/sleep", server.sleep),
-        post("/wake", server.wake),
+        _post("/apply", server.apply, Ticket),
+        _post("/verify", server.verify, Ticket),
+        _post("/share", server.share, tuple[ParameterSpec, ...]),
+        _post("/fence", server.fence),
+        _post("/go-on", server.go_on, Version),
+        _post("/leave", server.leave),
+        _post("/sleep", server.sleep),
+        _post("/wake", server.wake),
     ]
+
+
+def _sessions(server: EngineServer) -> list[web.RouteDef]:
+    """Routes of agents' sessions; their requests come to the listener of foreign clients."""
+
+    async def open_session(opening: SessionOpening) -> None:
+        server.sessions.open(opening)
+
+    async def close_session(key: str) -> list[SessionTurn]:
+        return server.sessions.close(key)
+
+    return [_post("/session-open", open_session, SessionOpening), _post("/session-close", close_session, str)]
+
+
+def _post(path: str, call: Callable[..., Awaitable[Any]], takes: Any = None) -> web.RouteDef:
+    """A route to `call`; the body is its argument, if it takes one; the answer is its result, or true."""
+
+    async def handler(request: web.Request) -> web.Response:
+        arguments = () if takes is None else (msgspec.msgpack.decode(await request.read(), type=takes),)
+        found = await call(*arguments)
+        return web.Response(body=msgspec.msgpack.encode(True if found is None else found))
+
+    return web.post(path, handler)
 
 
 @web.middleware

@@ -29,6 +29,7 @@ from slipstream.inference.plugin.completions import Refused, aborted, completion
 from slipstream.inference.plugin.guests import POLL_S, Guests
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter
 from slipstream.inference.plugin.patches import patch_table, scoring
+from slipstream.inference.plugin.recording import Sessions
 from slipstream.inference.plugin.service import OutOfService, Service, State, Steps
 from slipstream.inference.plugin.token_clock import Stillness
 from slipstream.inference.plugin.tools.reader import Reading, ToolReader
@@ -76,6 +77,8 @@ class EngineServer:
         self._stillness = Stillness(host.clock)
         self.guests = Guests(host, self.service, 2 * settings.max_num_seqs)
         """Requests of foreign clients (`http`)."""
+        self.sessions = Sessions()
+        """Sessions of agents; their requests come the same way."""
         self.digests: dict[str, str] = {}
         """By the names of versions."""
         self._adapters = Adapters(host, self.guests.uses)

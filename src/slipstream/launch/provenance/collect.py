@@ -20,6 +20,8 @@ from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import SourceKind
 from slipstream.config.user_code import CodeRead, DataRead
+from slipstream.envs.agent import NAME as AGENT
+from slipstream.envs.agent import files_of_agent
 from slipstream.envs.base import Environment
 from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.gym import PREFIX as REASONING_GYM
@@ -59,7 +61,7 @@ def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
         for part, each in sections.items():
             yield from _provider(each, environments[part], digests)
             yield from _servers(each, digests)
-            if each.name == ROWS:
+            if each.name in (ROWS, AGENT):
                 for key in ("reward", "rubric"):
                     if key in each.settings:
                         yield from _named_reward(f"environment.settings.{key}", each.settings[key], digests)
@@ -105,8 +107,10 @@ def _provider(section: EnvironmentConfig, environment: Environment, digests: Fil
         yield Source("environment", _NAME, name, version=_version_of("reasoning_gym"))
     elif name.startswith(VERIFIERS):
         yield from _verifiers(section, digests)
-    elif name in (ROWS, DETECTION):
+    elif name in (ROWS, DETECTION, AGENT):
         yield Source("environment", _NAME, name, version="built in")
+        for setting, file in files_of_agent(section) if name == AGENT else ():
+            yield from _python("environment", setting, file, digests)
     elif ".py" not in name:
         points = importlib.metadata.entry_points(group=GROUP)
         package = points[name].dist if name in points.names else None

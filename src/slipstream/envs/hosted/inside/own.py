@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import PythonObject, give
-from slipstream.envs.base import ContextFull, Environment, Reply, ToolResult, plain_numbers
+from slipstream.envs.base import Address, ContextFull, Environment, Reply, ToolResult, plain_numbers
 from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.registry import load_environment
 from slipstream.errors import SlipstreamError, one_line
@@ -76,6 +76,8 @@ class Own:
             return {}
         known = msgspec.convert(task["task"], Task)
         policy = _Policy(turns)
+        if "address" in task:
+            policy.address = msgspec.convert(task["address"], Address)
         try:
             if task["name"]:
                 self._open[task["name"]] = (known, None)
@@ -94,6 +96,7 @@ class _Policy:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self.state: Any = None
+        self.address: Address | None = None
 
     async def chat(
         self,

@@ -21,6 +21,7 @@ from vllm import exceptions
 from vllm.engine.protocol import EngineClient
 
 from slipstream.inference.plugin.guests import Guest, exchange_of_task
+from slipstream.inference.plugin.recording import Recording, current
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService
 
@@ -83,7 +84,10 @@ class GuestClient(_EngineClient):
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
         """See `EngineClient`. The id is the client's, and may be any text; vLLM gets one of ours."""
         exchange = exchange_of_task.get()
-        params = sampling_params
+        params, recording = sampling_params, current()
+        if recording is not None:
+            length = self.model_config.max_model_len
+            prompt, params = recording.prepare(prompt, params, max_model_len=length, text=self.renderer.get_tokenizer())
         guest = Guest(f"guest-{next(self._numbers)}", params.n)
         first = exchange.begin(params.n) if exchange is not None else 0
         if exchange is not None and len(exchange.answers) > MAX_ANSWERS:
@@ -96,11 +100,21 @@ class GuestClient(_EngineClient):
             "trace_headers": options.get("trace_headers"),
             "priority": max(0, options.get("priority", 0)),  # before nobody else's, the run's least of all
         }
+        if recording is not None and recording.is_urgent:
+            known["priority"] = -1
         is_base = lora is not None and lora.lora_name == self._base_name
-        return self._outputs(guest, exchange, first, prompt, params, is_base, known)
+        return self._outputs(guest, exchange, first, prompt, params, is_base, known, recording)
 
     async def _outputs(
-        self, guest: Guest, exchange: Any, first: int, prompt: Any, params: Any, is_base: bool, known: dict[str, Any]
+        self,
+        guest: Guest,
+        exchange: Any,
+        first: int,
+        prompt: Any,
+        params: Any,
+        is_base: bool,
+        known: dict[str, Any],
+        recording: Recording | None,
     ) -> AsyncGenerator[Any]:
         service, guests = self._server.service, self._server.guests
         async with guests.places:
@@ -125,11 +139,15 @@ class GuestClient(_EngineClient):
                                 await service.until_proved(num_discarded)
                             except OutOfService as error:
                                 raise Unavailable(str(error)) from error
+                        if recording is not None:
+                            recording.take(output)
                         if output.finished:
                             is_over = True
                             guests.end(guest)
                             if exchange is not None:
                                 exchange.end(first, guest.spans)
+                            if recording is not None:
+                                recording.finish(guest.spans[0])
                         yield output
                 finally:
                     guests.end(guest)

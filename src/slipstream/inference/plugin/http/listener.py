@@ -21,6 +21,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from slipstream.config.addresses import is_loopback
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin.http.gate import Gate
+from slipstream.inference.plugin.recording import Recorder, hook_renderer
 from slipstream.inference.plugin.server import EngineServer
 
 MAX_CONNECTIONS = 4096
@@ -140,8 +141,10 @@ async def listen_inference(
         raise ConfigError(f"{host} can be reached from other machines: give a key, or listen on 127.0.0.1")
     from slipstream.inference.plugin.http.app import create_app  # it imports vLLM's front end
 
-    app = await create_app(server, names or [Path(server.settings.model).name])
-    gate = Gate(app, server, key, is_local=bool(host) and is_loopback(host))
+    names = names or [Path(server.settings.model).name]
+    app = await create_app(server, names)
+    hook_renderer(server.host.vllm.renderer)
+    gate = Gate(Recorder(app, server.sessions, names[0]), server, key, is_local=bool(host) and is_loopback(host))
     listener = await serve(gate, unix_socket(socket) if socket else tcp_socket(host, port))
     app.state.server = listener  # vLLM's handlers ask it to end when vLLM has failed; so does the process
     return listener
