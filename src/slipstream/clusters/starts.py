@@ -1,4 +1,4 @@
-"""The starts of a job. If the daemon of a node dies, Slurm starts the job again, but processes on that node live on.
+"""The starts of a job. If the daemon of a node dies, Slurm starts the job again, but processes there survive.
 
 Guarantees: the earlier start's run saves a checkpoint and ends within `_POLL_S` and `run.grace_s`. The later start
 waits for that, with a deadline. Both read `FILE` in the run folder, as nothing else connects them.

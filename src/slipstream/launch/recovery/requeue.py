@@ -52,7 +52,7 @@ def verdict(
 def after_kill(
     report: ExitReport | None, events: Sequence[dict[str, Any]], began: float, code: int, max_restarts: int
 ) -> Restart | str | None:
-    """The restart after a run that a signal killed in this start of the job, or why there is none. None: it was not
+    """The restart, if a signal killed the run in this start of the job, or the reason against it. None: it was not
     killed. `code`: the step's exit code."""
     last = events[-1] if events else {}
     opened = [event["lineage"] for event in events if event["kind"] == "opened" and event["time"] >= began]

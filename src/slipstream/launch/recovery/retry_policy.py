@@ -43,7 +43,7 @@ def next_restart(step: int | None, attempts: Sequence[dict[str, Any]], max_resta
 def progress_of(
     metrics: Sequence[dict[str, Any]], lineage: int | None, attempts: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Step and training time of the attempt `lineage`, if it began, with those before."""
+    """Step of the attempt `lineage`, if it began, and training time, also of `attempts` before it."""
     rows = [row for row in metrics if row.get("lineage") == lineage] if lineage is not None else []
     before_s = float(attempts[0]["trained_s"]) if attempts else 0.0
     seconds = float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0
