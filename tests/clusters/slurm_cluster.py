@@ -118,6 +118,12 @@ class Cluster:
         fields = dict(each.split("=", 1) for each in line.split() if "=" in each)
         return fields["JobState"], int(fields["Restarts"])
 
+    def rank_0(self):
+        """The process of a run."""
+        found = [each for each in self.ours() if "slipstream.cli" in each.cmdline() and "python" in each.name()]
+        (run,) = (each for each in found if each.environ().get("SLURM_PROCID") == "0")
+        return run
+
     def ours(self):
         """Processes of Slipstream on all nodes."""
         found = []

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.clusters.batch_script import Request, batch_script, seconds_of
-from slipstream.clusters.requeue import verdict
 from slipstream.clusters.slurm import JobState, NodeShape, _shape, _state
+from slipstream.clusters.starts import Start, own_start
 from slipstream.errors import ConfigError, Interrupted, RankError
+from slipstream.launch.recovery.requeue import after_kill, verdict
+from slipstream.launch.recovery.retry_policy import Restart
 from slipstream.runlog.writer import report_of
 
 COMMAND = ("train", "/a b/run.toml", "--data.path", "it's", "--resume=auto")
@@ -61,7 +63,7 @@ def report(error):
 
 STOPPED = report(Interrupted("stopped"))
 EVENTS = [
-    {"kind": "resume", "lineage": 1, "step": 5, "time": 1e9},
+    {"kind": "resume", "lineage": 0, "step": 5, "time": 1e9},
     {"kind": "restart", "lineage": 1, "number": 1, "reason": "node-1 is lost", "time": 2e9},
 ]
 
@@ -85,6 +87,45 @@ EVENTS = [
 )
 def test_the_end_of_a_run_decides_whether_its_job_is_requeued(ended, events, saved, began, was_warned, words):
     assert verdict(ended, events, saved, began, was_warned) == words
+
+
+def test_a_first_start_is_requeued_without_a_checkpoint():
+    first = report_of(Interrupted("stopped"), (0, 1.0, 0), 0)
+    assert verdict(first, [], 0, 0, True) == "the job's time is over at step 0, and step 0 is saved"
+
+
+KILLED = [{"kind": "opened", "lineage": 1, "time": 2e9}, {"kind": "train", "lineage": 1, "time": 2e9}]
+
+
+@pytest.mark.parametrize(
+    ("ended", "events", "began", "code", "max_restarts", "found"),
+    [
+        (None, KILLED, 1e9, 137, 3, Restart(1, 2.0)),
+        (None, [{"kind": "restart", "lineage": 0, "time": 1, "step": 7}, *KILLED], 1e9, 137, 3, Restart(2, 4.0)),
+        (None, KILLED, 1e9, 139, 0, "run.max_restarts = 0 allows no restart"),
+        (None, KILLED, 3e9, 137, 3, None),  # before this start had opened the folder
+        (STOPPED, KILLED, 1e9, 137, 3, None),
+        (None, KILLED, 1e9, 143, 3, None),  # SIGTERM
+        (None, KILLED, 1e9, 75, 3, None),
+        (None, EVENTS, 0, 137, 3, None),
+    ],
+)
+def test_a_killed_run_starts_again_as_often_as_it_may(ended, events, began, code, max_restarts, found):
+    assert after_kill(ended, events, began, code, max_restarts) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "is_over"),
+    [(None, False), ("", False), ("7.1\n", False), ("7.2\n", True), ("7.0\n", False), ("8.2\n", False)],
+)
+def test_a_start_is_over_once_its_job_has_started_again(tmp_path, text, is_over):
+    start = own_start({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLIPSTREAM_RESTARTED_BY": "slurm"})
+    assert start == Start(7, 1)
+    assert own_start({"SLURM_JOB_ID": "7"}) is None
+    (tmp_path / "slurm").mkdir()
+    if text is not None:
+        (tmp_path / "slurm/start").write_text(text)
+    assert start.is_over(tmp_path) == is_over
 
 
 def test_what_slurm_says_is_read():

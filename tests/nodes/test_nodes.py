@@ -1,6 +1,7 @@
 """Agents join a run, are refused, are missed, are lost."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from slipstream.nodes.forwarding import end_connections
 from slipstream.nodes.launcher import Nodes
 from slipstream.nodes.protocol import JOIN_AGAIN
 from slipstream.processes.channel import Channel
-from tests.nodes.agents import RUN_ID, TOKEN, agent, open_nodes
+from tests.nodes.agents import RUN_ID, TOKEN, agent, many_agents, open_nodes
 from tests.nodes.networks import CAN_MAKE
 from tests.processes import small_child
 from tests.waiting import WAIT_S, ends, until
@@ -29,26 +30,49 @@ def pid_of(child):
     return int(Channel(child.socket).receive(WAIT_S))
 
 
-def test_hundreds_join_and_the_missing_ones_are_named():
+@pytest.fixture
+def few_files():
+    """A lower limit on open files than a run with hundreds of nodes needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_256_processes_join_and_the_missing_ones_are_named(few_files):
+    names = [f"node-{number}" for number in range(1, 257)]
+    here = [name for name in names if name not in ("node-3", "node-7")]
     with open_nodes(257) as nodes:
-        agents = [Agent(nodes.address, TOKEN, RUN_ID, node=f"node-{n}") for n in range(1, 257) if n not in (3, 7)]
-        threads = [threading.Thread(target=each.join, args=(WAIT_S,)) for each in agents]
         began, said = time.monotonic(), []
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        with pytest.raises(ConfigError, match=r"254 of 256 agents have joined; missing node-3, node-7 after 0.7 s"):
-            nodes.wait(0.7, said.append)
-        assert "missing node-3, node-7: slipstream node --join 127.0.0.1:" in said[0]
-        with pytest.raises(Interrupted, match="stopped while waiting for agents"):
-            nodes.wait(WAIT_S, should_stop=lambda: True)
-        late = [Agent(nodes.address, TOKEN, RUN_ID) for _ in range(2)]
-        for each in late:
-            each.join(WAIT_S)
+        with many_agents(nodes.address, here) as joined:
+            assert sorted(joined) == sorted(here)
+            with pytest.raises(ConfigError, match=r"254 of 256 agents have joined; missing node-3, node-7 after 0.7 s"):
+                nodes.wait(0.7, said.append)
+            assert "missing node-3, node-7: slipstream node --join 127.0.0.1:" in said[0]
+            with pytest.raises(Interrupted, match="stopped while waiting for agents"):
+                nodes.wait(WAIT_S, should_stop=lambda: True)
+            with many_agents(nodes.address, ["", ""]) as late:
+                nodes.wait(WAIT_S)
+                assert sorted(late) == ["node-3", "node-7"]
+                assert time.monotonic() - began < 30
+                nodes.close()
+
+
+def test_an_agent_joins_once_there_are_descriptors_again():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open_nodes(2) as nodes, socket.socket() as first, socket.socket() as second:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            first.connect(nodes.address)  # a waiting accept may have its descriptor already
+            second.connect(nodes.address)
+            second.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                second.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        joined = Agent(nodes.address, TOKEN, RUN_ID)
+        joined.join(WAIT_S)
         nodes.wait(WAIT_S)
-        assert {each.node for each in late} == {"node-3", "node-7"}
-        assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from slipstream.runlog import read_events, read_exit
+from slipstream.runlog import checkpoints_of, read_events, read_exit
+from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.model_files import read_model_folder
 from tests.clusters.slurm_cluster import TIMEOUT_S, cluster, needs_slurm
 from tests.waiting import until
 
@@ -29,10 +31,20 @@ class Submitted:
 
     def __init__(self, slurm, run_file, folder, steps, *options, nodes=2):
         self.slurm, self.folder, self.file, self.steps = slurm, folder, sft_file(run_file), steps
-        given = ("--nodes", nodes, "--cpus-per-task", 1, "--json", *options)
-        printed = slurm.slipstream("submit", self.file, *self.settings(folder), *given)
-        self.job = json.loads(printed.splitlines()[0])["job"]
-        self.printed = printed
+        self.given, self.num_cancelled = ("--nodes", nodes, "--cpus-per-task", 1, "--json"), 0
+        self.submit(*options)
+
+    def submit(self, *options):
+        self.printed = self.slurm.slipstream("submit", self.file, *self.settings(self.folder), *self.given, *options)
+        self.job = json.loads(self.printed.splitlines()[0])["job"]
+
+    def cancel_and_go_on(self, more):
+        """The run has so many more steps, in another job."""
+        assert self.slurm.slipstream("cancel", self.folder) == f"cancelled: job {self.job}"
+        until(lambda: self.has_ended, LONG_S)
+        until(lambda: not self.slurm.ours())
+        self.steps, self.num_cancelled = num_steps(self.folder) + more, lineages(self.folder)
+        self.submit("--resume")
 
     def settings(self, folder):
         return ("--algorithm.kind", "sft", "--training.steps", self.steps, *options_of("", folder, nodes=1))
@@ -53,18 +65,25 @@ class Submitted:
         return (self.folder / "slurm/output.log").read_text()
 
     def check_whole(self, tmp_path, restarts):
-        """It has ended with the losses of an undisturbed run on one host, and nothing is left of it."""
+        """It has ended with the losses and weights of an undisturbed run on one host, and nothing is left of it."""
         until(lambda: self.has_ended, LONG_S)
         assert self.slurm.state(self.job) == ("COMPLETED", restarts), self.output
         until(lambda: not self.slurm.ours())
         finish(start((), "train", self.file, *self.settings(tmp_path / "one")))
         assert numbers(self.folder) == numbers(tmp_path / "one")
         assert len(numbers(self.folder)) == self.steps
-        assert lineages(self.folder) == restarts + 1
+        assert final_weights(self.folder) == final_weights(tmp_path / "one")
+        assert lineages(self.folder) == self.num_cancelled + restarts + 1
 
 
 def lineages(folder):
     return sum(event["kind"] == "opened" for event in read_events(folder))
+
+
+def final_weights(folder):
+    """The step of the last checkpoint, and the digest of its weights, over every bit."""
+    last = checkpoints_of(folder)[-1]
+    return last.name, digest(describe(read_model_folder(last / "weights")))
 
 
 def test_a_job_over_two_nodes_has_the_losses_of_one_host(slurm, run_file, tmp_path):
@@ -110,9 +129,9 @@ def test_the_time_limit_requeues_until_the_run_is_whole(slurm, run_file, tmp_pat
     run.until("PENDING", "RUNNING", restarts=1)
     run.until_step(num_steps(run.folder) + 5)
     assert "the job is requeued: the job's time is over at step" in run.output
-    assert slurm.slipstream("cancel", run.folder) == f"cancelled: job {run.job}"
-    until(lambda: run.has_ended, LONG_S)
-    assert lineages(run.folder) == 2
+    run.cancel_and_go_on(5)
+    assert run.num_cancelled == 2
+    run.check_whole(tmp_path, restarts=0)
 
 
 @pytest.mark.full
@@ -142,6 +161,26 @@ def test_a_failure_of_the_run_is_one_requeue(slurm, run_file, tmp_path):
 
 
 @pytest.mark.cluster
+def test_a_signal_in_the_first_seconds_is_one_requeue(slurm, run_file, tmp_path):
+    run = Submitted(slurm, run_file, tmp_path / "run", 20)
+    until(slurm.ours)
+    slurm.run("scancel", "--signal=USR1", "--batch", run.job)
+    assert not (run.folder / "run.lock").exists(), "the run does not listen yet"
+    run.check_whole(tmp_path, restarts=1)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_that_is_killed_is_one_requeue(slurm, run_file, tmp_path, nodes):
+    run = Submitted(slurm, run_file, tmp_path / "run", 60, "--run.checkpoint_every", 1, nodes=nodes)
+    run.until_step(5)
+    slurm.rank_0().kill()
+    run.check_whole(tmp_path, restarts=1)
+    (restart,) = (event for event in read_events(run.folder) if event["kind"] == "restart")
+    assert (restart["reason"], restart["number"]) == ("the run was ended by SIGKILL", 1)
+
+
+@pytest.mark.cluster
 def test_a_node_that_is_down_is_one_requeue(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 200, "--run.checkpoint_every", 1)
     run.until_step(5)
@@ -153,20 +192,31 @@ def test_a_node_that_is_down_is_one_requeue(slurm, run_file, tmp_path):
 
 
 @pytest.mark.cluster
-def test_a_killed_slurmd_is_one_requeue_and_its_agent_ends_with_the_run(slurm, run_file, tmp_path):
-    run = Submitted(slurm, run_file, tmp_path / "run", 1500, "--run.checkpoint_every", 100)
+@pytest.mark.parametrize(("nodes", "node"), [(2, "n2"), (2, "n1"), (1, "n1")])
+def test_a_killed_slurmd_is_one_requeue_and_the_earlier_start_ends(slurm, run_file, tmp_path, nodes, node):
+    run = Submitted(slurm, run_file, tmp_path / "run", 100_000, "--run.checkpoint_every", 100, nodes=nodes)
     run.until_step(5)
-    slurm.kill_slurmd("n2")
+    first = {each.pid for each in slurm.ours()}
+    slurm.kill_slurmd(node)
     began = time.monotonic()
     try:
-        run.until("PENDING", restarts=1)
+        run.until("PENDING", "RUNNING", restarts=1)
         noticed_s = time.monotonic() - began
-        until(lambda: not slurm.ours())
+        if nodes == 1:  # the other node has the job now
+            run.until("RUNNING", restarts=1)
+        until(lambda: not first & {each.pid for each in slurm.ours()}, LONG_S)
         assert time.monotonic() - began < noticed_s + 40  # KillWait, and a little
+        if nodes == 1:
+            until(lambda: lineages(run.folder) == 2, LONG_S)
     finally:
-        slurm.start_slurmd("n2")
+        slurm.start_slurmd(node)
     assert noticed_s > TIMEOUT_S / 2
-    run.check_whole(tmp_path, restarts=1)
+    until(lambda: lineages(run.folder) == 2, LONG_S)
+    run.until_step(num_steps(run.folder) + 5)
+    assert slurm.state(run.job) == ("RUNNING", 1)
+    run.cancel_and_go_on(5)
+    assert run.num_cancelled == 2
+    run.check_whole(tmp_path, restarts=0)
 
 
 @pytest.mark.cluster

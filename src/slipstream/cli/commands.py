@@ -124,6 +124,7 @@ def _train(
     supervises: bool = False,
     supervised: bool = False,
 ) -> int:
+    from slipstream.clusters.starts import START_SLACK_S, own_start
     from slipstream.config import load_config
     from slipstream.nodes.places import forget, place_of
 
@@ -146,6 +147,9 @@ def _train(
         from slipstream.launch.parts.supervised import SupervisorWatch
 
         watch = SupervisorWatch()
+    if (start := own_start(os.environ)) is not None and (folder := loaded.config.run.folder) is not None:
+        start.await_earlier(folder, loaded.config.run.grace_s + START_SLACK_S, tell)
+        start.follow(folder, tell)
     from slipstream.launch.start import run_training
 
     try:

@@ -1,8 +1,8 @@
 """The batch script of a run, pure.
 
-One srun step has a process on each node. Before the time limit Slurm signals the script, and the script the step. The
-run saves a checkpoint and ends, and `requeue.py` decides whether the job is requeued. Each start of the job continues
-the run. The token exists in the script's environment alone.
+One srun step has a process on each node. Before the time limit Slurm signals the script, and the script the step, as
+soon as the run listens. The run saves a checkpoint and ends, and `requeue.py` decides whether the job is requeued. Each
+start of the job continues the run. The token exists in the script's environment alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.clusters.slurm import OUTPUT
+from slipstream.clusters.starts import FILE
 from slipstream.errors import ConfigError
 from slipstream.nodes.places import OWNER_VARIABLE
 from slipstream.nodes.protocol import TOKEN_VARIABLE
+from slipstream.runlog.files import LOCK_FILE
 
 _SLACK_S = 60
 """Between the end of a run that was warned and the time limit; Slurm looks at limits twice a minute."""
+_DEAF = ["/bin/sh", "-c", 'trap "" USR1; exec "$0" "$@"']
+"""Starts a process that ignores the signal until it has a handler. An agent may start later than the run."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +74,31 @@ def batch_script(request: Request) -> str:
     directives = "\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *_grouped(request.options)])
     cpus = [] if request.cpus_per_task is None else [f"--cpus-per-task={request.cpus_per_task}"]  # srun inherits none
     python = [sys.executable, "-P", "-m"]
-    run = shlex.join(
-        ["srun", "--kill-on-bad-exit=1", "--export=ALL", *cpus, *python, "slipstream.cli", *request.command]
-    )
-    decide = shlex.join([*python, "slipstream.clusters.requeue", str(request.folder)])
+    srun = ["srun", "--kill-on-bad-exit=1", "--export=ALL", *cpus, *_DEAF]
+    run = shlex.join([*srun, *python, "slipstream.cli", *request.command])
+    decide = shlex.join([*python, "slipstream.launch.recovery.requeue", str(request.folder)])
+    start, lock = (shlex.quote(str(request.folder / name)) for name in (FILE, LOCK_FILE))
     return f"""#!/bin/bash
 {directives}
+warned=no
+step=
+warn() {{
+    warned=yes
+    [ -n "$step" ] || return
+    trap "" USR1
+    # A run holds its folder once it listens. Before, the signal would be lost, or end srun.
+    until [ {lock} -nt {start} ] || ! kill -0 "$step" 2>/dev/null; do sleep 1; done
+    kill -USR1 "$step" 2>/dev/null
+}}
+trap warn USR1
 began=$(date +%s)
+echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" >{start}
 {TOKEN_VARIABLE}=$(head -c 32 /dev/urandom | base64 --wrap=0)
 export {TOKEN_VARIABLE} {OWNER_VARIABLE}=slurm
 
-warned=no
-trap 'warned=yes; trap "" USR1; kill -USR1 "$step"' USR1
 {run} &
 step=$!
+[ "$warned" = no ] || warn
 wait "$step"
 code=$?
 if [ "$warned" = yes ]; then # the signal has ended the wait, not the step
@@ -91,7 +106,7 @@ if [ "$warned" = yes ]; then # the signal has ended the wait, not the step
     again=$?
     [ "$again" = 127 ] || code=$again
 fi
-if {decide} "$began" "$warned"; then
+if {decide} "$began" "$warned" "$code"; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -210,6 +211,7 @@ class Nodes:
         self.lost = ""
         """A sentence about the first lost node."""
         self._is_over = False
+        _allow_files()
         try:
             self._server = socket.create_server((_bound(address[0]), address[1]), backlog=1024)
         except OSError as error:
@@ -334,8 +336,11 @@ class Nodes:
         while True:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or out of descriptors for a moment
+                if self._is_over:
+                    return
+                time.sleep(_POLL_S)
+                continue
             threading.Thread(target=self._admit, args=(connection,), name="nodes", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
@@ -394,6 +399,13 @@ class Nodes:
     def _is_lost(self, node: _Node, reason: str) -> None:
         if not self._is_over:
             self.lost = self.lost or f"{self.title(node.name)} is lost: {reason}"
+
+
+def _allow_files() -> None:
+    """Raise the limit on open files: each agent and each remote child takes one. Many systems allow 1024 at first."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bound(host: str) -> str:

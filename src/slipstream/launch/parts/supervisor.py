@@ -23,7 +23,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, TrainerLost
 from slipstream.launch.parts.watchdog import beat_of, write_end
-from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
+from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart, progress_of
 from slipstream.plan.machine import gpus_in_use
 from slipstream.processes import exits, stacks, stalls
 from slipstream.processes.guard import adopt, children_of, end_descendants, reap
@@ -131,7 +131,8 @@ class Supervisor:
         lineage = _lineage_of(events)
         has_opened = lineage > self._lineage_before
         attempts = earlier_attempts(events, lineage if has_opened else lineage + 1)
-        progress = _progress_of(self._folder, lineage if has_opened else None, attempts)
+        metrics = read_metrics(self._folder) if holds_run(self._folder) else []
+        progress = progress_of(metrics, lineage if has_opened else None, attempts)
         if self._stop_requested:
             return self._gives_up(Interrupted(f"stopped, but {how}: continue with --resume"))
         how += _MEMORY if number == signal.SIGKILL and not self._killed else ""
@@ -204,14 +205,6 @@ class Supervisor:
 
 def _lineage_of(events: Sequence[dict[str, Any]]) -> int:
     return max((int(event["lineage"]) for event in events), default=-1)
-
-
-def _progress_of(folder: Path, lineage: int | None, attempts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Step and training time of the attempt `lineage`, if it began, with those before."""
-    rows = [row for row in read_metrics(folder) if row.get("lineage") == lineage] if lineage is not None else []
-    before_s = float(attempts[0]["trained_s"]) if attempts else 0.0
-    seconds = float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0
-    return {"step": int(rows[-1]["step"]) if rows else 0, "trained_s": before_s + seconds}
 
 
 def _reap_orphans(trainer: int) -> None:

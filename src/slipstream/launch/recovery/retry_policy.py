@@ -38,3 +38,13 @@ def next_restart(step: int | None, attempts: Sequence[dict[str, Any]], max_resta
     if step is not None and any(attempt["step"] == step and not attempt.get("outside") for attempt in attempts):
         return f"an attempt failed at step {step} before, and the next would again"
     return Restart(len(attempts) + 1, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** len(attempts)))
+
+
+def progress_of(
+    metrics: Sequence[dict[str, Any]], lineage: int | None, attempts: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Step of the attempt `lineage`, if it began, and training time, also of `attempts` before it."""
+    rows = [row for row in metrics if row.get("lineage") == lineage] if lineage is not None else []
+    before_s = float(attempts[0]["trained_s"]) if attempts else 0.0
+    seconds = float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0
+    return {"step": int(rows[-1]["step"]) if rows else 0, "trained_s": before_s + seconds}
