@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slipstream.commands.run_checks import check_run
 
 from slipstream import doctor
+from slipstream.commands.run_checks import check_run
 from slipstream.doctor import gpus, host, packages
 from slipstream.doctor.findings import Finding, exit_code
 from slipstream.doctor.gpus import TorchView

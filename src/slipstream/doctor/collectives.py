@@ -22,9 +22,10 @@ from slipstream.errors import one_line
 from slipstream.processes.rendezvous import interface_variables, meet
 
 Pair = tuple[str, str]
-PAIR_S = 60.0
+PAIR_S = 120.0
 """How long a pair may take."""
-_MEETING_S = 20.0
+_MEETING_S = 60.0
+"""One of the two may have to import torch first."""
 _WAIT_S = 5.0
 """Timeout of gloo. It tries five times to connect."""
 CHECK = "collectives"
@@ -39,7 +40,7 @@ _TRIES = 2
 """Pairs without success, after which a node takes no further part."""
 _PLACE = re.compile(r"\[[^\]]*/gloo/[^\]]*\] ")
 """A line of gloo's source in its errors."""
-_MEETING, _REDUCING = "files", "gloo"
+_MEETING, REDUCING = "files", "gloo"
 
 
 class Reduce(msgspec.Struct, frozen=True, tag=True):
@@ -75,7 +76,7 @@ def reduce(asked: Reduce) -> Reduced:
     stage = _MEETING
     try:
         store = meet(asked.store, asked.rank, 2, _MEETING_S)
-        stage = _REDUCING
+        stage = REDUCING
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_WAIT_S)

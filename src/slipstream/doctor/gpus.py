@@ -45,7 +45,7 @@ def ask_torch(timeout_s: float = _READY_S, pause_s: float = _PAUSE_S) -> TorchVi
     """Use each visible GPU, and await those that are not ready."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = _ask_once(max(pause_s, deadline - time.monotonic()))
+        found = _ask_once(timeout_s)
         if not any(text in found.error for text in _NOT_YET) or time.monotonic() + pause_s > deadline:
             return found
         time.sleep(pause_s)
@@ -126,7 +126,7 @@ def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView, listed: Calla
         return Finding("GPUs", "fault", f"a GPU is not ready: {seen.error}", remedy)
     if any(text in seen.error for text in _NOT_YET):
         remedy = "systemctl start nvidia-fabricmanager, or end the process that has the GPU to itself (nvidia-smi)"
-        return Finding("GPUs", "fault", f"a GPU is not ready after {_READY_S:.0f} s: {seen.error}", remedy)
+        return Finding("GPUs", "fault", f"a GPU is not ready, and was awaited: {seen.error}", remedy)
     if not seen.error and _has_mig() and "MIG-" not in listed()[0]:
         remedy = "make slices (nvidia-smi mig -cgi ... -C), or turn it off (nvidia-smi -mig 0)"
         return Finding("GPUs", "fault", "MIG is on and the GPUs have no slices, so torch sees none", remedy)

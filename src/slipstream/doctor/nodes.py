@@ -7,8 +7,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ import msgspec
 from slipstream.clusters.opening import open_nodes
 from slipstream.config.parse.paths import named_paths
 from slipstream.config.schema import RunConfig
-from slipstream.doctor.collectives import PAIR_S, PairResult, Reduce, Reduced, hopeless, judge, rounds
+from slipstream.doctor.collectives import PAIR_S, REDUCING, Pair, PairResult, Reduce, Reduced, hopeless, judge, rounds
 from slipstream.doctor.findings import Finding
 from slipstream.doctor.on_node import Look, Report, contents_of
 from slipstream.errors import SlipstreamError, one_line
@@ -74,6 +75,11 @@ class Doctor:
             own = os.environ | ({} if INTERFACE in os.environ else {INTERFACE: self._nodes.interface})
             return self._nodes.launch(PROGRAM, environment=own, output=self._log)
         return self._nodes.launch(PROGRAM, node=self.name, output=self._log)
+
+    def interrupt(self) -> None:
+        """Have a question in another thread end; `close` must follow."""
+        if (child := self._child) is not None:
+            child.kill()
 
     def close(self) -> None:
         """End the process."""
@@ -134,7 +140,7 @@ def examine_nodes(nodes: Nodes, config: RunConfig, folder: Path, *, is_full: boo
             elif name != HERE:
                 yield from _of_node(name, report, folder, paths, own if isinstance(own, Report) else None, config)
         met = {name: each for name, each in reports.items() if isinstance(each, Report) and each.reads_folder}
-        results = _all_pairs(doctors, pool, [*met], shared, _ALL_PAIRS_S if is_full else _BEFORE_RUN_S)
+        results = _all_pairs(doctors, [*met], shared, _ALL_PAIRS_S if is_full else _BEFORE_RUN_S)
         interfaces = {name: each.interface for name, each in met.items()}
         yield from judge(results, interfaces, len(doctors), folder)
 
@@ -195,31 +201,37 @@ def _compared(name: str, report: Report, folder: Path, paths: dict[str, str]) ->
         yield Finding(name, "warning", f"its clock is {report.seconds:+.0f} s off", "timedatectl set-ntp true")
 
 
-def _all_pairs(
-    doctors: dict[str, Doctor], pool: ThreadPoolExecutor, names: Sequence[str], shared: Path, within_s: float
-) -> list[PairResult]:
+def _all_pairs(doctors: dict[str, Doctor], names: Sequence[str], shared: Path, within_s: float) -> list[PairResult]:
     """The collectives of all pairs, in rounds that begin within `within_s`."""
     results, deadline = list[PairResult](), time.monotonic() + within_s
-    for number, pairs in enumerate(rounds(names)):
-        left_out = hopeless(results)
-        pairs = [pair for pair in pairs if not left_out.intersection(pair)]
-        if time.monotonic() > deadline:
-            break
-        stores = [address_in(shared, f"-{number}-{place}") for place in range(len(pairs))]
-
-        def ask(place: int, pairs: Sequence[tuple[str, str]] = pairs, stores: Sequence[str] = stores) -> Reduced:
-            pair, rank = divmod(place, 2)
-            try:
-                asked = Reduce(stores[pair], rank)
-                return doctors[pairs[pair][rank]].ask(asked, Reduced, PAIR_S)
-            except NoReport as error:
-                return Reduced(error=str(error), stage="gloo")
-
-        with ThreadPoolExecutor(max(1, 2 * len(pairs))) as both:
-            answers = list(both.map(ask, range(2 * len(pairs))))
-        for place, pair in enumerate(pairs):
-            one, other = answers[2 * place : 2 * place + 2]
-            failed = one if one.error else other
-            rate = min(one.bytes_per_s, other.bytes_per_s)
-            results.append(PairResult(pair, rate, failed.error, failed.stage))
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        for number, pairs in enumerate(rounds(names)):
+            if time.monotonic() > deadline:
+                break
+            left_out = hopeless(results)
+            pairs = [pair for pair in pairs if not left_out.intersection(pair)]
+            stores = [address_in(shared, f"-{number}-{pair[0]}") for pair in pairs]
+            results += pool.map(partial(_pair, doctors), pairs, stores)
     return results
+
+
+def _pair(doctors: dict[str, Doctor], pair: Pair, store: str) -> PairResult:
+    """The collectives of one pair. After the first error the other side, which would wait, is ended."""
+
+    def ask(rank: int) -> Reduced:
+        try:
+            return doctors[pair[rank]].ask(Reduce(store, rank), Reduced, PAIR_S)
+        except NoReport as error:
+            return Reduced(error=str(error), stage=REDUCING)
+
+    with ThreadPoolExecutor(2) as both:
+        asked = [both.submit(ask, rank) for rank in (0, 1)]
+        first = next(as_completed(asked))
+        other = doctors[pair[1 - asked.index(first)]]
+        if first.result().error:
+            other.interrupt()
+    if first.result().error:
+        other.close()
+    one, two = (each.result() for each in asked)
+    failed = first.result() if first.result().error else max(one, two, key=lambda each: bool(each.error))
+    return PairResult(pair, min(one.bytes_per_s, two.bytes_per_s), failed.error, failed.stage)
