@@ -139,6 +139,15 @@ def test_a_broken_pair_and_a_slow_node_are_named(files):
     assert len(found) == 4
 
 
+def test_a_healthy_set_up_has_no_finding(files):
+    with networks(2) as (places, _), agent((places[0][1], PORT), prefix=places[1][0]):
+        done = command(places[0], files, 2, "doctor", "RUN", "--nodes", "--json")
+    found = json.loads(done.stdout)
+    assert [each for each in found["findings"] if each["verdict"] != "ok"] == []
+    assert (done.returncode, found["exit_code"]) == (0, 0)
+    assert "all-reduces of 1 of 1 pairs" in found["findings"][-1]["reason"]
+
+
 def test_a_run_with_a_node_without_the_model_is_refused(files):
     with networks(2) as (places, _):
         hidden = [*places[1][0], *(hiding(files / "files") if CAN_MAKE else ())]

@@ -27,12 +27,12 @@ from slipstream.plan.preflight.unknown_characters import unknown_in_tasks
 from slipstream.records import Task
 
 _SLOW_REWARDS_S = 10.0
-"""A batch whose rewards take longer gets a warning."""
+"""Rewards of a batch may take so long without a warning."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the rewards made of gold answers and junk."""
+    """Rewards of gold answers and junk, judged."""
 
     result: EnvironmentCheck
     failures: list[str]
@@ -90,16 +90,16 @@ def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: object) -
         return []
     return [
         f"{rate:.3g} rewards a second with environment.reward_workers = {num_workers}: a batch of {batch} takes "
-        f"{batch / rate:.0f} s; use more workers, or a coroutine where a reward waits (environment.reward_concurrency)"
+        f"{batch / rate:.0f} s; use more workers, or coroutines for rewards with waits (environment.reward_concurrency)"
     ]
 
 
 def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
-    """Return warnings about characters without a token, and an error (or "") if the tasks cannot be learned."""
+    """Return warnings about characters without a token, and an error, or an empty text, for tasks out of reach."""
     vocabulary = read_vocabulary(Path(config.model.path))
     if vocabulary is None:
         missing = f"{config.model.path} has no tokenizer.json here"
-        return [f"{missing}: slipstream plan looks whether the model has a token for every character"], ""
+        return [f"{missing}: slipstream plan looks for a token of every character"], ""
     try:
         return [f"warning: {text}" for text in unknown_in_tasks(config, environment, vocabulary, tasks)], ""
     except DataError as error:

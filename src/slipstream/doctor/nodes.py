@@ -36,7 +36,7 @@ HERE = "node-0"
 _LOOKING_S = 300.0
 _AT_ONCE = 64
 _CLOCKS_S = 5.0
-"""Clocks may differ by so much: file times and leases tolerate it."""
+"""Clocks may differ by so much: times of files and leases tolerate it."""
 _ALL_PAIRS_S = 600.0
 """How long further rounds begin."""
 _BEFORE_RUN_S = 20.0
@@ -115,10 +115,10 @@ def check_nodes(
 
 
 def examine_nodes(nodes: Nodes, config: RunConfig, folder: Path, *, is_full: bool = True) -> Iterator[Finding]:
-    """Check joined nodes. Before a run (not `is_full`) only what a single node does not see: differences between the
-    nodes, and as many rounds of collectives as begin in `_BEFORE_RUN_S`."""
-    paths = {name: str(path) for name, path in named_paths(config).items() if name in _ON_EACH or is_full}
-    paths = {name: path for name, path in paths.items() if name != "run.folder" and Path(path).exists()}
+    """Check joined nodes. Without `is_full`, before a run, only differences between nodes and as many rounds of
+    collectives as begin in `_BEFORE_RUN_S`."""
+    chosen = {name: str(path) for name, path in named_paths(config).items() if name in _ON_EACH or is_full}
+    paths = {name: path for name, path in chosen.items() if "path" in name and Path(path).exists()}
     with temporary("doctor", folder.absolute()) as shared, _doctors(nodes, shared) as (doctors, pool):
 
         def ask(name: str) -> Report | str:
@@ -157,7 +157,7 @@ def _doctors(nodes: Nodes, shared: Path) -> Generator[tuple[dict[str, Doctor], T
 
 
 def _since_then(report: Report) -> Report:
-    """The report with the difference of the clocks in the place of the time."""
+    """The report with the difference of the clocks as its time."""
     return msgspec.structs.replace(report, seconds=report.seconds - time.time())
 
 

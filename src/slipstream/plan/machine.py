@@ -104,7 +104,7 @@ def query_gpus(*queries: str) -> list[str]:
 
 
 def list_gpus() -> tuple[str, str]:
-    """What nvidia-smi lists, GPUs and their slices (MIG), and its error; both empty without the program."""
+    """The list of nvidia-smi, GPUs and their slices (MIG), and its error; both empty without the program."""
     if (program := shutil.which("nvidia-smi")) is None:
         return "", ""
     try:

@@ -17,7 +17,7 @@ MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
 def named_paths(config: RunConfig) -> dict[str, object]:
-    """Each setting that may be a path, and its value."""
+    """The settings with paths or names, and their values."""
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
