@@ -36,9 +36,9 @@ LAYERS = {
             ("inference", "trainer", "envs"),
             ("orchestrator",),
             ("plan",),
+            ("doctor",),
             ("launch",),
             ("commands",),
-            ("doctor",),
             ("report", "cli", "view"),
             ("python", "__main__"),
         )

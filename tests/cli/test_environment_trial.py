@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from slipstream.cli import env_commands
+from slipstream.commands.environment_check import Checked
 from slipstream.envs.check import EnvironmentCheck, KindResult
 from slipstream.records import Rollout
 from slipstream.view import NullView
@@ -26,7 +27,7 @@ def test_each_part_and_source_has_a_verdict_of_its_own(monkeypatch, capsys):
     section = SimpleNamespace(mixture={"easy": None, "odd": None})
     loaded = SimpleNamespace(config=SimpleNamespace(algorithm=None, environment=section))
     golds = [KindResult("gold", [1.0], 1.0, part="easy"), KindResult("gold", [0.1], 1.0, part="odd")]
-    checked = env_commands._Checked(EnvironmentCheck("m", 2, 1.0, golds, []), [], [], 1.0)
+    checked = Checked(EnvironmentCheck("m", 2, 1.0, golds, []), [], [], 1.0)
     trial = env_commands._try_model(loaded, 3, 2, checked, NullView())
     assert asked == [(6, 2)], "three tasks of each part"
     verdicts = {task: judgement.verdict for task, (_, judgement) in trial.by_task.items()}

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import doctor
+from slipstream.commands.run_checks import check_run
 from slipstream.doctor import gpus, host, packages
 from slipstream.doctor.findings import Finding, exit_code
 from slipstream.doctor.gpus import TorchView
-from slipstream.doctor.run import check_run
 from slipstream.errors import ConfigError
 from slipstream.plan.facts import EngineFacts
 

@@ -28,14 +28,15 @@ def doctor(
     """Look at this machine before a run: packages, GPUs, memory, limits, folders, network.
 
     Each check prints a verdict, the reason and a remedy. With a run file, the run is also planned as by `slipstream
-    plan`: model, chat template, data, disk, vLLM's options. `--nodes` waits for the agents of the other nodes
-    (`slipstream node`), has each look at its node, and compares packages, clocks and the run folder. No run is started.
-    The exit code is the worst verdict: 0 ok, 1 warning, 2 fault.
+    plan`: model, chat template, data, disk, vLLM's options. Its rewards grade gold answers and junk of a few tasks.
+    `--nodes` waits for the agents of the other nodes (`slipstream node`) and has each look at its node. Packages,
+    clocks and paths are compared, and all pairs of nodes all-reduce. No run is started. The exit code is the worst
+    verdict: 0 ok, 1 warning, 2 fault.
     """
+    from slipstream.commands.run_checks import check_run
     from slipstream.doctor import CHECKS, examine
     from slipstream.doctor.findings import exit_code
     from slipstream.doctor.nodes import check_nodes
-    from slipstream.doctor.run import check_run
     from slipstream.errors import ConfigError
 
     def of_run() -> Iterable[Finding]:

@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from slipstream.cli.commands import Overrides, Plain, RunFile
 from slipstream.cli.output import Json, made_view, print_json, tell
-from slipstream.errors import ConfigError, DataError, EnvironmentFault
+from slipstream.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
     from slipstream.algo.readiness import GroupStatistics, Judgement
-    from slipstream.config import Loaded, RunConfig
-    from slipstream.envs import Environment, Task
-    from slipstream.envs.check import EnvironmentCheck
+    from slipstream.commands.environment_check import Checked
+    from slipstream.config import Loaded
     from slipstream.progress import Progress
 
 env_app = App(name="env", help="Write, check and keep an environment before training on it.")
 _UNGRADED = {"mean_reward": None, "accuracy": None}
-_SLOW_REWARDS_S = 10.0
-"""A batch whose rewards take longer gets a warning."""
 _SAMPLES = 8
 """Completions for each task, where training samples one."""
 _STEPS = 1000
 """Of a run file that does not say yet how long to train: no answer depends on it."""
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What the rewards made of gold answers and junk."""
-
-    result: EnvironmentCheck
-    failures: list[str]
-    notes: list[str]
-    rewards_per_s: float
-
-    def mean_reward(self, *, is_gold: bool, part: str = "") -> float | None:
-        """Mean reward of the gold answers or of the junk, if any were graded; of one part of a mixture, if named."""
-        counted = [r for r in self.result.results if (r.kind == "gold") == is_gold and part in ("", r.part)]
-        rewards = [reward for result in counted for reward in result.rewards]
-        return sum(rewards) / len(rewards) if rewards else None
 
 
 @dataclass(frozen=True)
@@ -162,6 +140,7 @@ def env_test(
         model: Also sample the run file's model, and judge whether RL can learn.
         samples: With --model: completions for each task; default: algorithm.group_size.
     """
+    from slipstream.commands.environment_check import check_rewards
     from slipstream.config import load_config
 
     if samples is not None and (samples < 2 or not model):
@@ -169,7 +148,7 @@ def env_test(
     loaded = load_config(Path(run_file), overrides, steps=_STEPS)
     if loaded.config.environment is None:
         raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
-    checked = _check(loaded.config, num_tasks)
+    checked = check_rewards(loaded.config, num_tasks)
     failures, notes = checked.failures, checked.notes
     if reason := checked.result.without_gold:
         # RL needs none. SFT imitates them, unless it has [data].
@@ -195,55 +174,7 @@ def env_test(
     return 0
 
 
-def _check(config: RunConfig, num_tasks: int) -> _Checked:
-    """Grade gold answers and junk of `num_tasks` training tasks."""
-    from slipstream.commands.evaluate_address import settled
-    from slipstream.config.schema import EvaluationConfig
-    from slipstream.envs.check import check_environment
-    from slipstream.envs.hosted.apart import placement
-    from slipstream.envs.hosted.verifiers_package import Verifiers
-    from slipstream.envs.lifetime import in_use
-    from slipstream.envs.registry import played
-    from slipstream.envs.scoring.pool import ScorerPool
-    from slipstream.envs.scoring.rehearsal import Rehearsal
-    from slipstream.envs.single_turn import make_tasks
-
-    assert config.environment is not None
-    section, environment = settled(config.environment)
-    threshold = (config.evaluation or EvaluationConfig()).threshold
-    has_turns = placement(environment)[0] or bool(environment.tools) or section.apart is True
-    has_turns = has_turns and not environment.needs_address  # an agent sends requests: its results alone are graded
-    warnings: list[str] = []
-
-    async def check() -> tuple[EnvironmentCheck, float]:
-        async with contextlib.AsyncExitStack() as stack:
-            scorer = await stack.enter_async_context(ScorerPool(section))
-            rehearsal = None
-            if has_turns and not isinstance(environment, Verifiers):
-                stage = played(environment, section) or environment
-                await stack.enter_async_context(in_use(stage, section.run_timeout_s, warnings.append))
-                rehearsal = Rehearsal(stage, scorer, section.run_timeout_s)
-            began = monotonic()
-            found = await check_environment(
-                environment,
-                scorer,
-                num_tasks,
-                threshold=threshold,
-                held_out=config.evaluation is not None,
-                rehearsal=rehearsal,
-                stop=config.sampling.stop,
-            )
-            return found, monotonic() - began
-
-    result, seconds = asyncio.run(check())
-    rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
-    notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
-    notes += [*result.notes, *(f"warning: {text}" for text in warnings)]
-    notes += _slow_reward_warnings(config, rate, section.reward_workers)
-    return _Checked(result, [*result.failures, *([unknown] if unknown else [])], notes, rate)
-
-
-def _try_model(loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Progress) -> _Trial:
+def _try_model(loaded: Loaded, num_tasks: int, samples: int | None, checked: Checked, view: Progress) -> _Trial:
     """Sample the model on training tasks and judge what came."""
     from slipstream.algo.readiness import group_has_signal, group_statistics, judge, signal_rule
     from slipstream.commands.evaluate import sample_groups
@@ -273,7 +204,7 @@ def _try_model(loaded: Loaded, num_tasks: int, samples: int | None, checked: _Ch
     return _Trial(found, judgement, by_task if len(by_task) > 1 else {})
 
 
-def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> None:
+def _print_check(checked: Checked, notes: Sequence[str], *, passed: bool) -> None:
     from rich.console import Console
 
     from slipstream.view import render_table
@@ -295,7 +226,7 @@ def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> No
         tell(f"passed: the rewards of {checked.result.environment} {found}")
 
 
-def _print_trial(trial: _Trial, checked: _Checked) -> None:
+def _print_trial(trial: _Trial, checked: Checked) -> None:
     found = trial.found
     low, high = (100 * bound for bound in found.pass_at_1_interval)
     lines = [
@@ -323,14 +254,14 @@ def _print_trial(trial: _Trial, checked: _Checked) -> None:
     tell(f"{trial.judgement.verdict}: {trial.judgement.text}")
 
 
-def _between(checked: _Checked) -> str:
+def _between(checked: Checked) -> str:
     """The gold answers' reward and the junk's, as a scale."""
     gold, junk = checked.mean_reward(is_gold=True), checked.mean_reward(is_gold=False)
     return f" (gold answers {gold:.3g}, junk {junk:.3g})" if gold is not None and junk is not None else ""
 
 
 def _print_json(
-    checked: _Checked,
+    checked: Checked,
     failures: Sequence[str],
     notes: Sequence[str],
     tried: _Trial | None,
@@ -357,32 +288,3 @@ def _print_json(
                 for task, (found, judgement) in tried.by_task.items()
             }
     print_json(summary)
-
-
-def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: object) -> list[str]:
-    """Warn if the rewards of one batch, at `rate` per second, take longer than `_SLOW_REWARDS_S`."""
-    from slipstream.config.schema import RLConfig
-
-    group = config.algorithm.group_size if isinstance(config.algorithm, RLConfig) else 1
-    batch = config.training.prompts_per_batch * group
-    if not rate or batch / rate < _SLOW_REWARDS_S:
-        return []
-    return [
-        f"{rate:.3g} rewards a second with environment.reward_workers = {num_workers}: a batch of {batch} takes "
-        f"{batch / rate:.0f} s; use more workers, or a coroutine where a reward waits (environment.reward_concurrency)"
-    ]
-
-
-def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
-    """Return warnings about characters without a token, and an error (or "") if the tasks cannot be learned."""
-    from slipstream.data.unknown_characters import read_vocabulary
-    from slipstream.plan.preflight.unknown_characters import unknown_in_tasks
-
-    vocabulary = read_vocabulary(Path(config.model.path))
-    if vocabulary is None:
-        missing = f"{config.model.path} has no tokenizer.json here"
-        return [f"{missing}: slipstream plan looks whether the model has a token for every character"], ""
-    try:
-        return [f"warning: {text}" for text in unknown_in_tasks(config, environment, vocabulary, tasks)], ""
-    except DataError as error:
-        return [], str(error)

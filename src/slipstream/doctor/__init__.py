@@ -16,7 +16,7 @@ CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     *(host.check_system, packages.check_packages, packages.check_vllm, packages.check_torch),
     *(gpus.check_gpus, gpus.check_visible, gpus.check_compiler),
     *(host.check_cpus, host.check_memory, host.check_shared_memory, host.check_limits, host.check_temporary_folder),
-    *(host.check_network, host.check_proxies, host.check_clock),
+    *(host.check_network, host.check_interfaces, host.check_proxies, host.check_clock),
 )
 """In the order of their findings."""
 

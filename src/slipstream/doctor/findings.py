@@ -20,6 +20,10 @@ class Finding:
     reason: str
     remedy: str = ""
 
+    def __str__(self) -> str:
+        """In one sentence."""
+        return ": ".join(filter(None, (self.check, self.reason, self.remedy)))
+
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """The code of the worst verdict; 0 without findings."""

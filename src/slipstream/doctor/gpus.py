@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config.bounds import GIB
 from slipstream.doctor.findings import Finding
-from slipstream.plan.machine import gpus_at_start
+from slipstream.plan.machine import gpus_at_start, list_gpus, query_gpus
 from slipstream.plan.memory.cards import HAS_BFLOAT16, SAFE_HELD
 from slipstream.processes.exits import last_error
 from slipstream.processes.launchers import LOCAL
@@ -23,6 +25,9 @@ _OTHERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _HIDDEN = ("", "-1")
 _READY_S = 120.0
 """A GPU may take so long after a boot or a reset, and importing torch from a network's disk as well."""
+_NOT_YET = ("not yet initialized", "busy or unavailable")
+"""CUDA's errors 802, until the fabric manager of NVSwitches has started, and 46."""
+_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,17 @@ class TorchView:
     error: str = ""
 
 
-def ask_torch(timeout_s: float = _READY_S) -> TorchView:
+def ask_torch(timeout_s: float = _READY_S, pause_s: float = _PAUSE_S) -> TorchView:
+    """Use each visible GPU, and await those that are not ready."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = _ask_once(timeout_s)
+        if not any(text in found.error for text in _NOT_YET) or time.monotonic() + pause_s > deadline:
+            return found
+        time.sleep(pause_s)
+
+
+def _ask_once(timeout_s: float) -> TorchView:
     """Use each visible GPU in another process, with a deadline."""
     with temporary("doctor") as folder:
         log = folder / "log"
@@ -54,7 +69,9 @@ def ask_torch(timeout_s: float = _READY_S) -> TorchView:
 
 
 def check_gpus(
-    driver: Callable[[], list[dict[str, Any]]] = gpus_at_start, torch_view: Callable[[], TorchView] = ask_torch
+    driver: Callable[[], list[dict[str, Any]]] = gpus_at_start,
+    torch_view: Callable[[], TorchView] = ask_torch,
+    listed: Callable[[], tuple[str, str]] = list_gpus,
 ) -> Iterator[Finding]:
     """The GPUs of the driver are torch's, compute, and are free."""
     if os.environ.get(_VISIBLE) in _HIDDEN:
@@ -67,11 +84,14 @@ def check_gpus(
             yield Finding(
                 "GPUs", "fault", f"torch cannot be asked: {seen.error}", "python -c 'import torch' shows all of it"
             )
+        elif error := listed()[1]:
+            remedy = "look at dmesg, and reset the GPU or restart the machine; start a container with --gpus all"
+            yield Finding("GPUs", "fault", f"nvidia-smi fails, and torch sees no GPU: {error}", remedy)
         else:
             yield Finding("GPUs", "ok", "none: runs use the CPU")
         return
     if seen.error or not seen.gpus:
-        yield _unusable(cards, seen)
+        yield _unusable(cards, seen, listed)
         return
     is_fine = True
     states = {card["uuid"]: card for card in cards}
@@ -95,7 +115,7 @@ def check_gpus(
         yield Finding("GPUs", "ok", f"{names}; torch for CUDA {seen.cuda or seen.hip}")
 
 
-def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView) -> Finding:
+def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView, listed: Callable[[], tuple[str, str]]) -> Finding:
     """The driver has GPUs, and torch does not use them."""
     driver = cards[0]["driver"] if cards else "unknown"
     if not (seen.cuda or seen.hip) and not seen.error:
@@ -104,6 +124,12 @@ def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView) -> Finding:
     if "no answer" in seen.error:
         remedy = "wait, look at nvidia-smi and dmesg, and reset the GPU or restart the machine"
         return Finding("GPUs", "fault", f"a GPU is not ready: {seen.error}", remedy)
+    if any(text in seen.error for text in _NOT_YET):
+        remedy = "systemctl start nvidia-fabricmanager, or end the process that has the GPU to itself (nvidia-smi)"
+        return Finding("GPUs", "fault", f"a GPU is not ready, and was awaited: {seen.error}", remedy)
+    if not seen.error and _has_mig() and "MIG-" not in listed()[0]:
+        remedy = "make slices (nvidia-smi mig -cgi ... -C), or turn it off (nvidia-smi -mig 0)"
+        return Finding("GPUs", "fault", "MIG is on and the GPUs have no slices, so torch sees none", remedy)
     if not seen.error and os.environ.get(_VISIBLE) is not None:
         reason = f"torch sees no GPU of {len(cards)}: {_VISIBLE} is '{os.environ[_VISIBLE]}'"
         return Finding("GPUs", "fault", reason, f"unset {_VISIBLE}, or name GPUs in it")
@@ -113,8 +139,14 @@ def _unusable(cards: Sequence[Mapping[str, Any]], seen: TorchView) -> Finding:
     return Finding("GPUs", "fault", reason, "install a driver for that CUDA version, or a torch for the driver's")
 
 
+def _has_mig() -> bool:
+    return any("Enabled" in rows for rows in query_gpus("gpu=mig.mode.current"))
+
+
 def check_visible(
-    environ: Mapping[str, str] = os.environ, driver: Callable[[], list[dict[str, Any]]] = gpus_at_start
+    environ: Mapping[str, str] = os.environ,
+    driver: Callable[[], list[dict[str, Any]]] = gpus_at_start,
+    listed: Callable[[], tuple[str, str]] = list_gpus,
 ) -> Iterator[Finding]:
     """Variables to choose GPUs name GPUs of this machine, and do not contradict each other."""
     chosen = environ.get(_VISIBLE)
@@ -127,11 +159,14 @@ def check_visible(
     found = [str(card["uuid"]) for card in driver()]
     parts = [part.strip() for part in chosen.split(",")]
     numbers = [str(number) for number in range(len(found))]
-    wrong = [p for p in parts if p not in numbers and not any(each.startswith(p) for each in found) and "MIG" not in p]
+    if any(part.startswith("MIG-") for part in parts):
+        found += re.findall(r"UUID: (MIG-[^)]+)", listed()[0])
+    wrong = [part for part in parts if part not in numbers and not any(each.startswith(part) for each in found)]
     if found and (wrong or len(set(parts)) < len(parts)):
-        what = f"{wrong[0]!r}, not a GPU of the {len(found)} here" if wrong else "a GPU twice"
+        what = f"{wrong[0]!r}, not a GPU of the {len(numbers)} here" if wrong else "a GPU twice"
         reason = f"{_VISIBLE} = {chosen} names {what}: CUDA ignores it and all after it"
-        yield Finding("visible GPUs", "fault", reason, f"name some of {', '.join(numbers)}")
+        slices = [each for each in found if each.startswith("MIG-")]
+        yield Finding("visible GPUs", "fault", reason, f"name some of {', '.join([*numbers, *slices])}")
 
 
 def check_compiler(

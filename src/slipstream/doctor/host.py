@@ -13,9 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
+
 from slipstream.config.bounds import GIB
 from slipstream.doctor.findings import Finding
 from slipstream.plan.machine import free_memory_bytes, usable_cpus, usable_memory_bytes
+from slipstream.processes.rendezvous import INTERFACE
 
 LEAST_MEMORY_GIB = 4.0
 """Memory of the smallest tried run: two cores, vLLM and a trainer on the CPU."""
@@ -28,6 +31,8 @@ _LONGEST_SOCKET = 107
 _SOCKET_NAME = 48
 """Bytes added to the temporary folder for one."""
 _WAIT_S = 5.0
+_NCCL = "NCCL_SOCKET_IFNAME"
+_INTERFACES = (INTERFACE, "GLOO_SOCKET_IFNAME", _NCCL)
 _FIRST_RELEASE = 1_760_000_000.0
 """Seconds since 1970 in October 2025, before this program was written."""
 
@@ -148,6 +153,23 @@ def check_network(host: str = "127.0.0.1", name: str | None = None) -> Iterator[
         yield Finding("network", "warning", reason, f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME")
         return
     yield Finding("network", "ok", f"loopback works, and {name} has an address")
+
+
+def check_interfaces(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Variables to choose network interfaces name ones that are up."""
+    found = psutil.net_if_stats()
+    for variable in _INTERFACES:
+        names = environ.get(variable, "")
+        if not names or names.startswith("^"):  # NCCL's: any but these
+            continue
+        for name in names.removeprefix("=").split(","):
+            # NCCL takes beginnings of names.
+            alike = [each for each in found if each == name or (variable == _NCCL and each.startswith(name))]
+            if not alike:
+                reason = f"{variable} = {names} names no network interface of this host"
+                yield Finding("interfaces", "fault", reason, f"unset {variable}, or name one of {', '.join(found)}")
+            elif not any(found[each].isup for each in alike):
+                yield Finding("interfaces", "fault", f"{variable} = {names} is down", f"ip link set {alike[0]} up")
 
 
 def check_proxies(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import TracebackType
@@ -17,9 +17,11 @@ from typing import Self
 
 from slipstream.clusters.opening import open_nodes
 from slipstream.config import PlannedConfig
+from slipstream.doctor.nodes import examine_nodes
 from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.scoring.pool import ScorerPool
+from slipstream.errors import ConfigError, EngineError
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
@@ -171,6 +173,16 @@ class Children:
             os.environ[INTERFACE] = nodes.interface
             self._exits.callback(os.environ.pop, INTERFACE)
         self.nodes = nodes
+        with run.stages.stage("compare the nodes"):
+            found = [*examine_nodes(nodes, run.config, run.folder, is_full=False)]
+        if nodes.lost:
+            raise EngineError(f"{nodes.lost}: continue with --resume")
+        run.log.event("nodes", findings=[asdict(each) for each in found])
+        for each in found:
+            if each.verdict == "warning":
+                run.log.warning(str(each))
+        if faults := [str(each) for each in found if each.verdict == "fault"]:
+            raise ConfigError("; ".join(faults))
 
     def _exit_code(self) -> int:
         """The run's, for agents."""

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from slipstream.errors import one_line
 from slipstream.plan.facts import DiskFacts
 from slipstream.plan.memory.cards import STATE, Gpus, read_processes, read_state, read_used, with_held
 
@@ -100,6 +101,18 @@ def query_gpus(*queries: str) -> list[str]:
             return []
         found.append(done.stdout if done.returncode == 0 else "")
     return found
+
+
+def list_gpus() -> tuple[str, str]:
+    """The list of nvidia-smi, GPUs and their slices (MIG), and its error; both empty without the program."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return "", ""
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_ASKING_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", one_line(error)
+    said = f"{done.stdout}{done.stderr}".strip()
+    return ("", said or f"exit code {done.returncode}") if done.returncode else (said, "")
 
 
 def gpus_in_use() -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:

@@ -16,8 +16,8 @@ from slipstream.errors import ConfigError
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
-def path_problems(config: RunConfig) -> Problems:
-    """A sentence for each setting that names a file and cannot be a path, or a bucket and cannot be one."""
+def named_paths(config: RunConfig) -> dict[str, object]:
+    """The settings with paths or names, and their values."""
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
@@ -33,6 +33,12 @@ def path_problems(config: RunConfig) -> Problems:
                     named |= _paths_at(f"{prefix}.settings.{key}", part.settings.get(key))
     if isinstance(config.algorithm, RLConfig):
         named |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in BUILT_IN}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def path_problems(config: RunConfig) -> Problems:
+    """A sentence for each setting that names a file and cannot be a path, or a bucket and cannot be one."""
+    named, environment = named_paths(config), config.environment
     if environment is not None and is_address(environment.registry):
         try:
             check_address(environment.registry, "environment.registry")
@@ -41,7 +47,7 @@ def path_problems(config: RunConfig) -> Problems:
     elif environment is not None:
         named["environment.registry"] = environment.registry
     for key, value in named.items():
-        if value is not None and (reason := unusable_path(str(value))):
+        if reason := unusable_path(str(value)):
             yield f"{key} = {show(str(value))} {reason}"
 
 

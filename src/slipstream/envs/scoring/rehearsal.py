@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from slipstream.envs.base import (
+    Address,
     Environment,
     Episode,
     Reply,
@@ -88,7 +89,7 @@ class _Saying:
         self._between = _others(turns)
         self.num_turns = 0
         self.state: Any = None
-        self.address = None
+        self.address: Address | None = None
         self.num_tools = 0
         """Calls of tools under way, which have a deadline of their own."""
         self.conversation: list[Message] = []
