@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 
 from slipstream.errors import ConfigError
 
@@ -47,6 +48,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of the socket that listens on this interface."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def url_of(host: str, port: int) -> str:
+    """The address of a server on this interface; of one that listens on all, by this machine's name."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def names_this_machine(host: str) -> bool:

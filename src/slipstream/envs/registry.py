@@ -1,7 +1,8 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
 Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `detection` (images and
-their objects); `agent` (a program that sends requests); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of
+their objects); `agent` (a program that sends requests); `atropos` (programs on
+atroposlib); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of
 several of these; an entry point of an installed package in the group `slipstream.environments` (a subclass of
 `Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in
 every reward worker.
@@ -16,12 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.environment import EnvironmentConfig, GradedText
 from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.agent import NAME as AGENT
 from slipstream.envs.agent import Agent
+from slipstream.envs.atropos import Atropos
 from slipstream.envs.base import Environment
 from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.from_python import FunctionEnvironment, load_python_environment
@@ -44,7 +47,7 @@ _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, {AGENT}, path/to/file.py, path/to/file.py:Class, "
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, {AGENT}, {ATROPOS}, path/to/file.py, path/to/file.py:Class, "
     f"name@digest, or an entry point of the group {GROUP}"
 )
 
@@ -147,6 +150,8 @@ def _load(config: EnvironmentConfig) -> Environment:
         return Rows(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
     if name == AGENT:
         return Agent(config)
+    if name == ATROPOS:
+        return Atropos(config)
     if name == DETECTION:
         from slipstream.envs.detector.image_rows import Detection
 

@@ -71,5 +71,10 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """vLLM's parser for thoughts, which answers to foreign clients then have apart from their text; empty: none."""
     inference_socket: bool = False
     """Answer foreign clients on the socket `INFERENCE_SOCKET` in the temporary folder."""
+    inference_host: str = ""
+    """Answer foreign clients on this interface too; empty: on none."""
+    inference_port: int = 0
+    inference_key_variable: str = ""
+    """The environment variable with the key that they must show; empty: none."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

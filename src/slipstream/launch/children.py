@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from slipstream.clusters.opening import open_nodes
 from slipstream.config import PlannedConfig
@@ -43,6 +43,14 @@ from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
 from slipstream.runlog import EventLog, RunLog, exit_code_of
 from slipstream.weights.bridges.single_copy import SharedWeights
+
+
+class Stops(Protocol):
+    """Ends with the event loop."""
+
+    async def stop(self) -> None:
+        """End."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,10 @@ class Children:
         self.teacher: RunTeacher | None = None
         self.gateway = gateway_of(run.config)
         """Of agents, if there are any; it ends with the event loop."""
+        self.entrance: Stops | None = None
+        """Lets groups of rollouts in from outside."""
+        self.model_urls: list[str] = []
+        """Where foreign clients find the engines, if they do."""
         self._scorer: ScorerPool | None = None
         self._environment: Environment | None = None
         """Set once its `setup` has begun."""
@@ -136,6 +148,7 @@ class Children:
             launcher = LOCAL if self.nodes is None else self.nodes
             number = run.orchestrator
             plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=number, launcher=launcher)
+            self.model_urls = plan.model_urls
             self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
             self.killed_by(self.engine.kill)
             self.at_exit(self.engine.kill)
@@ -227,7 +240,7 @@ class Children:
                     await shut_down(self._environment, self._run.log.warning)
                 if self._scorer is not None:
                     await self._scorer.__aexit__(None, None, None)
-                for child in (self.engine, self.teacher):
+                for child in (self.entrance, self.engine, self.teacher):
                     if child is not None:
                         await child.stop()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import msgspec
 
 from slipstream.config import PlannedConfig
+from slipstream.config.addresses import family_of, url_of
+from slipstream.config.atropos import atropos_settings
 from slipstream.config.bounds import GIB
 from slipstream.config.traits import num_engines, num_replicas, publishes_adapter, reasoning_parser, serves_agents
 from slipstream.inference.client import SILENCE_S
@@ -55,6 +59,13 @@ class EnginePlan:
     """Whether there is no other engine than the first of them."""
     num_sequences: int = 0
     """How many are generated at once at most, by all engines together."""
+    inference_ports: tuple[int, ...] = ()
+    """Where each answers foreign clients, if it does."""
+
+    @property
+    def model_urls(self) -> list[str]:
+        """Where foreign clients find the engines."""
+        return [url_of(self.settings.inference_host, port) for port in self.inference_ports]
 
 
 EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
@@ -74,6 +85,8 @@ def engine_plan(
         EnginePlace(node_name(nodes[replica]), () if on_cpu else engine_gpus(config, visible, replica))
         for replica in replicas
     )
+    atropos = atropos_settings(config.environment)
+    ports = _ports(atropos.host, atropos.model_port, len(places)) if atropos else ()
     settings = EngineSettings(
         model=model,
         dtype=config.model.dtype,
@@ -99,6 +112,9 @@ def engine_plan(
         lora_tower=config.model.train_tower and lora is not None,
         patches=inference.patches,
         tool_parser="" if inference.tool_parser == NO_PARSER else inference.tool_parser,
+        inference_host=atropos.host if atropos else "",
+        inference_port=ports[0] if ports else 0,
+        inference_key_variable=atropos.token_variable if atropos else "",
         options=inference.options,
         inference_socket=serves_agents(config),
         reasoning_parser=reasoning_parser(config),
@@ -113,7 +129,17 @@ def engine_plan(
         first_number=first,
         is_only=num_engines(config) == 1,
         num_sequences=config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1),
+        inference_ports=ports,
     )
+
+
+def _ports(host: str, first: int, number: int) -> tuple[int, ...]:
+    """Ports of `number` engines: from `first` on, or free ones. An engine that starts again has the same."""
+    if first:
+        return tuple(range(first, first + number))
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server((host, 0), family=family_of(host))) for _ in range(number)]
+        return tuple(each.getsockname()[1] for each in found)
 
 
 def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
@@ -163,6 +189,8 @@ def create_engine(
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
         own_number = plan.first_number + number
         own = msgspec.structs.replace(settings, gpus=own_place.gpus, first_rank=first_rank)
+        if plan.inference_ports:
+            own = msgspec.structs.replace(own, inference_port=plan.inference_ports[number])
         first = ahead if number == 0 else None
         on_own = functools.partial(on_event, replica=own_number)
         engines.append(create(own, f"engine-{own_number}.log", on_own, own_place.node, first))

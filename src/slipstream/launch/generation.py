@@ -19,6 +19,7 @@ from slipstream.data.draws import Draws
 from slipstream.engine_protocols import Generates
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.inference.replicas import EngineReplicas
+from slipstream.launch.atropos import open_entrance
 from slipstream.launch.children import Children, Context
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.collect import code_digest
@@ -28,7 +29,7 @@ from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.batches.share import Share
-from slipstream.orchestrator.concurrency import all_of
+from slipstream.orchestrator.concurrency import all_of, task_group
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.deadlines import retries_of, silence_limit_s
@@ -68,6 +69,7 @@ class _Generation:
         num_places = config.inference.max_num_seqs * num_replicas(config)
         self._idle = IdleTime(lambda: self._engine.is_up, num_places=num_places)
         self._runner = self._make_runner()
+        self._entrance = open_entrance(context, children, self._versions, self._count_dropped)
         self._ledger: Ledger | None = None
         self.executor = Executor(
             self._engine,
@@ -80,11 +82,19 @@ class _Generation:
             open_ledger=self._open_ledger,
             make_batches=self._make_batches,
             close=self._close,
-            num_ended=lambda: self._runner.num_ended,
+            num_ended=self._num_ended,
             change_weights=self._order.change,
             teacher_digest=children.teacher.digest if children.teacher is not None else "",
             idle=self._idle,
         )
+
+    def _count_dropped(self, reason: str, rollouts: Sequence[Rollout]) -> None:
+        """A group from outside is dropped."""
+        tokens = {reason: sum(rollout.num_sampled for rollout in rollouts)}
+        self._context.log.count(drop_metrics(reason, tokens))
+
+    def _num_ended(self) -> int:
+        return self._runner.num_ended + (self._entrance.arrivals.num_arrived if self._entrance else 0)
 
     def _make_runner(self) -> RolloutRunner:
         context = self._context
@@ -146,6 +156,8 @@ class _Generation:
             starts.append(start_engine())
         if self._children.teacher is not None:
             starts.append(self._children.teacher.start())
+        if self._entrance is not None:
+            starts.append(self._entrance.open(self._children.model_urls))
         await all_of(starts)
 
     def _open_ledger(self, first: int) -> None:
@@ -188,6 +200,7 @@ class _Generation:
             warn=context.log.warning,
             share=Share(context.orchestrator, config.run.orchestrators),
             idle=self._runner.idle,
+            arrivals=self._entrance.arrivals if self._entrance is not None else None,
         )
         made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks)
         if config.training.order == "ready":
@@ -200,8 +213,12 @@ class _Generation:
             await self._batches.put_async(batch, silence_limit_s(config))
 
         try:
-            with fewer_collections():
-                await made.make_all(command.first, command.num_steps, put)
+            async with task_group() as tasks:
+                entering = tasks.create_task(self._entrance.run(command.first)) if self._entrance is not None else None
+                with fewer_collections():
+                    await made.make_all(command.first, command.num_steps, put)
+                if entering is not None:
+                    entering.cancel()
         except Exception:
             with contextlib.suppress(SlipstreamError):  # what ended the making is worth more
                 await asyncio.to_thread(self._batches.close, "the making of batches failed")

@@ -108,6 +108,7 @@ def assign_credit(
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if carries else 0.0, carries
     taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
+    taught |= not gives_turns and any(any(s.advantages or ()) for rollout in rollouts for s in rollout.sequences)
     has_signal &= any(advantages) or (
         gives_turns and any(any(s.advantages or ()) for r in rollouts for s in r.sequences)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.bounds import Problems
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import RunConfig
@@ -16,6 +17,7 @@ def process_problems(config: RunConfig) -> Problems:
     yield from _ranks(config)
     yield from _context_parallel(config)
     yield from _nodes(config)
+    yield from _atropos(config)
 
 
 def _nodes(config: RunConfig) -> Problems:
@@ -46,6 +48,30 @@ def _nodes(config: RunConfig) -> Problems:
         yield (
             "environment.name",
             f'"agent" does not go with cluster.nodes = {number}: requests of agents reach engines of this host only',
+        )
+
+
+def _atropos(config: RunConfig) -> Problems:
+    """Checks for groups that come from outside."""
+    environment = config.environment
+    if environment is None:
+        return
+    if any(part.name == ATROPOS for part in environment.mixture.values()):
+        yield "environment.mixture", f'"{ATROPOS}" is no part of a mixture: its environments mix by their weights'
+    if environment.name != ATROPOS:
+        return
+    if config.algorithm.kind == "sft":
+        yield "environment.name", f'"{ATROPOS}" brings rollouts, and SFT trains on answers: use grpo'
+    if config.evaluation is not None:
+        yield "evaluation", f'"{ATROPOS}" has no held-out tasks: its programs evaluate; set evaluation = false'
+    if (number := config.run.orchestrators) > 1:
+        yield f'run.orchestrators = {number} does not go with environment.name = "{ATROPOS}", which has one entrance: use 1'
+    if config.cluster.nodes > 1:
+        yield f'cluster.nodes = {config.cluster.nodes} does not go with environment.name = "{ATROPOS}": use one node'
+    if config.inference.sleep is True:
+        yield (
+            f'inference.sleep = true does not go with environment.name = "{ATROPOS}", whose requests may come at any '
+            "time: turn it off"
         )
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -43,11 +44,18 @@ async def serve(settings: EngineSettings) -> bool:
     gc.freeze()  # what is imported stays: a full collection takes longer than an update may
     gc.enable()
     runner = await listen(server, str(Path(tempfile.gettempdir()) / SOCKET))
-    guests = None
-    if settings.inference_socket:
+    guests: list[Any] = []
+    if settings.inference_socket or settings.inference_host:
         from slipstream.inference.plugin.http.listener import listen_inference  # it imports vLLM's front end
 
-        guests = await listen_inference(server, socket=str(Path(tempfile.gettempdir()) / INFERENCE_SOCKET))
+        names = [Path(settings.model).name, settings.model]
+        if settings.inference_socket:
+            path = str(Path(tempfile.gettempdir()) / INFERENCE_SOCKET)
+            guests.append(await listen_inference(server, socket=path, names=names))
+        if host := settings.inference_host:
+            key = os.environ[settings.inference_key_variable] if settings.inference_key_variable else ""
+            port = settings.inference_port
+            guests.append(await listen_inference(server, host=host, port=port, key=key, names=names))
     start_marks.mark(start_marks.READY)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(END, stop.set)
@@ -61,8 +69,8 @@ async def serve(settings: EngineSettings) -> bool:
         os._exit(1)  # what hangs would not let itself be shut down
     died = server.host.is_dead
     lifeline.begin_end()
-    if guests is not None:
-        await guests.close()
+    for each in guests:
+        await each.close()
     await runner.cleanup()
     server.host.shutdown()
     lifeline.remove_files()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from slipstream.algo.readiness import SignalRule
 from slipstream.errors import TrainingError
+from slipstream.orchestrator.batches.arrivals import Arrival, Arrivals
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, losses, task_counts
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.pace import Generated
@@ -72,6 +73,8 @@ class Batcher:
     share: Share
     """Which groups of each batch are made here."""
     idle: IdleTime
+    arrivals: Arrivals | None = None
+    """Brings all groups, where programs outside of the run make them."""
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
     _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
@@ -101,13 +104,17 @@ class Batcher:
         made = Generated.of(new, time.monotonic() - started)
         return self.batch(step, version, groups, chosen, reasons, metrics, made)
 
-    async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
+    async def group(self, step: int, place: int, task: Task, arrival: Arrival | None = None) -> list[Rollout]:
         """Generate the rollouts of one task concurrently, scored by the teacher where there is one. `step` and `place`
-        are the task's in the data order; ids and seeds depend on them."""
+        are the task's in the data order; ids and seeds depend on them. With `arrivals` the group is `arrival`, or else
+        the next one."""
         group_id = group_name(step, place)
         self.ledger.begin(group_id)
         with self.idle.groups:
-            rollouts = await self._generate(group_id, step, place, task)
+            if self.arrivals is None:
+                rollouts = await self._generate(group_id, step, place, task)
+            else:
+                rollouts = await self._received(group_id, task, arrival or await self.arrivals.take())
         if is_cancelled():  # the environment has suppressed it
             raise asyncio.CancelledError
         self.ledger.finish(group_id, rollouts)
@@ -122,6 +129,12 @@ class Batcher:
         if kept is not None:
             self.progress.advance(len(kept[1]))
         return kept
+
+    def waiting(self, step: int, is_in_time: Callable[[int], bool] = lambda oldest: True) -> Arrival | None:
+        """With `arrivals`, a group that has come already and can be trained at `step`."""
+        if self.arrivals is None:
+            return None
+        return self.arrivals.take_now(lambda oldest: oldest + self.staleness >= step and is_in_time(oldest))
 
     def batch(
         self,
@@ -192,7 +205,7 @@ class Batcher:
         async def group(place: int, task: Task) -> list[Rollout]:
             kept = self.kept(group_name(step, place), step)
             if kept is None:
-                return await self.group(step, place, task)
+                return await self.group(step, place, task, self.waiting(step))
             self._reused.add(group_name(step, place))
             return kept[1]
 
@@ -222,6 +235,11 @@ class Batcher:
         finally:
             if grades is not None:
                 grades.cancel()
+
+    async def _received(self, group_id: str, task: Task, arrival: Arrival) -> list[Rollout]:
+        for number, rollout in enumerate(arrival.rollouts):
+            rollout.id, rollout.group_id, rollout.task_id = f"{group_id}.{number}", group_id, task.id
+        return await all_of(map(self._ended, arrival.rollouts))
 
     async def _ended(self, rollout: Rollout) -> Rollout:
         """The rollout, scored by the teacher where there is one."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.data.draws import Draws
+from slipstream.orchestrator.batches.arrivals import Arrival
 from slipstream.orchestrator.batches.batcher import Batcher, group_name
 from slipstream.orchestrator.batches.dynamic_sampling import drawn_metrics
 from slipstream.orchestrator.batches.pace import Pace
@@ -121,13 +122,14 @@ class ReadyFirst:
             self._began[number] = Version(version.lineage, oldest)
             self._end(slots, number, group)
         else:
-            slots.begin(number)
-            self._began[number] = version
-            task = self._group(slots, number, self.tasks_of_step(step)[place])
+            arrival = self.batcher.waiting(slots.step, slots.is_in_time)
+            slots.begin(number, arrival.step if arrival else None)
+            self._began[number] = Version(version.lineage, arrival.step) if arrival else version
+            task = self._group(slots, number, self.tasks_of_step(step)[place], arrival)
             self._tasks[number] = tasks.create_task(task)
 
-    async def _group(self, slots: Slots, number: int, task: Task) -> None:
-        group = await self.batcher.group(*divmod(number, self._whole), task)
+    async def _group(self, slots: Slots, number: int, task: Task, arrival: Arrival | None) -> None:
+        group = await self.batcher.group(*divmod(number, self._whole), task, arrival)
         del self._tasks[number]
         self._pace.add(group)
         self._end(slots, number, group)

@@ -1,0 +1,179 @@
+"""The way in for groups of Atropos: the run's own API, or the poll of a `run-api`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from slipstream.atropos.environments import Environments, Holding
+from slipstream.atropos.groups import Refused, Terms, rollouts_of
+from slipstream.atropos.protocol import Registration, ScoredData
+from slipstream.config import needs_engine_logprobs
+from slipstream.config.atropos import AtroposSettings, atropos_settings
+from slipstream.errors import ConfigError
+from slipstream.launch.children import Children, Context
+from slipstream.orchestrator.batches.arrivals import Arrivals
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import Rollout
+
+_FAREWELL_S = 2.0
+Count = Callable[[str, Sequence[Rollout]], None]
+
+
+class Entrance:
+    """Where groups come in. `open` it with the engine, `run` it while batches are made, `stop` it at the end."""
+
+    def __init__(self, context: Context, versions: Versions, settings: AtroposSettings, count: Count) -> None:
+        """`count` is told of each group that is dropped, with its reason."""
+        from slipstream.atropos.api import Api
+
+        config, prepared = context.config, context.prepared
+        assert config.environment is not None
+        assert config.algorithm.kind != "sft"
+        self._context, self._versions, self._settings, self._count = context, versions, settings, count
+        self._token = token_of(settings)
+        self._api: Api | None = None
+        self._told = set[str]()
+        group_size = config.algorithm.group_size
+        size = config.training.prompts_per_batch
+        self.arrivals = Arrivals(
+            lambda: versions.current,
+            capacity=(config.training.staleness + 1) * size,
+            patience_s=config.environment.run_timeout_s,
+            whom=f"from {settings.url}: look at its environments"
+            if settings.url
+            else "to the run's API: start an environment (`python PROGRAM serve`) with the printed addresses",
+            on_drop=self._drop,
+        )
+        self._terms = Terms(
+            max_tokens=config.inference.max_model_len,
+            vocab_size=prepared.facts.model.vocab_size,
+            temperature=config.sampling.temperature,
+            needs_logprobs=needs_engine_logprobs(config.algorithm),
+            decode=prepared.tokenizer.decode,
+        )
+        self._registration = Registration(
+            wandb_group=config.run.name or context.folder.name,
+            wandb_project="slipstream",
+            batch_size=size * group_size,
+            max_token_len=config.inference.max_model_len,
+            checkpoint_dir=str(context.folder / "atropos"),
+            save_checkpoint_interval=-1,
+            starting_step=0,
+            num_steps=config.training.steps,
+        )
+        self._environments = Environments(size * group_size, group_size, on_change=self._tell_change)
+
+    async def open(self, model_urls: Sequence[str]) -> None:
+        """Listen, unless a `run-api` does, and tell where. Environments wait until batches are made."""
+        settings, log = self._settings, self._context.log
+        url = settings.url
+        if not url:
+            from slipstream.atropos.api import Desk, serve
+
+            self._desk = Desk(
+                self._registration, self._environments, take_in=self._take_in, held=self._held, step=self._step
+            )
+            self._desk.has_registered = True
+            self._api = await serve(self._desk, host=settings.host, port=settings.port, token=self._token)
+            url = self._api.url
+        command = self._command(url, model_urls)
+        log.event("atropos", api=url, models=list(model_urls), command=command)
+        self._context.progress.message(f"to start an environment of Atropos: {command}")
+
+    def _command(self, url: str, model_urls: Sequence[str]) -> str:
+        """How to start a program. With several engines it takes one; a file of its own can name all."""
+        model, variable = self._context.config.model.path, self._settings.token_variable
+        if variable and not self._settings.url:
+            url = url.replace("://", f"://:${variable}@")
+        return (
+            f"python PROGRAM serve --env.rollout_server_url {url} --env.tokenizer_name {model} --env.total_steps {self._registration.num_steps} "
+            f"--openai.server_type vllm --openai.model_name {model} --openai.api_key "
+            f"{f'${variable}' if variable else 'none'} --openai.base_url {model_urls[0]}/v1"
+        )
+
+    async def run(self, first: int) -> None:
+        """Let environments in, from step `first` on, until cancelled."""
+        await self._versions.wait_for(first)
+        if self._api is not None:
+            self._desk.has_started = True
+            await asyncio.Event().wait()
+        from slipstream.atropos.run_api import RunApi
+
+        assert self._context.config.environment is not None
+        await RunApi(
+            self._settings.url,
+            self._registration.model_copy(update={"starting_step": first}),
+            token=self._token,
+            patience_s=self._context.config.environment.run_timeout_s,
+            is_wanted=lambda: self.arrivals.num_wanted > 0,
+            take_in=self._take_in,
+            warn=self._context.log.warning,
+        ).run()
+
+    async def stop(self) -> None:
+        """Let nobody in any more; environments have a moment to see that the last step is made."""
+        if self._api is None:
+            return
+        began = time.monotonic()
+        while time.monotonic() < began + _FAREWELL_S and not self._environments.have_asked_since(began):
+            await asyncio.sleep(0.05)
+        await self._api.close()
+
+    def _take_in(self, data: ScoredData, name: str) -> None:
+        """A group has come. Raises `Refused`."""
+        try:
+            if self.arrivals.is_full:
+                raise Refused("full", "so many groups wait to be trained on that no more are taken: send less")
+            rollouts = rollouts_of(data, self._terms, name)
+        except Refused as refused:
+            self._count(refused.reason, ())
+            self._warn_once(refused.reason, f"a group of {name or 'Atropos'} is not trained on: {refused}")
+            raise
+        self.arrivals.offer(rollouts, data.env_id)
+
+    def _drop(self, reason: str, rollouts: Sequence[Rollout]) -> None:
+        staleness = self._context.config.training.staleness
+        self._count(reason, rollouts)
+        self._warn_once(
+            reason,
+            f"a group came for an earlier version than training.staleness = {staleness} allows and is not trained on: "
+            f"give environments --env.max_batches_offpolicy {staleness + 1}, or raise it",
+        )
+
+    def _warn_once(self, reason: str, text: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            self._context.log.warning(f"{text} (later ones are counted as dropped_groups/{reason})")
+
+    def _held(self) -> tuple[list[Holding], int]:
+        held = [(each.maker, len(each.rollouts)) for each in self.arrivals.held]
+        return held, self.arrivals.num_held - len(held)
+
+    def _step(self) -> int:
+        return max(0, self._versions.released)
+
+    def _tell_change(self, name: str, change: str) -> None:
+        self._context.log.event("atropos_environment", name=name, change=change)
+
+
+def open_entrance(context: Context, children: Children, versions: Versions, count: Count) -> Entrance | None:
+    """The entrance of a run with the environment `atropos`, which ends with the event loop; None for another."""
+    settings = atropos_settings(context.config.environment)
+    if settings is None:
+        return None
+    children.entrance = Entrance(context, versions, settings, count)
+    return children.entrance
+
+
+def token_of(settings: AtroposSettings) -> str:
+    """Raises `ConfigError` where the variable is not set."""
+    if not settings.token_variable:
+        return ""
+    if not (token := os.environ.get(settings.token_variable, "")):
+        raise ConfigError(
+            f"environment.settings.token_variable: {settings.token_variable} is not set: put the token into it"
+        )
+    return token
