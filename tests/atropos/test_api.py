@@ -211,7 +211,9 @@ async def test_the_mends(both):
         await ask("POST", "/scored_data", group(5, env_id=0), theirs=buffered, ours=(200, {"status": "received"}))
         received = (200, {"status": "received"})
         labels = "masks has 9 at token 2, which is 3: give the token, or -100 to mask it"
-        await ask("POST", "/scored_data", group(3, masks=[[-100, 2, 9]] * 3), theirs=received, ours=(422, {"detail": labels}))
+        await ask(
+            "POST", "/scored_data", group(3, masks=[[-100, 2, 9]] * 3), theirs=received, ours=(422, {"detail": labels})
+        )
         status, answer = await both.ask(both.urls[1], "POST", "/scored_data", group(3, inference_logprobs=None))
         assert (status, "collect_trajectories" in answer["detail"]) == (422, True)
         refusal = (403, "the run that trains on these groups keeps them")
@@ -256,7 +258,10 @@ def test_a_lease_ends_and_begins_again():
     registered = Environments(BATCH, GROUP, clock=lambda: now[0], on_change=lambda *change: told.append(change))
     for name, share in (("alive", None), ("dead", 0.5)):
         registered.register(RegisterEnv(**environment(name, min_batch_allocation=share)))
-    assert (registered.status(0, [], 0)["unallocated_fraction"], registered.status(0, [], 0)["env_weight"]) == (0.5, 0.5)
+    assert (registered.status(0, [], 0)["unallocated_fraction"], registered.status(0, [], 0)["env_weight"]) == (
+        0.5,
+        0.5,
+    )
     now[0] = environments.LEASE_S + 1
     found = registered.status(0, [], 0)
     assert (found["unallocated_fraction"], found["env_weight"]) == (1.0, 1.0)

@@ -198,7 +198,8 @@ class TeacherConfig(Section):
     """On-policy distillation: the policy samples, a frozen teacher scores the very tokens, and each token's advantage
     is raised by `coef` times what the teacher's log-probability of it is above the policy's: the gradient of the
     reverse KL divergence (GKD, arXiv 2306.13649). The recipe `distill` has nothing but that; with any other it is added
-    to what rewards say. The teacher chooses from all tokens, at `sampling.temperature`. Either `path` or `url`."""
+    to what rewards say. The teacher chooses from all tokens, at `sampling.temperature`. Either `path` or `url`; with
+    the environment `atropos` neither, where its groups bring the teacher's log-probabilities."""
 
     path: str | None = None
     """A model folder or a hub id, for an engine of its own that this run starts and never updates: in the type of

@@ -152,6 +152,11 @@ def num_engines(config: RunConfig) -> int:
     return num_replicas(config) * config.run.orchestrators
 
 
+def asks_teacher(config: RunConfig) -> bool:
+    """Whether the run asks a teacher itself. Otherwise rollouts from outside bring its log-probabilities."""
+    return config.teacher is not None and not (config.teacher.path is None and config.teacher.url is None)
+
+
 def starts_teacher(config: RunConfig) -> bool:
     """Whether a second engine of ours, the teacher's, belongs to the run."""
     return config.teacher is not None and config.teacher.path is not None

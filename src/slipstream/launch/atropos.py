@@ -12,6 +12,7 @@ from slipstream.atropos.groups import Refused, Terms, rollouts_of
 from slipstream.atropos.protocol import Registration, ScoredData
 from slipstream.config import needs_engine_logprobs
 from slipstream.config.atropos import AtroposSettings, atropos_settings
+from slipstream.config.traits import asks_teacher
 from slipstream.errors import ConfigError
 from slipstream.launch.children import Children, Context
 from slipstream.orchestrator.batches.arrivals import Arrivals
@@ -52,6 +53,7 @@ class Entrance:
             vocab_size=prepared.facts.model.vocab_size,
             temperature=config.sampling.temperature,
             needs_logprobs=needs_engine_logprobs(config.algorithm),
+            needs_teacher=config.teacher is not None and not asks_teacher(config),
             decode=prepared.tokenizer.decode,
         )
         self._registration = Registration(

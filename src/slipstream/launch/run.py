@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.config import PlannedConfig, dump_resolved
-from slipstream.config.traits import has_curriculum
+from slipstream.config.traits import asks_teacher, has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.errors import one_line
@@ -330,7 +330,7 @@ def _reader(
 
 def _refuse_own_teacher(config: PlannedConfig, learner: Learner, caller: Caller) -> None:
     """Raise `ConfigError` for a teacher that is the policy. A new adapter leaves the policy equal to its base."""
-    if config.teacher is None or (config.lora is not None and config.lora.path is not None):
+    if not asks_teacher(config) or (config.lora is not None and config.lora.path is not None):
         return
     command, timeout_s = commands.AskTeacher(), config.inference.start_timeout_s
     waits_for = "the orchestrator to say what the teacher holds"

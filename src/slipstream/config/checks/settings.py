@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.config.addresses import key_variable_problem
+from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.bounds import Problems, Rule, without_effect
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
@@ -335,7 +336,8 @@ def _teacher(config: RunConfig) -> Problems:
                 "none: set teacher.path, or use another advantage",
             )
         return
-    if (teacher.path is None) == (teacher.url is None):
+    comes_from_outside = config.environment is not None and config.environment.name == ATROPOS
+    if (teacher.path is None) == (teacher.url is None) and not (comes_from_outside and teacher.path is None):
         both = "both given" if teacher.path is not None else "neither given"
         yield f"teacher.path and teacher.url are {both}: give one of them"
     if teacher.path is not None and not teacher.path.strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slipstream.config.traits import num_replicas
+from slipstream.config.traits import asks_teacher, num_replicas
 from slipstream.launch.children import Children, Context, RunContext
 from slipstream.launch.generation import build_executor
 from slipstream.launch.parts.process import OrchestratorProcess
@@ -28,7 +28,7 @@ class Generation:
 def start_generation(run: RunContext, children: Children, end: Callable[[], commands.Close]) -> Generation:
     """Begin to start engine and teacher, in a process of their own or as children of this one, without waiting.
     `end`: how many batches were trained on when the run ends, and why it does."""
-    if run.config.teacher is not None:
+    if asks_teacher(run.config):
         run.log.listeners.append(agreement_warning(run.log))
     if run.config.run.streams != "memory":
         processes = [_start_process(run, children, end, number) for number in range(run.config.run.orchestrators)]
@@ -59,5 +59,5 @@ def begin(context: Context, children: Children) -> None:
     """Launch what takes longest to start."""
     if context.config.weights.bridge != "restart":
         children.create_engine().launch()
-    if context.config.teacher is not None:
+    if asks_teacher(context.config):
         children.launch_teacher()
