@@ -7,7 +7,8 @@ uv does the installing, because it can leave out packages that vLLM asks for and
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
 image models only, and so do the last TRL that had PPO and a verl, which tests read and nobody imports. verifiers, whose
-dependencies are not vLLM's, gets virtual environments of its own for the tests: the last version of each interface. The
+dependencies are not vLLM's, gets virtual environments of its own for the tests: the last version of each interface; so
+does atroposlib. The
 tests of `slipstream report` need a Chromium, and the tests of jobs need Slurm: both come from Debian's or Ubuntu's
 packages, if this user may install them. All are brought by `--for-tests`, which `make test` calls, and not by an
 installation.
@@ -35,6 +36,8 @@ REFERENCE = VENV / "reference"
 """Where the tests of PPO find TRL's, and those of validation verl's."""
 VERIFIERS = VENV / "verifiers"
 """Where the tests of verifiers' environments find their interpreters, each in a folder of its version's name."""
+ATROPOS = VENV / "atropos"
+"""Where the tests of Atropos find an interpreter with atroposlib."""
 
 
 def run(*command: str | Path) -> None:
@@ -64,15 +67,20 @@ def torch_source() -> list[str]:
     return arguments if has_wheel else [*arguments, "--torch-backend", "cpu"]
 
 
-def install_verifiers() -> None:
-    """Make the virtual environments of verifiers' environments: some seconds and 350 to 500 MB each."""
+def install_beside(constraints: Path, folder: Path) -> None:
+    """Make a virtual environment: some seconds and 350 to 750 MB."""
+    if not (folder / "bin/python").exists():
+        run(VENV / "bin/uv", "venv", "--quiet", "--python", VENV / "bin/python", folder)
+    install = [VENV / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python"]
+    # Compiled once here: an environment process starts in half the time.
+    run(*install, "--compile-bytecode", "--requirement", constraints)
+
+
+def install_environments() -> None:
+    """Make the virtual environments of verifiers' and of Atropos' environments."""
     for constraints in sorted((ROOT / "constraints").glob("verifiers-*.txt")):
-        folder = VERIFIERS / constraints.stem.removeprefix("verifiers-")
-        if not (folder / "bin/python").exists():
-            run(VENV / "bin/uv", "venv", "--quiet", "--python", VENV / "bin/python", folder)
-        install = [VENV / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python"]
-        # Compiled once here: an environment process starts in half the time.
-        run(*install, "--compile-bytecode", "--requirement", constraints)
+        install_beside(constraints, VERIFIERS / constraints.stem.removeprefix("verifiers-"))
+    install_beside(ROOT / "constraints/atropos-0.4.txt", ATROPOS)
 
 
 def install_browser() -> None:
@@ -123,7 +131,7 @@ def main() -> None:
     if options.for_tests:
         install_browser()
         install_slurm()
-        install_verifiers()
+        install_environments()
         return
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         sys.exit(
