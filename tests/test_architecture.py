@@ -35,7 +35,7 @@ LAYERS = {
             ),
             ("inference", "trainer", "envs"),
             ("orchestrator",),
-            ("plan",),
+            ("plan", "atropos"),
             ("doctor",),
             ("launch",),
             ("commands",),

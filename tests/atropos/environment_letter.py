@@ -43,7 +43,7 @@ class Letter(BaseEnv):
             return managed.get_state()["nodes"]
 
     def score(self, node):
-        answer = [token for token, label in zip(node.tokens, node.masked_tokens) if label != -100]
+        answer = [token for token, label in zip(node.tokens, node.masked_tokens, strict=True) if label != -100]
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
         return text.count("a") / self.config.max_tokens
 
@@ -58,7 +58,8 @@ class Letter(BaseEnv):
         }
         if "advantages" in self.config.fields:
             mean = sum(group["scores"]) / len(nodes)
-            group["advantages"] = [[score - mean] * len(node.tokens) for score, node in zip(group["scores"], nodes)]
+            both = zip(group["scores"], nodes, strict=True)
+            group["advantages"] = [[score - mean] * len(node.tokens) for score, node in both]
         return group, []
 
     async def evaluate(self, *args, **kwargs):

@@ -210,13 +210,13 @@ async def test_the_mends(both):
         buffered = (200, {"status": "buffered", "buffer_size": 5})
         await ask("POST", "/scored_data", group(5, env_id=0), theirs=buffered, ours=(200, {"status": "received"}))
         received = (200, {"status": "received"})
-        labels = "masks has 9 at token 2, which is 3: give the token, or -100 to mask it"
+        labels = "masks has 9 at place 2, and tokens has 3: give the token, or -100 to mask it"
         await ask(
             "POST", "/scored_data", group(3, masks=[[-100, 2, 9]] * 3), theirs=received, ours=(422, {"detail": labels})
         )
         status, answer = await both.ask(both.urls[1], "POST", "/scored_data", group(3, inference_logprobs=None))
         assert (status, "collect_trajectories" in answer["detail"]) == (422, True)
-        refusal = (403, "the run that trains on these groups keeps them")
+        refusal = (403, "the run keeps its groups")
         await ask("GET", "/reset_data", theirs=(200, "Reset successful"), ours=refusal)
 
 

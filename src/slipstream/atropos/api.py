@@ -1,7 +1,7 @@
-"""The API to which environments push: `run-api`'s routes, of which the run is the trainer.
+"""The run's API: the routes of a `run-api`. Environments push groups to it; the run is its trainer.
 
-Without a token it listens on loopback only, and answers nobody who calls it by another name. With one it asks for it:
-as a bearer, in `x-api-key`, or as the password in the address, since `atroposlib` sends no headers of its own.
+Without a token it listens on loopback and answers requests to loopback names only. A token comes as a bearer, in
+`x-api-key`, or as the password in the address: `atroposlib` sends no headers of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.errors import ConfigError
 from slipstream.patience import lasting
 
 MAX_BODY_BYTES = 256 << 20
-"""Of a body, also unpacked."""
+"""Largest body, packed and unpacked."""
 _BODY_S = 60.0
 _START_S = 30.0
 _SHUTDOWN_S = 1
@@ -46,7 +46,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Desk:
-    """What the routes ask of the run. Until it is opened nobody is the trainer."""
+    """The run, as its routes see it."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Desk:
         step: Callable[[], int],
     ) -> None:
         """`take_in` gets each group and its environment's name; it raises `Refused`. `held`: the groups ahead of
-        training, and the places that count as taken beside."""
+        training, and the number of further places without room."""
         self.registration, self.environments = registration, environments
         self.take_in, self.held, self.step = take_in, held, step
         self.has_registered = False
@@ -163,13 +163,13 @@ def create_app(desk: Desk) -> FastAPI:
 
     @app.get("/reset_data")
     async def reset_data() -> Any:
-        return PlainTextResponse("the run that trains on these groups keeps them", 403)
+        return PlainTextResponse("the run keeps its groups", 403)
 
     return app
 
 
 class Door:
-    """ASGI, around the application: who may ask, and how much. Unpacks bodies."""
+    """ASGI, around the application: checks token, name and size, and unpacks bodies."""
 
     def __init__(self, app: Any, token: str = "") -> None:
         self._app = app
@@ -217,7 +217,7 @@ class _Unreadable(Exception):
 
 
 def _shown(headers: dict[bytes, bytes]) -> bytes:
-    """The token that a request shows."""
+    """The token of a request."""
     if key := headers.get(b"x-api-key"):
         return key.strip()
     kind, _, value = headers.get(b"authorization", b"").partition(b" ")
@@ -286,7 +286,7 @@ class Api:
 
 
 async def serve(desk: Desk, *, host: str, port: int, token: str = "") -> Api:
-    """Listen. Raises `ConfigError` where nothing can listen there, or others could without a token."""
+    """Listen. Raises `ConfigError` for an address in use, and for other machines without a token."""
     if not token and not is_loopback(host):
         raise ConfigError(f"environment.settings.host = {host!r} needs a token: set token_variable")
     listening = socket.socket(family_of(host), socket.SOCK_STREAM)

@@ -1,9 +1,9 @@
-"""The environments of a run and their answers: `run-api`'s, but that nobody starves. Pure, but for a clock.
+"""The environments of a run, and the answers to them. Pure, but for a clock.
 
 Differences from `run-api` (docs/atropos.md lists all):
 - The queue counts groups, each as `batch_size / prompts_per_batch` sequences. Groups of any size make a batch.
-- A group leaves the queue when the run wants another in its place, at the earliest when a version is released.
-- An environment that has not asked for `LEASE_S` counts as disconnected until it asks again.
+- A group leaves the queue as soon as the run wants another in its place, never before a version is released.
+- An environment without a call for `LEASE_S` counts as disconnected until its next one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Environment:
 
 
 class Environments:
-    """All that have registered, by number."""
+    """All registered ones, by number."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Environments:
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[str, str], None] = lambda name, change: None,
     ) -> None:
-        """`group_size`: sequences that a group counts as. `on_change` is told of an environment that comes, leaves, is
-        lost or is back."""
+        """`group_size`: a group counts as so many sequences. `on_change` gets a name and `connected`, `left`, `lost` or
+        `back`."""
         self._batch_size, self._group_size = batch_size, group_size
         self._clock, self._on_change = clock, on_change
         self._all: list[_Environment] = []
@@ -81,19 +81,19 @@ class Environments:
             self._on_change(environment.name, "back")
 
     def have_asked_since(self, moment: float) -> bool:
-        """Whether all that are connected have asked since then, by the clock."""
+        """Whether all connected ones have asked since then, by the clock."""
         return all(each.last_s > moment for each in self._all if each.is_connected)
 
     def expire(self) -> None:
-        """Disconnect those that have not asked for too long."""
+        """Disconnect all without a call for too long."""
         for each in self._all:
             if each.is_connected and self._clock() - each.last_s > LEASE_S:
                 each.is_connected = False
                 self._on_change(each.name, "lost")
 
     def status(self, number: int, held: Sequence[Holding], num_free: int) -> dict[str, Any]:
-        """The answer to one of them. `num_free`: places of `held` that nobody's group has and the run does not wait
-        for, as before the first batch. Raises `UnknownEnvironment`."""
+        """The answer to one of them. `held`: the queue. `num_free`: further places without room. Raises
+        `UnknownEnvironment`."""
         if not 0 <= number < len(self._all):
             raise UnknownEnvironment(f"no environment has the number {number}: register first")
         self.seen(number)

@@ -29,7 +29,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the run asks of a group."""
+    """Requirements of the run."""
 
     max_tokens: int
     """Longest sequence."""
@@ -73,7 +73,7 @@ def _check_shape(data: ScoredData) -> None:
 
 
 def _check_temperature(data: ScoredData, wanted: float) -> None:
-    """Log-probabilities belong to the temperature that sampled them."""
+    """Log-probabilities are of one temperature."""
     said: list[Any] = [
         (data.generation_params or {}).get("temperature"),
         (data.group_overrides or {}).get("temperature"),
@@ -83,7 +83,7 @@ def _check_temperature(data: ScoredData, wanted: float) -> None:
         if isinstance(value, int | float) and abs(value - wanted) > _SAME:
             raise Refused(
                 "temperature",
-                f"the group was sampled at temperature {value:g}, and sampling.temperature = {wanted:g}: make them equal",
+                f"the group was sampled at temperature {value:g}, and sampling.temperature = {wanted:g}: use one",
             )
 
 
@@ -134,7 +134,8 @@ def _mask(tokens: list[int], labels: list[int], terms: Terms) -> list[bool]:
     for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         if label not in (MASKED, token):
             raise Refused(
-                "labels", f"masks has {label} at token {place}, which is {token}: give the token, or -100 to mask it"
+                "labels",
+                f"masks has {label} at place {place}, and tokens has {token}: give the token, or -100 to mask it",
             )
     mask = [label != MASKED for label in labels]
     mask[0] = False  # nothing comes before it
@@ -147,8 +148,8 @@ def _logprobs(data: ScoredData, index: int, mask: list[bool], terms: Terms) -> l
         if terms.needs_logprobs:
             raise Refused(
                 "no_logprobs",
-                "a trained token has no log-probability in inference_logprobs, which algorithm.importance_sampling "
-                "needs: send them from collect_trajectories (the default merge of atroposlib drops them), or set "
+                "a trained token has no log-probability in inference_logprobs, and algorithm.importance_sampling "
+                "needs it: send them from collect_trajectories (the default merge of atroposlib drops them), or set "
                 'algorithm.importance_sampling = "none" and algorithm.old_policy = "trainer"',
             )
         return None
@@ -158,7 +159,7 @@ def _logprobs(data: ScoredData, index: int, mask: list[bool], terms: Terms) -> l
 
 
 def _teacher_logprobs(data: ScoredData, index: int, tokens: list[int], mask: list[bool]) -> list[float]:
-    """The teacher's log-probability of each trained token, which must be among its likeliest ones."""
+    """The teacher's log-probability of each trained token."""
     if not data.distill_token_ids or not data.distill_logprobs:
         raise Refused("no_teacher", "distill_token_ids and distill_logprobs are missing, and [teacher] needs them")
     found: list[float] = []

@@ -54,7 +54,7 @@ class ScoredData(BaseModel):
     images: Any | None = None
     env_id: int | None = None
     distill_token_ids: list[list[list[int]]] | None = None
-    """Of each token, the teacher's likeliest ones."""
+    """The teacher's likeliest tokens at each place."""
     distill_logprobs: list[list[list[float]]] | None = None
 
     @field_validator("messages", mode="before")

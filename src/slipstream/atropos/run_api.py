@@ -1,7 +1,6 @@
 """The trainer's side of a real `run-api`: register, poll once so that environments may begin, then poll for batches.
 
-A batch is asked for only while the run waits for groups: so its age is counted from about when it was made, and
-environments see in the queue how far they are ahead. How long a group lay in that queue nobody can know.
+The run polls only while it waits for groups. So the queue there tells environments how far they are ahead.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class RunApi:
             info = await self._ask(session, "GET", "/info")
             if info["batch_size"] != self._registration.batch_size:
                 self._warn(
-                    f"{self._url} keeps an earlier trainer's registration, of batches of {info['batch_size']} sequences "
-                    f"and not {self._registration.batch_size}: restart run-api for each run"
+                    f"{self._url} keeps an earlier trainer's registration, with {info['batch_size']} sequences in a "
+                    f"batch and not {self._registration.batch_size}: restart run-api for each run"
                 )
             self._pass_on(await self._batch(session))
             while True:

@@ -1,4 +1,4 @@
-"""`environment.settings` of the environment `atropos`, whose environments are programs of their own (docs/atropos.md)."""
+"""`environment.settings` of the environment `atropos` (docs/atropos.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AtroposSettings(Section):
     model_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Port of the model's server, of several engines the first one's; 0 for free ones."""
     token_variable: str = ""
-    """The environment variable with the token that both ask for. Loopback needs none."""
+    """The environment variable with the token for both. Loopback needs none."""
 
 
 def atropos_settings(section: EnvironmentConfig | None) -> AtroposSettings | None:

@@ -20,8 +20,8 @@ class EnvironmentConfig(Section):
 
     name: str
     """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `detection` (images and
-    their objects, docs/detection.md), `agent` (a program of yours, docs/agents.md), `verifiers/<name>` (see `python`),
-    `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
+    their objects, docs/detection.md), `agent` (a program of yours, docs/agents.md), `atropos`
+    (programs on atroposlib, docs/atropos.md), `verifiers/<name>` (see `python`), `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
     entry point in the group `slipstream.environments`."""
     mixture: dict[PartName, MixturePart] = {}
     """With `name = "mixture"`, the tasks of the run: a table `[environment.mixture.NAME]` for each, with `name`,
@@ -38,7 +38,8 @@ class EnvironmentConfig(Section):
     """Passed to the environment as they are. Those of `rows`: `path`, `subset`, `split`, `eval_path`, `eval_split`,
     `format`, `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
     `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`; of `detection`: `path`, `subset`, `split`, `eval_path`,
-    `eval_split`, `prompt`; of `agent`: `command` or `callable`, `tasks` or those of `rows`, `reward`."""
+    `eval_split`, `prompt`; of `agent`: `command` or `callable`, `tasks` or those of `rows`, `reward`;
+    of `atropos`: `url`, `host`, `port`, `model_port`, `token_variable`."""
     python: str = ""
     """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
     be installed beside vLLM's. Empty: the run's own."""

@@ -1,11 +1,10 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
 Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `detection` (images and
-their objects); `agent` (a program that sends requests); `atropos` (programs on
-atroposlib); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of
-several of these; an entry point of an installed package in the group `slipstream.environments` (a subclass of
-`Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in
-every reward worker.
+their objects); `agent` (a program that sends requests); `atropos` (programs on atroposlib); `path/to/file.py` or
+`path/to/file.py:Class`; `mixture`, of several of these; an entry point of an installed package in the group
+`slipstream.environments` (a subclass of `Environment`). `name@digest` has become a path before (`store`). Loading a
+file runs its code, in this process and in every reward worker.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, {AGENT}, {ATROPOS}, path/to/file.py, path/to/file.py:Class, "
-    f"name@digest, or an entry point of the group {GROUP}"
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, {AGENT}, {ATROPOS}, path/to/file.py, "
+    f"path/to/file.py:Class, name@digest, or an entry point of the group {GROUP}"
 )
 
 

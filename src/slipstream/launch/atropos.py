@@ -24,10 +24,10 @@ Count = Callable[[str, Sequence[Rollout]], None]
 
 
 class Entrance:
-    """Where groups come in. `open` it with the engine, `run` it while batches are made, `stop` it at the end."""
+    """The way in: `open` it with the engine, `run` it during the run, `stop` it at the end."""
 
     def __init__(self, context: Context, versions: Versions, settings: AtroposSettings, count: Count) -> None:
-        """`count` is told of each group that is dropped, with its reason."""
+        """`count` gets the reason and the rollouts of each dropped group."""
         from slipstream.atropos.api import Api
 
         config, prepared = context.config, context.prepared
@@ -69,7 +69,7 @@ class Entrance:
         self._environments = Environments(size * group_size, group_size, on_change=self._tell_change)
 
     async def open(self, model_urls: Sequence[str]) -> None:
-        """Listen, unless a `run-api` does, and tell where. Environments wait until batches are made."""
+        """Listen, unless a `run-api` does, and tell the addresses. Environments wait for `run`."""
         settings, log = self._settings, self._context.log
         url = settings.url
         if not url:
@@ -86,14 +86,15 @@ class Entrance:
         self._context.progress.message(f"to start an environment of Atropos: {command}")
 
     def _command(self, url: str, model_urls: Sequence[str]) -> str:
-        """How to start a program. With several engines it takes one; a file of its own can name all."""
-        model, variable = self._context.config.model.path, self._settings.token_variable
+        """The command for a program, with the first engine."""
+        config = self._context.config
+        model, variable = config.model.path, self._settings.token_variable
         if variable and not self._settings.url:
             url = url.replace("://", f"://:${variable}@")
         return (
-            f"python PROGRAM serve --env.rollout_server_url {url} --env.tokenizer_name {model} --env.total_steps {self._registration.num_steps} "
-            f"--openai.server_type vllm --openai.model_name {model} --openai.api_key "
-            f"{f'${variable}' if variable else 'none'} --openai.base_url {model_urls[0]}/v1"
+            f"python PROGRAM serve --env.rollout_server_url {url} --env.tokenizer_name {model} "
+            f"--env.total_steps {config.training.steps} --openai.server_type vllm --openai.model_name {model} "
+            f"--openai.api_key {f'${variable}' if variable else 'none'} --openai.base_url {model_urls[0]}/v1"
         )
 
     async def run(self, first: int) -> None:
@@ -116,7 +117,7 @@ class Entrance:
         ).run()
 
     async def stop(self) -> None:
-        """Let nobody in any more; environments have a moment to see that the last step is made."""
+        """Let nobody in any more. Environments have a moment to see the last step."""
         if self._api is None:
             return
         began = time.monotonic()
@@ -128,7 +129,7 @@ class Entrance:
         """A group has come. Raises `Refused`."""
         try:
             if self.arrivals.is_full:
-                raise Refused("full", "so many groups wait to be trained on that no more are taken: send less")
+                raise Refused("full", "too many groups wait to be trained on: send less")
             rollouts = rollouts_of(data, self._terms, name)
         except Refused as refused:
             self._count(refused.reason, ())
@@ -162,7 +163,7 @@ class Entrance:
 
 
 def open_entrance(context: Context, children: Children, versions: Versions, count: Count) -> Entrance | None:
-    """The entrance of a run with the environment `atropos`, which ends with the event loop; None for another."""
+    """The entrance of a run with the environment `atropos`. It ends with the event loop. None for another one."""
     settings = atropos_settings(context.config.environment)
     if settings is None:
         return None
@@ -171,7 +172,7 @@ def open_entrance(context: Context, children: Children, versions: Versions, coun
 
 
 def token_of(settings: AtroposSettings) -> str:
-    """Raises `ConfigError` where the variable is not set."""
+    """Raises `ConfigError` for a variable without a value."""
     if not settings.token_variable:
         return ""
     if not (token := os.environ.get(settings.token_variable, "")):

@@ -102,7 +102,7 @@ class Children:
         self.entrance: Stops | None = None
         """Lets groups of rollouts in from outside."""
         self.model_urls: list[str] = []
-        """Where foreign clients find the engines, if they do."""
+        """Addresses of the engines for foreign clients, if there are any."""
         self._scorer: ScorerPool | None = None
         self._environment: Environment | None = None
         """Set once its `setup` has begun."""

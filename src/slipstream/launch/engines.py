@@ -60,11 +60,11 @@ class EnginePlan:
     num_sequences: int = 0
     """How many are generated at once at most, by all engines together."""
     inference_ports: tuple[int, ...] = ()
-    """Where each answers foreign clients, if it does."""
+    """Each engine's port for foreign clients, if it has one."""
 
     @property
     def model_urls(self) -> list[str]:
-        """Where foreign clients find the engines."""
+        """Addresses of the engines for foreign clients."""
         return [url_of(self.settings.inference_host, port) for port in self.inference_ports]
 
 

@@ -52,7 +52,7 @@ def _nodes(config: RunConfig) -> Problems:
 
 
 def _atropos(config: RunConfig) -> Problems:
-    """Checks for groups that come from outside."""
+    """Checks for groups from outside."""
     environment = config.environment
     if environment is None:
         return
@@ -65,7 +65,7 @@ def _atropos(config: RunConfig) -> Problems:
     if config.evaluation is not None:
         yield "evaluation", f'"{ATROPOS}" has no held-out tasks: its programs evaluate; set evaluation = false'
     if (number := config.run.orchestrators) > 1:
-        yield f'run.orchestrators = {number} does not go with environment.name = "{ATROPOS}", which has one entrance: use 1'
+        yield f'run.orchestrators = {number}: environment.name = "{ATROPOS}" has one entrance: use 1'
     if config.cluster.nodes > 1:
         yield f'cluster.nodes = {config.cluster.nodes} does not go with environment.name = "{ATROPOS}": use one node'
     if config.inference.sleep is True:

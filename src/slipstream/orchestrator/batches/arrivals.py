@@ -1,10 +1,9 @@
-"""Groups that programs outside of the run have made: a second source of finished groups, beside `rollouts.py`.
+"""Groups from programs outside of the run: a second source of finished groups, beside `rollouts.py`.
 
-Nobody outside knows versions, so a group's is the one in the engine when it arrives. Its tokens are no newer. They may
-be older by the versions that were applied while they were sampled and sent.
+Nobody outside knows versions. A group gets the engine's version at its arrival. Its tokens are no newer, and older by
+the updates during their sampling.
 
-Guarantees: a group is handed out once, or dropped with a reason; a wait for the next group ends after `patience_s` in
-which none came.
+Guarantees: a group is handed out once, or dropped with a reason; a wait ends after `patience_s` without any group.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from slipstream.records import Rollout, Version, VersionSpan
 
 @dataclass(frozen=True)
 class Arrival:
-    """A group that has arrived."""
+    """A group."""
 
     rollouts: list[Rollout]
     step: int
-    """Of its version."""
+    """Its version's."""
     maker: int | None
     """Number of its environment."""
 
@@ -44,8 +43,8 @@ class Arrivals:
         on_drop: Callable[[str, Sequence[Rollout]], None] = lambda reason, rollouts: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`version`: the engine's. `capacity`: groups that the run can have ahead of training. `whom`: for the error,
-        from whom groups are awaited, and the remedy."""
+        """`version`: the engine's. `capacity`: most groups ahead of training. `whom`: for the error, the senders and
+        the remedy."""
         self.capacity = capacity
         self.num_arrived = 0
         """Any thread may read it."""
@@ -58,24 +57,24 @@ class Arrivals:
 
     @property
     def num_wanted(self) -> int:
-        """Groups that are waited for."""
+        """Groups that the run waits for."""
         return sum(not future.done() for future in self._waiting)
 
     @property
     def is_full(self) -> bool:
-        """Whether so many groups wait that more would only take memory."""
+        """Whether more groups would only take memory."""
         return len(self._pending) >= 8 * self.capacity
 
     @property
     def held(self) -> list[Arrival]:
-        """The groups ahead of training: those that wait, and the last ones that were handed out, unless the run waits
-        for others in their places."""
+        """The groups ahead of training: waiting ones, and the last ones handed out. The run waits for no other group in
+        their places."""
         given = max(0, self.capacity - self.num_wanted)
         return [*itertools.islice(reversed(self._given), given), *self._pending]
 
     @property
     def num_held(self) -> int:
-        """How many these are; before the first ones all places count as taken that the run does not wait for."""
+        """Their number, and that of places without room."""
         return max(0, self.capacity - self.num_wanted) + len(self._pending)
 
     def offer(self, rollouts: Sequence[Rollout], maker: int | None = None) -> None:
@@ -97,7 +96,7 @@ class Arrivals:
         self._pending.append(arrival)
 
     def take_now(self, is_in_time: Callable[[int], bool]) -> Arrival | None:
-        """The oldest group that waits and is in time by its step; older ones are dropped."""
+        """The oldest group in time, by its step; older ones are dropped."""
         while self._pending:
             arrival = self._pending.popleft()
             if is_in_time(arrival.step):
@@ -107,7 +106,7 @@ class Arrivals:
         return None
 
     async def take(self) -> Arrival:
-        """The next group. Raises `EnvironmentFault` when none comes."""
+        """The next group. Raises `EnvironmentFault` if none comes."""
         if (arrival := self.take_now(lambda step: True)) is not None:
             return arrival
         future = asyncio.get_running_loop().create_future()

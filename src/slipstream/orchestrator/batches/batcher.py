@@ -74,7 +74,7 @@ class Batcher:
     """Which groups of each batch are made here."""
     idle: IdleTime
     arrivals: Arrivals | None = None
-    """Brings all groups, where programs outside of the run make them."""
+    """Brings all groups, if programs outside of the run make them."""
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
     _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
@@ -131,7 +131,7 @@ class Batcher:
         return kept
 
     def waiting(self, step: int, is_in_time: Callable[[int], bool] = lambda oldest: True) -> Arrival | None:
-        """With `arrivals`, a group that has come already and can be trained at `step`."""
+        """With `arrivals`, a group in time for `step`, if one waits."""
         if self.arrivals is None:
             return None
         return self.arrivals.take_now(lambda oldest: oldest + self.staleness >= step and is_in_time(oldest))

@@ -1,0 +1,137 @@
+"""Runs with real vLLM whose rollouts are made by real programs on `atroposlib` alone, through both directions."""
+
+import json
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit, read_metrics, read_samples
+from tests.system.conftest import command, model  # noqa: F401 (fixtures)
+
+from .programs import answers, entrance, programs, until  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.engine
+RUN = """
+evaluation = false
+[model]
+path = "{model}"
+[environment]
+name = "atropos"
+settings = {{ url = "{url}" }}
+[algorithm]
+kind = "grpo"
+group_size = 4
+[training]
+steps = {steps}
+prompts_per_batch = 8
+learning_rate = 3e-3
+[weights]
+probe_tasks = 2
+[run]
+threads = 1
+"""
+
+
+class Run:
+    """A run, and environments that serve it until its end."""
+
+    def __init__(self, model, programs, command, steps, url=""):  # noqa: F811
+        self.folder, self.programs = programs.folder / "run", programs
+        file = programs.folder / "run.toml"
+        file.write_text(RUN.format(model=model, steps=steps, url=url))
+        self.arguments, self._command = ("train", file, "--run.folder", self.folder), command
+
+    def start(self, *overrides):
+        self.command = self._command(*self.arguments, *overrides)
+        self.command.until(lambda: entrance(self.folder))
+        self.where = entrance(self.folder)
+        self.command.until(lambda: answers(f"{self.where['models'][0]}/v1/models"))
+        return self
+
+    def serve(self, *more, name="environment"):
+        return self.programs.environment(self.where["command"], *more, name=name)
+
+    def ok(self):
+        self.command.ok()
+        assert read_exit(self.folder).status == "finished"
+        return read_metrics(self.folder)[1:]
+
+
+def improves(rows):
+    """Whether the reward rose, from the first steps to the last."""
+    rewards = [row["reward/mean"] for row in rows]
+    part = len(rewards) // 4
+    return sum(rewards[-part:]) > 2 * sum(rewards[:part])
+
+
+def test_a_run_trains_on_groups_that_programs_push(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=3).start()
+    environment = run.serve("--env.sizes", "3,5", "--env.group_size", "5")
+    rows = run.ok()
+    assert environment.wait(30) == 0, programs.log("environment")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["staleness/max"] == 0 and row["probe/abs_logprob_diff"] < 0.001 for row in rows)
+    assert {row["rollout/num"] for row in rows} <= set(range(24, 41))
+    assert all(row["task/letter_0/drawn_groups"] == 8 for row in rows)
+    # What the engine sampled is what the trainer computes: the ratios of a version to itself are 1.
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-3 if "train/mismatch_abs" in rows[0] else True
+    changes = [event["change"] for event in read_events(run.folder, kinds=("atropos_environment",))]
+    assert changes == ["connected"]
+    samples = read_samples(run.folder)
+    assert all(sample["prompt"].startswith("say ") or sample["completion"] for sample in samples)
+
+
+@pytest.mark.servers
+def test_an_environment_improves_the_model_through_our_api(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=60).start()
+    run.serve("--env.fields", "advantages")
+    assert improves(run.ok())
+
+
+@pytest.mark.servers
+def test_an_environment_improves_the_model_through_a_real_run_api(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=60, url=programs.run_api()).start()
+    run.serve()
+    rows = run.ok()
+    assert improves(rows)
+    assert all(row["staleness/max"] == 0 for row in rows)
+
+
+@pytest.mark.servers
+def test_process_and_evaluate_work_against_the_engine(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=2).start()
+    printed = run.where["command"].replace("--env.total_steps 2", "--env.total_steps 3")
+    processed = programs.folder / "data/groups.jsonl"
+    more = ("--env.data_path_to_save_groups", processed, "--env.use_wandb", "False")
+    process = programs.environment(printed, *more, name="process", verb="process")
+    results = programs.folder / "evaluated"
+    more = ("--env.data_dir_to_save_evals", results, "--env.use_wandb", "False")
+    evaluation = programs.environment(printed, *more, name="evaluate", verb="evaluate")
+    assert process.wait(120) == 0, programs.log("process")
+    assert evaluation.wait(120) == 0, programs.log("evaluate")
+    groups = [json.loads(line) for line in processed.read_text().splitlines()]
+    assert len(groups) == 3
+    assert processed.with_suffix(".html").exists()
+    assert {len(group["tokens"]) for group in groups} == {4}
+    assert 0 <= json.loads((results / "metrics.json").read_text())["results"]["all"]["score"] <= 1
+    run.serve()
+    run.ok()
+
+
+@pytest.mark.servers
+def test_a_killed_environment_is_lost_and_others_go_on(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=12).start("--training.staleness", "1")
+    killed = run.serve("--env.max_batches_offpolicy", "2", name="killed")
+    run.command.until(lambda: len(read_metrics(run.folder)) > 3)
+    killed.kill()
+    run.serve("--env.max_batches_offpolicy", "2", name="other")
+    rows = run.ok()
+    assert max(row["staleness/max"] for row in rows) <= 1
+    assert rows[-1]["task/letter_1/drawn_groups"] == 8
+
+
+@pytest.mark.servers
+def test_a_run_without_environments_ends_with_the_reason(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=2).start("--environment.run_timeout_s", "3")
+    code, _, error = run.command.wait()
+    assert code == 4
+    assert "no group of rollouts came for 3 s (environment.run_timeout_s)" in error
