@@ -13,13 +13,14 @@ import hmac
 import socket
 import uuid
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.atropos.environments import Environments, UnknownEnvironment
 from slipstream.atropos.groups import Refused
@@ -40,9 +41,6 @@ _NOTHING = {
         *("messages", "images"),
     )
 }
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Desk:
@@ -255,7 +253,7 @@ async def _read(headers: dict[bytes, bytes], receive: Receive) -> bytes:
 def _replaying(body: bytes, receive: Receive) -> Receive:
     is_read = False
 
-    async def replay() -> dict[str, Any]:
+    async def replay() -> Message:
         nonlocal is_read
         if is_read:
             return await receive()

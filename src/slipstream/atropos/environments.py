@@ -102,7 +102,7 @@ class Environments:
         own, size = self._all[number].asked, max(1, self._all[number].asked.group_size)
         total = sum(asked.max_token_length * max(0.0, asked.weight) for _, asked in connected)
         weight = own.max_token_length * own.weight / total if total else 0.0
-        minimum = {
+        minimum: dict[int | None, float] = {
             place: asked.min_batch_allocation for place, asked in connected if asked.min_batch_allocation is not None
         }
         counts: dict[int | None, int] = {}

@@ -37,6 +37,7 @@ class Entrance:
         self._token = token_of(settings)
         self._api: Api | None = None
         self._told = set[str]()
+        self._is_ending = False
         group_size = config.algorithm.group_size
         size = config.training.prompts_per_batch
         self.arrivals = Arrivals(
@@ -120,7 +121,7 @@ class Entrance:
         """Let nobody in any more. Environments have a moment to see the last step."""
         if self._api is None:
             return
-        began = time.monotonic()
+        self._is_ending, began = True, time.monotonic()
         while time.monotonic() < began + _FAREWELL_S and not self._environments.have_asked_since(began):
             await asyncio.sleep(0.05)
         await self._api.close()
@@ -156,7 +157,9 @@ class Entrance:
         return held, self.arrivals.num_held - len(held)
 
     def _step(self) -> int:
-        return max(0, self._versions.released)
+        """Environments end beyond their last step: they see one more after the run's."""
+        step = max(0, self._versions.released)
+        return step + (self._is_ending and step >= self._registration.num_steps)
 
     def _tell_change(self, name: str, change: str) -> None:
         self._context.log.event("atropos_environment", name=name, change=change)
