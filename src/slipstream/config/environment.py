@@ -19,10 +19,10 @@ class EnvironmentConfig(Section):
     """Where tasks and rewards come from."""
 
     name: str
-    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `detection` (images and
-    their objects, docs/detection.md), `agent` (a program of yours, docs/agents.md), `atropos`
-    (programs on atroposlib, docs/atropos.md), `verifiers/<name>` (see `python`), `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
-    entry point in the group `slipstream.environments`."""
+    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `detection` (images and their objects,
+    docs/detection.md), `agent` (a program of yours, docs/agents.md), `atropos` (programs on atroposlib,
+    docs/atropos.md), `verifiers/<name>` (see `python`), `path/to/file.py:Class`, `name@digest` (see `registry`),
+    `mixture` (of the tasks below `mixture`), or the name of an entry point in the group `slipstream.environments`."""
     mixture: dict[PartName, MixturePart] = {}
     """With `name = "mixture"`, the tasks of the run: a table `[environment.mixture.NAME]` for each, with `name`,
     `weight`, `settings`, `system_prompt`, `num_train_tasks`, `group_size`, `max_tokens`, `max_turns`, `tools` and
