@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, doctor, env_commands, evaluation, jobs, node, output, proof, smoke
+from slipstream.cli import chat, commands, doctor, engine, env_commands, evaluation, jobs, node, output, proof, smoke
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.processes.exits import become, leave
@@ -47,6 +47,7 @@ app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
 app.command(node.node, group=_TRAIN)
+app.command(engine.engine, group=_TRAIN)
 for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel):
     app.command(command, group=_SLURM)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)

@@ -10,8 +10,21 @@ from slipstream.config import bounds
 from slipstream.config.bounds import Auto, Section
 
 
+class InferenceServer(Section):
+    """An engine that `slipstream engine` started before the run, and that outlives it."""
+
+    url: str
+    """Its control address, as it prints it: `http://host:port`, `https://host:port` or `unix:/path`."""
+    token_variable: str = ""
+    """The environment variable that holds its token. Only a Unix socket needs none."""
+
+
 class InferenceConfig(Section):
     """The engine, or several of them."""
+
+    servers: Annotated[tuple[InferenceServer, ...], Field(strict=False)] = ()
+    """Engines that are servers already (docs/servers.md): a table `[[inference.servers]]` for each, with `url` and
+    `token_variable`. The run starts no engines, and holds each of these until it ends."""
 
     replicas: bounds.Processes | Auto = "auto"
     """Engines that generate side by side, each with a whole copy of the weights; a version is used when all of them
@@ -46,7 +59,8 @@ class InferenceConfig(Section):
     or did not finish in time: after 1 s, 2 s, ... up to 30 s, and within twice `request_timeout_s`. What it refuses for
     good, such as a prompt longer than its context, is not tried again."""
     max_restarts: bounds.UpToThousand = 1
-    """How often each engine, once dead, is started again on the last published version before the run fails."""
+    """How often each engine, once dead, is started again on the last published version before the run fails; how often
+    a server may be lost, for whose return the run waits `start_timeout_s`."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"
     """Which changes to vLLM are made in the engine's processes. `required`: those without which an update, a score or a
     seed would be wrong. `checked`: fast paths too, each where the source of the vLLM that is installed is one that it

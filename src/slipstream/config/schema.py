@@ -372,6 +372,9 @@ class WeightsConfig(Section):
     that changed are sent, each with its position; otherwise, and where that saves less than half, the whole version. In
     bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
     weights for it."""
+    every: bounds.Items = 1
+    """Publish the weights after so many steps, and after the last one. The steps between train on tokens of older
+    versions: `training.staleness` must allow for them. Versions that an evaluation needs come beside."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
     """What becomes of completions that run when a new version comes, with a staleness of 1 or more. `recompute`: they
     pause and continue with the new weights, which prefill their context again, so that each token's log-probability is

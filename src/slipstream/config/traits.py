@@ -143,6 +143,8 @@ def num_task_gradients(config: RunConfig) -> int:
 
 def num_replicas(config: RunConfig) -> int:
     """How many engines each orchestrator has; 1 while nobody has decided."""
+    if servers := config.inference.servers:
+        return len(servers)
     replicas = config.inference.replicas
     return replicas if isinstance(replicas, int) else 1
 
@@ -160,6 +162,11 @@ def asks_teacher(config: RunConfig) -> bool:
 def starts_teacher(config: RunConfig) -> bool:
     """Whether a second engine of ours, the teacher's, belongs to the run."""
     return config.teacher is not None and config.teacher.path is not None
+
+
+def starts_engines(config: RunConfig) -> bool:
+    """Whether engines are processes of the run."""
+    return uses_engine(config) and not config.inference.servers
 
 
 def engine_workers(config: RunConfig) -> int:

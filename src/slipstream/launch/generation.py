@@ -202,12 +202,12 @@ class _Generation:
             idle=self._runner.idle,
             arrivals=self._entrance.arrivals if self._entrance is not None else None,
         )
-        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks)
+        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, config.weights.every)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)
             further = config.training.overprovision
-            made = ReadyFirst(batcher, self._versions, self._order.tasks, size, draws, further)
+            made = ReadyFirst(*(batcher, self._versions, self._order.tasks, size, draws, further, config.weights.every))
 
         async def put(batch: Batch) -> None:
             await self._batches.put_async(batch, silence_limit_s(config))

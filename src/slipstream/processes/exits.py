@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +52,12 @@ def become(arguments: Sequence[str], module: str) -> NoReturn:
     head = begun[1 : len(begun) - len(given)] if begun[len(begun) - len(given) :] == given else ["-P", "-m", module]
     prepare_exec()
     os.execv(sys.executable, [sys.executable, *head, *arguments])
+
+
+def become_module(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process (exec) with a Python that runs `module` in this environment."""
+    prepare_exec()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *arguments], dict(environment))
 
 
 def prepare_exec() -> None:

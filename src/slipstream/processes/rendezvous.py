@@ -1,7 +1,7 @@
 """Where processes of a run find one another, to form a process group: the trainer's ranks, and trainer and engines.
 
-The address is a file in a private folder (mode 0700) of one attempt. It is no TCP address: torch's TCPStore asks nobody
-who they are and lists its keys, so that another user of the host could take a rank's place.
+The address is a file in a private folder (mode 0700) of one attempt, or `tcp://HOST:PORT/SECRET` where an engine is a
+server that sees no folder of the run (`tcp_store.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ def meet(address: str, rank: int, size: int, timeout_s: float) -> Any:
     from torch import distributed
 
     timeout = timedelta(seconds=timeout_s)
-    store: Any = distributed.FileStore(address, size)
+    if address.startswith("tcp://"):
+        from slipstream.processes.tcp_store import TCPStore
+
+        store: Any = TCPStore(address, timeout_s)
+    else:
+        store = distributed.FileStore(address, size)
     store.set_timeout(timeout)
     store.set(f"here-{rank}", b"1")
     store.wait([f"here-{other}" for other in range(size)], timeout)

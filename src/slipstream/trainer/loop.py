@@ -211,7 +211,8 @@ class TrainingLoop:
             metrics |= self._measure_held_out()
         try:
             if self.engine is not None and (evaluate or self._next_needs_engine(is_last=is_last)):
-                metrics |= self._synchronise(evaluate, is_last=is_last)
+                if evaluate or is_last or not self.step % self.config.weights.every or not self._is_rl:
+                    metrics |= self._synchronise(evaluate, is_last=is_last)
                 self.engine.release(self.step, change)
         except Interrupted:
             # The step was made and will be in the checkpoint: write its metrics too.
@@ -228,7 +229,11 @@ class TrainingLoop:
 
     def _next_needs_engine(self, *, is_last: bool) -> bool:
         """Whether the engine must have the weights that the step just made has left."""
-        return isinstance(self.config.algorithm, RLConfig) or (not is_last and self.rolls_out_at(self.step))
+        return self._is_rl or (not is_last and self.rolls_out_at(self.step))
+
+    @property
+    def _is_rl(self) -> bool:
+        return isinstance(self.config.algorithm, RLConfig)
 
     def _train(self, batch: records.Batch) -> dict[str, float]:
         """Train on one batch and count what came of it; returns its metrics. See `BatchTrainer` for the stages."""
@@ -274,7 +279,7 @@ class TrainingLoop:
     def _check_version(self, batch: records.Batch) -> None:
         staleness = self.config.training.staleness
         is_new_enough = self.step - staleness <= batch.version.step <= self.step
-        if isinstance(self.config.algorithm, RLConfig) and not is_new_enough:
+        if self._is_rl and not is_new_enough:
             raise TrainingError(
                 f"the batch for step {self.step} was begun by version {batch.version.name}: training.staleness = "
                 f"{staleness} allows none before {self.step - staleness} and none after {self.step}"

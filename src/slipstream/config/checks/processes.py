@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
+from slipstream.config.addresses import is_loopback, key_variable_problem
 from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.bounds import Problems
+from slipstream.config.inference import InferenceServer
 from slipstream.config.python_objects import is_python_object
-from slipstream.config.schema import RunConfig
+from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import num_replicas, serves_agents, shares_weights, starts_teacher, uses_engine
 
 
@@ -18,6 +22,8 @@ def process_problems(config: RunConfig) -> Problems:
     yield from _context_parallel(config)
     yield from _nodes(config)
     yield from _atropos(config)
+    yield from _servers(config)
+    yield from _publications(config)
 
 
 def _nodes(config: RunConfig) -> Problems:
@@ -72,6 +78,70 @@ def _atropos(config: RunConfig) -> Problems:
         yield (
             f'inference.sleep = true does not go with environment.name = "{ATROPOS}", whose requests may come at any '
             "time: turn it off"
+        )
+
+
+def _servers(config: RunConfig) -> Problems:
+    """Checks for engines that are servers already."""
+    servers, inference = config.inference.servers, config.inference
+    if not servers:
+        return
+    what = "inference.servers are engines that the run does not start"
+    for server in servers:
+        if problem := server_problem(server):
+            yield "inference.servers", problem
+    if len({server.url for server in servers}) < len(servers):
+        yield "inference.servers", "inference.servers has one address twice: remove one of the two"
+    if inference.replicas != "auto":
+        yield (
+            "inference.replicas",
+            f"{what}, and inference.replicas = {inference.replicas} are started by it: leave it out",
+        )
+    if config.weights.bridge in ("single_copy", "restart"):
+        yield (
+            "weights.bridge",
+            f'{what}, so weights.bridge = "{config.weights.bridge}" does not reach them: use "broadcast", or "disk" in a '
+            "folder that they see",
+        )
+    if config.run.orchestrators > 1:
+        yield "run.orchestrators", f"{what}, and run.orchestrators = {config.run.orchestrators} would share them: use 1"
+    if config.cluster.nodes > 1 and config.run.streams != "memory":
+        yield "run.streams", f'{what}, and cluster.nodes = {config.cluster.nodes}: use run.streams = "memory"'
+
+
+def server_problem(server: InferenceServer) -> str:
+    """The fault of an address, or of its token's variable; empty if there is none."""
+    if problem := key_variable_problem("inference.servers.token_variable", server.token_variable):
+        return problem
+    parts = urlsplit(server.url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        return "inference.servers.url has more than an address: give the token by token_variable, not in the address"
+    try:
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port and parts.path in ("", "/")
+    except ValueError:
+        is_whole = False
+    if not is_whole and not (parts.scheme == "unix" and parts.path.startswith("/")):
+        return f"inference.servers.url = {server.url!r:.80} is no address: write http://host:port or unix:/path"
+    if parts.scheme != "unix" and not server.token_variable and not is_loopback(parts.hostname or ""):
+        return f"inference.servers.url = {server.url!r:.80} needs a token: name its variable in token_variable"
+    return ""
+
+
+def _publications(config: RunConfig) -> Problems:
+    """Checks for weights that are not published after each step."""
+    if (every := config.weights.every) == 1:
+        return
+    if isinstance(config.algorithm, RLConfig) and config.training.staleness < every - 1:
+        yield (
+            "weights.every",
+            f"weights.every = {every} trains on tokens {every - 1} versions old, and training.staleness = "
+            f"{config.training.staleness} refuses them: set it to {every - 1} or more",
+        )
+    if config.weights.bridge in ("single_copy", "restart"):
+        yield (
+            "weights.every",
+            f'weights.every = {every} leaves out versions, and weights.bridge = "{config.weights.bridge}" has one for '
+            "each step: use another bridge",
         )
 
 

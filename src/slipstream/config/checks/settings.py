@@ -54,6 +54,11 @@ _OF_ENGINES = (
     "environment.tool_concurrency environment.fresh_worker environment.user_namespace environment.max_reward_failures"
 )
 """Sections and keys without an effect where nothing is generated."""
+_OF_STARTED = (
+    *("replicas", "tensor_parallel_size", "kv_cache_gib", "gpu_memory_utilization", "sleep", "enforce_eager"),
+    *("patches", "options"),
+)
+"""Keys of [inference] for engines that the run starts."""
 _OF_SINKS = {
     "sink_samples": {"tensorboard", "wandb", "trackio"},
     "project": {"wandb", "trackio"},
@@ -95,6 +100,11 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             not uses_critic(config),
             "critic",
             'has no effect without algorithm.advantage = "gae", the recipe ppo',
+        ),
+        (
+            bool(config.inference.servers),
+            " ".join(f"inference.{name}" for name in _OF_STARTED),
+            "has no effect with inference.servers, which were started with values of their own",
         ),
         *(
             (

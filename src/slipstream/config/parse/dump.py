@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.bounds import Section
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.parse.keys import (
     CONTROL,
@@ -83,6 +84,8 @@ def toml_value(value: Any) -> str:
         return quoted(str(value))
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
+    if isinstance(value, Section):
+        return toml_value(value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping):
         pairs = (f"{dotted((name,))} = {toml_value(inner)}" for name, inner in value.items())
         return "{" + ", ".join(pairs) + "}"

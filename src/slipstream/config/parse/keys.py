@@ -230,6 +230,8 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
 
 def _list_words(items: Mapping[str, Any]) -> str:
     choices = [f'"{choice}"' for choice in items.get("enum", ())]
+    if "$ref" in items:
+        return "a list of tables"
     return f"a list of {join_choices(choices)}" if choices else "a list of texts"
 
 

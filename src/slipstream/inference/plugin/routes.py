@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -38,8 +38,7 @@ _log = logging.getLogger("slipstream.engine")
 
 async def listen(server: EngineServer, socket: str) -> web.AppRunner:
     """Start the HTTP server on a Unix socket of mode 0600."""
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
-    app.add_routes(routes(server))
+    app = application(server, [errors_as_text])
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     await web.UnixSite(runner, socket).start()
@@ -47,11 +46,21 @@ async def listen(server: EngineServer, socket: str) -> web.AppRunner:
     return runner
 
 
-def routes(server: EngineServer) -> list[web.RouteDef]:
-    """All routes of the engine's server."""
+def application(
+    server: EngineServer, middlewares: Sequence[Any], more: Callable[[], dict[str, Any]] = dict[str, Any]
+) -> web.Application:
+    """All routes of the engine's server; `more` is told by `/health`, too."""
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
+    app.add_routes(routes(server, more))
+    return app
+
+
+def routes(server: EngineServer, more: Callable[[], dict[str, Any]] = dict[str, Any]) -> list[web.RouteDef]:
+    """See `application`."""
 
     async def health(_: web.Request) -> web.Response:
         state = server.health()
+        state = msgspec.structs.replace(state, info=state.info | more())
         return web.Response(
             body=msgspec.json.encode(state),
             status=200 if state.status == "ready" else 503,

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import json
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -130,6 +130,15 @@ class EngineServer:
                     f"{'delta' if ticket.delta else 'adapter'} of version {report.version.name} differs or cannot be "
                     f"verified: {report.mismatched or report.unverified}"
                 )
+
+    async def lend(self, first_rank: int, in_flight: Literal["recompute", "keep", "drain"], tool_parser: str) -> None:
+        """Serve another run, with these settings of its own. It leaves the process group of the one before."""
+        async with self._updating:
+            await self.host.rpc("slipstream_leave")
+            self.settings = msgspec.structs.replace(
+                self.settings, first_rank=first_rank, in_flight=in_flight, tool_parser=tool_parser
+            )
+            self._tool_reader = ToolReader(tool_parser, self.host.tokenizer) if tool_parser else None
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
         """Compare the live weights with a ticket: the whole model, or a LoRA adapter and its base model."""

@@ -36,12 +36,14 @@ class InDataOrder:
     batcher: Batcher
     versions: Versions
     tasks_of_step: Callable[[int], Sequence[Task]]
+    every: int = 1
+    """The weights are published after so many steps."""
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
         for step in range(first, num_steps):
             # A resumed run's first version is the one it begins with.
-            version = await self.versions.wait_for(oldest_version(step, self.batcher.staleness, first))
+            version = await self.versions.wait_for(oldest_version(step, self.batcher.staleness, first, self.every))
             if step == first:
                 self.batcher.idle.begin(step)
             self.batcher.ledger.trained(self.versions.released)
@@ -66,6 +68,8 @@ class ReadyFirst:
     """The draws of the task order used up by earlier attempts."""
     overprovision: float = 0.0
     """Surplus groups in progress, as a fraction of `size`."""
+    every: int = 1
+    """See `InDataOrder`: a group may begin under a version that is older by all but one of them."""
 
     def __post_init__(self) -> None:
         self._whole = self.size * self.batcher.share.of
@@ -85,7 +89,7 @@ class ReadyFirst:
         """See `InDataOrder`."""
         # No deadlines here: the trainer's wait for a batch has one.
         await self.versions.wait_for(first)
-        slots = Slots(self.size, self.batcher.staleness, first, num_steps, self._further)
+        slots = Slots(self.size, self.batcher.staleness - (self.every - 1), first, num_steps, self._further)
         self._pace.begin(time.monotonic())
         self.batcher.idle.begin(first)
         async with task_group() as tasks:

@@ -13,10 +13,10 @@ from slipstream.errors import TrainingError
 from slipstream.records import Rollout, Version
 
 
-def oldest_version(step: int, staleness: int, first: int) -> int:
-    """The version whose release the batch of `step` waits for; `first` is the version that the run or its resume began
-    with."""
-    return max(first, step - staleness)
+def oldest_version(step: int, staleness: int, first: int, every: int = 1) -> int:
+    """The version whose release the batch of `step` waits for, of those that are published: `every` so many, and
+    `first`, the version that the run or its resume began with."""
+    return max(first, -(-(step - staleness) // every) * every)
 
 
 def refuse_stale(

@@ -130,9 +130,17 @@ class InferenceListener:
 
 
 async def listen_inference(
-    server: EngineServer, *, socket: str = "", host: str = "", port: int = 0, key: str = "", names: Sequence[str] = ()
+    server: EngineServer,
+    *,
+    socket: str = "",
+    host: str = "",
+    port: int = 0,
+    key: str = "",
+    names: Sequence[str] = (),
+    listening: sockets.socket | None = None,
 ) -> InferenceListener:
-    """Answer foreign clients on the Unix socket `socket` (of mode 0600), or on `host` and `port` (0: a free one).
+    """Answer foreign clients on the Unix socket `socket` (of mode 0600), or on `host` and `port` (0: a free one), or
+    on a socket of `host` that listens already.
 
     `names`: what requests may call the model; by default the last part of its path. Raises `ConfigError` for a host
     that other machines reach without a `key`, OSError for an address that is taken.
@@ -145,7 +153,9 @@ async def listen_inference(
     app = await create_app(server, names)
     hook_renderer(server.host.vllm.renderer)
     gate = Gate(Recorder(app, server.sessions, names[0]), server, key, is_local=bool(host) and is_loopback(host))
-    listener = await serve(gate, unix_socket(socket) if socket else tcp_socket(host, port))
+    if listening is None:
+        listening = unix_socket(socket) if socket else tcp_socket(host, port)
+    listener = await serve(gate, listening)
     app.state.server = listener  # vLLM's handlers ask it to end when vLLM has failed; so does the process
     return listener
 

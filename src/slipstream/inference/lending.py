@@ -1,0 +1,146 @@
+"""What an engine that is a server and a run say to each other about the loan of the engine. Pure, but for a clock.
+
+One run holds the engine at a time, by a lease that it renews while it lives. A run that is silent for `SILENT_S` may be
+replaced by another.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+SILENT_S = 30.0
+RENEW_S = 3.0
+"""How often a run renews its lease."""
+LEASE_HEADER = "x-slipstream-lease"
+"""The header with the id of a run, in each call that needs the lease."""
+TOKEN_VARIABLE = "SLIPSTREAM_ENGINE_TOKEN"
+"""The environment variable of `slipstream engine` with the token of its control address."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What a run asks a server for: the engine, with these settings of the run's own."""
+
+    run: str
+    """Its name for people."""
+    id: str
+    first_rank: int = 1
+    """See `EngineSettings`, as for those that follow."""
+    in_flight: Literal["recompute", "keep", "drain"] = "recompute"
+    tool_parser: str = ""
+
+
+class Loan(msgspec.Struct, frozen=True):
+    """The answer: the run has the engine."""
+
+    instance: str
+    """Of the server's process: another one has lost the weights that the run gave it."""
+    world_size: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The answer with status 423: another run has it."""
+
+    run: str
+    silent_s: float
+    """Since that one has said anything."""
+
+
+class Sight(msgspec.Struct, frozen=True):
+    """Asks whether the server sees a file with this content."""
+
+    path: str
+    sha256: str
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """An engine as it was started, for the plan of a run."""
+
+    model: str
+    """Its model, as it was named."""
+    config: dict[str, Any]
+    """The model's `config.json`."""
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int
+    world_size: int
+    on_gpu: bool
+    gpus: tuple[str, ...] = ()
+    """Ids of its GPUs."""
+    enforce_eager: bool = True
+    fp32_head: bool = False
+    fp32_residual: bool = False
+    shared_kernels: bool = False
+    replay_experts: bool = False
+    lora_rank: int = 0
+    """0: it has no room for adapters."""
+    vllm_version: str = ""
+
+
+class Held(Exception):
+    """Another run has the engine."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"the run {refusal.run} holds this engine")
+        self.refusal = refusal
+
+
+class Lease:
+    """Which run holds the engine."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.instance = secrets.token_hex(8)
+        self._clock = clock
+        self._holder: Terms | None = None
+        self._heard_at = 0.0
+        self._last = ""
+        """The name of the run that gave the engine its weights."""
+
+    @property
+    def holder(self) -> Terms | None:
+        """The run that has it, unless that is silent."""
+        return self._holder if self._silent_s <= SILENT_S else None
+
+    @property
+    def _silent_s(self) -> float:
+        return self._clock() - self._heard_at
+
+    def take(self, terms: Terms) -> bool:
+        """Give it to a run, or renew that run's lease; whether it is new to the engine. Raises `Held`."""
+        holder = self.holder
+        if holder is not None and holder.id != terms.id:
+            raise Held(Refusal(holder.run, self._silent_s))
+        is_new = self._holder != terms
+        self._holder, self._heard_at = terms, self._clock()
+        return is_new
+
+    def check(self, id_: str) -> None:
+        """Raises `Held` for a call by anybody but the holder."""
+        holder = self.holder
+        if self._holder is None or self._holder.id != id_:
+            raise Held(Refusal(holder.run if holder is not None else "", self._silent_s if holder is not None else 0.0))
+        self._heard_at = self._clock()
+
+    def gave_weights(self) -> None:
+        """The engine has proved a version of the holder."""
+        if self._holder is not None:
+            self._last = self._holder.run
+
+    def end(self, id_: str) -> None:
+        """The run has ended; nothing where it is not the holder."""
+        if self._holder is not None and self._holder.id == id_:
+            self._holder = None
+
+    def describe(self) -> dict[str, str]:
+        """For `/health`: who holds the engine, and whose weights it has."""
+        holder = self.holder
+        return {
+            "instance": self.instance,
+            "run": holder.run if holder is not None else "",
+            "weights_of": self._last or "the files of the model",
+        }

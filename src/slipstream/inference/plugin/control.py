@@ -1,0 +1,149 @@
+"""The control listener of an engine that is a server: the routes of a child engine, behind a token and a lease.
+
+Guarantees: without the token nothing is answered but the status; tokens are compared in constant time. A call that
+changes the engine, or asks it for completions, is made by the run that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import socket as sockets
+import ssl
+import stat
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from slipstream.inference.lending import LEASE_HEADER, Held, Lease, ServerFacts, Sight, Terms
+from slipstream.inference.plugin.routes import application, errors_as_text
+from slipstream.inference.plugin.server import EngineServer
+
+_FREE = frozenset(
+    {"/health", "/facts", "/get_world_size", "/get_engine_type", "/lease", "/lease-end", "/sees", "/verify"}
+)
+"""Paths that need no lease."""
+_MAX_SEEN_BYTES = 4096
+_SHUTDOWN_S = 2.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def listen_control(
+    server: EngineServer,
+    facts: ServerFacts,
+    listening: sockets.socket,
+    *,
+    token: str = "",
+    tls: ssl.SSLContext | None = None,
+) -> web.AppRunner:
+    """Answer a run on a socket that listens already."""
+    lease = Lease()
+    app = application(server, [errors_as_text, _guard(token, lease), _proofs(server, lease)], lease.describe)
+    app.add_routes(_routes(server, facts, lease))
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    await web.SockSite(runner, listening, ssl_context=tls).start()
+    return runner
+
+
+def _routes(server: EngineServer, facts: ServerFacts, lease: Lease) -> list[web.RouteDef]:
+    lending = asyncio.Lock()
+
+    async def take(request: web.Request) -> web.Response:
+        terms = msgspec.msgpack.decode(await request.read(), type=Terms)
+        async with lending:
+            if lease.take(terms):
+                try:
+                    await server.lend(terms.first_rank, terms.in_flight, terms.tool_parser)
+                except BaseException:
+                    lease.end(terms.id)
+                    raise
+        return _packed({"instance": lease.instance, "world_size": facts.world_size})
+
+    async def end(request: web.Request) -> web.Response:
+        lease.end(request.headers.get(LEASE_HEADER, ""))
+        return _packed(True)
+
+    async def sees(request: web.Request) -> web.Response:
+        sight = msgspec.msgpack.decode(await request.read(), type=Sight)
+        return _packed(await asyncio.to_thread(_sees, sight))
+
+    async def world_size(_: web.Request) -> web.Response:
+        return web.json_response({"world_size": facts.world_size})
+
+    async def engine_type(_: web.Request) -> web.Response:
+        return web.json_response({"engine_type": "vllm"})
+
+    async def told(_: web.Request) -> web.Response:
+        return _packed(facts)
+
+    return [
+        web.get("/facts", told),
+        web.get("/get_world_size", world_size),
+        web.route("*", "/get_engine_type", engine_type),
+        web.post("/lease", take),
+        web.post("/lease-end", end),
+        web.post("/sees", sees),
+    ]
+
+
+def _packed(answer: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.msgpack.encode(answer), status=status)
+
+
+def _sees(sight: Sight) -> bool:
+    """Whether a small file has this content."""
+    try:
+        descriptor = os.open(sight.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return False
+        return hmac.compare_digest(hashlib.sha256(file.read(_MAX_SEEN_BYTES)).hexdigest(), sight.sha256)
+
+
+def _guard(token: str, lease: Lease) -> Handler:
+    """Refuses calls without the token, and those of runs that do not hold the engine."""
+    wanted = hashlib.sha256(token.encode()).digest() if token else b""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if wanted and not hmac.compare_digest(hashlib.sha256(_shown(request)).digest(), wanted):
+            if request.path == "/health":
+                answer = await handler(request)
+                return web.json_response(
+                    {"status": "ready" if answer.status == 200 else "starting"}, status=answer.status
+                )
+            return web.Response(
+                status=401, text="the token is missing or wrong", headers={"www-authenticate": "Bearer"}
+            )
+        try:
+            if request.path not in _FREE:
+                lease.check(request.headers.get(LEASE_HEADER, ""))
+            return await handler(request)
+        except Held as held:
+            return _packed(held.refusal, status=423)
+
+    return guard
+
+
+def _proofs(server: EngineServer, lease: Lease) -> Handler:
+    """Notes whose weights the engine has."""
+
+    @web.middleware
+    async def noted(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.path == "/apply" and server.service.is_serving:
+            lease.gave_weights()
+        return answer
+
+    return noted
+
+
+def _shown(request: web.Request) -> bytes:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
