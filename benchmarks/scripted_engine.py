@@ -39,6 +39,9 @@ Parse = Callable[[GenerateRequest, list[int]], tuple[list[ToolCall], str]]
 class ScriptedEngine:
     """Answers with the tokens of `script`; without `logprobs` every log-probability is 0."""
 
+    is_server = False
+    wants_weights = False
+
     def __init__(
         self,
         script: Script,
@@ -145,9 +148,10 @@ class ScriptedEngine:
         self.on_event("engine_restart", number=self.num_restarts, reason="it was told to die")
         self.is_alive = True
 
-    async def replace(self) -> None:
+    async def replace(self) -> bool:
         """See `SupervisedEngine`."""
         await self.revive()
+        return False
 
     async def joined(self) -> int:
         """See `SupervisedEngine`."""

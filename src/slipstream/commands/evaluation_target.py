@@ -58,7 +58,7 @@ def find_target(named: Path, model: str | None, overrides: Sequence[str]) -> Tar
 def _without_a_trainer(loaded: Loaded) -> Loaded:
     """A run's settings without those that make trainer and engine agree, which another machine or model may not have;
     what the command line asks for stays."""
-    left = {"model.shared_kernels": "auto", "run.exact": False}
+    left = {"model.shared_kernels": "auto", "run.exact": False, "inference.servers": (), "weights.every": 1}
     values = {name: value for name, value in left.items() if loaded.origins.get(name) != COMMAND_LINE}
     return loaded.with_values(values)
 

@@ -1,4 +1,4 @@
-"""HTTP client of one engine's Unix socket.
+"""HTTP client of one engine, at its Unix socket or the address of a server.
 
 A call ends with its answer, at its deadline, or when the engine has been silent for too long: while calls wait, the
 client asks `/health` once a second.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError, IntegrityError
+from slipstream.inference.addresses import ControlAddress
 from slipstream.patience import Patience
 from slipstream.processes.channel import LENGTH, length_of
 from slipstream.records import (
@@ -51,20 +52,23 @@ async def _nothing() -> None:
 
 
 class EngineClient:
-    """Talks to one engine over its Unix socket, from one event loop."""
+    """Talks to one engine, from one event loop."""
 
     def __init__(
         self,
-        socket: str,
+        address: str | ControlAddress,
         *,
         is_alive: Callable[[], bool],
         describe: Callable[[], str],
         give_up: Callable[[], Awaitable[None]] = _nothing,
         silence_s: float = SILENCE_S,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`give_up` is called when the engine is silent for `silence_s`, and may kill it; calls then fail as for a dead
-        engine."""
-        self.socket = socket
+        """`address`: a Unix socket's path, or that of a server. `give_up` is called when the engine is silent for
+        `silence_s`, and may kill it; calls then fail as for a dead engine. `headers`: of each request."""
+        own = ControlAddress(f"unix:{address}") if isinstance(address, str) else address
+        self.socket = own.path or own.url
+        self._address, self._base, self._headers = own, own.base, {**own.headers, **(headers or {})}
         self._is_alive = is_alive
         self._describe = describe
         self._give_up = give_up
@@ -80,8 +84,11 @@ class EngineClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
-            connector = aiohttp.UnixConnector(self.socket, limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                connector=self._address.connector(),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+            )
         return self._session
 
     async def close(self) -> None:
@@ -128,7 +135,7 @@ class EngineClient:
         try:
             async with self._heard(path) as patience:
                 try:
-                    async with Patience(timeout_s), self._open().post(f"http://engine{path}", data=body) as response:
+                    async with Patience(timeout_s), self._open().post(self._base + path, data=body) as response:
                         answer = await response.read()
                         status = response.status
                 except TimeoutError as error:
@@ -152,7 +159,7 @@ class EngineClient:
 
     async def _ask_health(self) -> EngineHealth | None:
         try:
-            async with self._open().get("http://engine/health") as response:
+            async with self._open().get(f"{self._base}/health") as response:
                 return msgspec.json.decode(await response.read(), type=EngineHealth)
         except (aiohttp.ClientError, msgspec.DecodeError):
             return None
@@ -229,7 +236,7 @@ class EngineClient:
             _fail(waiting.values(), failure)
 
     async def _receive(self, body: bytes, waiting: dict[str, asyncio.Future[Completion]]) -> None:
-        async with self._open().post("http://engine/generate", data=body) as response:
+        async with self._open().post(f"{self._base}/generate", data=body) as response:
             if response.status != 200:
                 text = (await response.read()).decode(errors="replace")
                 raise EngineError(f"the engine refused to generate with status {response.status}: {text}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -65,6 +65,11 @@ class RunEngine(Generates, TakesWeights, Protocol):
         """Whether one of its engines has, or had, weights that no file holds."""
         ...
 
+    @property
+    def wants_weights(self) -> bool:
+        """Whether all that it lacks is a version, which the trainer has."""
+        ...
+
     def take_metrics(self) -> dict[str, float]:
         """Metrics of each of several engines since the last call."""
         ...
@@ -106,8 +111,55 @@ class RunEngine(Generates, TakesWeights, Protocol):
         ...
 
 
+class Member(RunEngine, Protocol):
+    """One of several engines of a run."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the run did not start it. The trainer gives it weights again after its loss."""
+        ...
+
+    @property
+    def each(self) -> Sequence[Member]:
+        """See `Generates`."""
+        ...
+
+    async def replace(self) -> bool:
+        """Have a dead engine back without its weights, where no file holds them; whether it has them all the same."""
+        ...
+
+
+class ParserFailures:
+    """Counts completions on which the tool parser raised."""
+
+    def __init__(self, parser: str, on_event: OnEvent) -> None:
+        self._parser, self._on_event = parser, on_event
+        self._number = self._untold = 0
+
+    def count(self, completion: Completion) -> None:
+        """Look at a completion. The first failure is a warning."""
+        if not completion.parser_failure:
+            return
+        if not self._number:
+            self._on_event(
+                "warning",
+                message=f"vLLM's tool parser {self._parser} raised ({completion.parser_failure}), so a turn may "
+                f"lack calls that the model made; further ones are counted in {PARSER_FAILURES}",
+            )
+        self._number += 1
+        self._untold += 1
+
+    def take(self) -> dict[str, float]:
+        """Failures since the last call, once there was one."""
+        number, self._untold = self._untold, 0
+        return {PARSER_FAILURES: float(number)} if self._number else {}
+
+
 class SupervisedEngine:
     """An engine process that is restarted when it dies. All methods belong to one event loop, but for `kill`."""
+
+    is_server = False
+    wants_weights = False
 
     def __init__(
         self,
@@ -141,7 +193,7 @@ class SupervisedEngine:
         """The bridge by which the engine got weights that no file holds; empty when a file holds them."""
         self.num_restarts = 0
         self._has_ended = False
-        self._num_parser_failures = self._num_untold = 0
+        self._failures = ParserFailures(settings.tool_parser, on_event)
 
     @property
     def socket(self) -> str:
@@ -198,8 +250,7 @@ class SupervisedEngine:
         if not self.process.is_alive():
             await self.revive()
         completion = await self.process.client.generate(request)
-        if completion.parser_failure:
-            self._count_failure(completion.parser_failure)
+        self._failures.count(completion)
         return completion
 
     async def open_session(self, opening: SessionOpening, group_id: str) -> str:
@@ -212,16 +263,6 @@ class SupervisedEngine:
     async def close_session(self, key: str) -> list[SessionTurn]:
         """See `RecordsAgents`."""
         return await self.process.client.close_session(key)
-
-    def _count_failure(self, reason: str) -> None:
-        if not self._num_parser_failures:
-            self._on_event(
-                "warning",
-                message=f"vLLM's tool parser {self.process.settings.tool_parser} raised ({reason}), so a turn may "
-                f"lack calls that the model made; further ones are counted in {PARSER_FAILURES}",
-            )
-        self._num_parser_failures += 1
-        self._num_untold += 1
 
     async def revive(self) -> None:
         """Start a dead engine again on its last verified version (before the first, on the model's own folder). Raises
@@ -240,12 +281,13 @@ class SupervisedEngine:
             f"with --resume, or use weights.bridge = disk, which can restart it: {why}"
         )
 
-    async def replace(self) -> None:
+    async def replace(self) -> bool:
         """Start a dead engine again on the weights of its first start, where no file holds its last ones. It must get a
-        whole version before it is asked anything."""
+        whole version before it is asked anything: False."""
         async with self._reviving:
             if not self.process.is_alive():
                 await self._start_again(self.process.describe())
+        return False
 
     async def _start_again(self, why: str) -> None:
         if self.num_restarts >= self._max_restarts:
@@ -341,8 +383,7 @@ class SupervisedEngine:
 
     def take_metrics(self) -> dict[str, float]:
         """Completions since the last call on which the tool parser raised, once there was one."""
-        number, self._num_untold = self._num_untold, 0
-        return {PARSER_FAILURES: float(number)} if self._num_parser_failures else {}
+        return self._failures.take()
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `TakesWeights`."""

@@ -6,7 +6,9 @@ version no request begins, so that no completion mixes in an older one; an engin
 dead engine's requests are sent to another once it is certain that no answer will come; a dead engine starts again in
 the background on its last verified version, and after too many deaths every call raises. Where no file holds its
 weights (`broadcast`) it stays out of service until the next version, which then comes whole. During an update that is
-so for the last one too: the trainer has the weights, and requests wait until it has repeated the update.
+so for the last one too: the trainer has the weights, and requests wait until it has repeated the update. A server that
+comes back is always so, unless files have its version; once none is left in service, requests wait for an update
+(`wants_weights`).
 
 `aside` lends one engine to somebody, on the version that it has: it gets no other requests and no updates. When it is
 given back it takes the versions that it missed, proves the newest, and serves again.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference.engine import PARSER_FAILURES, SupervisedEngine
+from slipstream.inference.engine import PARSER_FAILURES, Member
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -43,7 +45,7 @@ T = TypeVar("T")
 @dataclass(eq=False)
 class _Replica:
     number: int
-    engine: SupervisedEngine
+    engine: Member
     is_serving: bool = True
     """Whether requests are routed to it; True also for a dead engine until its death is noticed."""
     is_blank: bool = False
@@ -94,7 +96,7 @@ class _Replica:
 class EngineReplicas:
     """Engines with the same weights. All methods belong to one event loop, except `kill`."""
 
-    def __init__(self, engines: Sequence[SupervisedEngine], *, num_places: int, on_event: Callable[..., None]) -> None:
+    def __init__(self, engines: Sequence[Member], *, num_places: int, on_event: Callable[..., None]) -> None:
         """`num_places`: from this many requests on, an engine's groups overflow to an engine with fewer."""
         self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
         self._num_places = num_places
@@ -106,6 +108,8 @@ class EngineReplicas:
         self._updating = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
+        self._given = asyncio.Event()
+        """Set at the end of an update."""
         self._failure: Exception | None = None
         """Why an engine cannot be started again."""
 
@@ -135,7 +139,7 @@ class EngineReplicas:
         return any(replica.engine.is_in_memory_only for replica in self._replicas)
 
     @property
-    def each(self) -> tuple[SupervisedEngine, ...]:
+    def each(self) -> tuple[Member, ...]:
         """The engines that are in service, without one that is aside."""
         return tuple(replica.engine for replica in self._in_use() if replica.is_serving)
 
@@ -242,9 +246,10 @@ class EngineReplicas:
         """Start a dead engine again; `others_have_weights`: another engine or the trainer holds them, so that it may
         start without."""
         try:
-            if replica.engine.is_in_memory_only and others_have_weights:
+            if replica.engine.is_server or (replica.engine.is_in_memory_only and others_have_weights):
                 replica.is_blank = True
-                await replica.engine.replace()
+                replica.is_blank = not await replica.engine.replace()
+                replica.is_serving = not replica.is_blank and (replica.is_aside or not replica.missed)
             else:
                 await replica.engine.revive()
                 replica.is_serving = replica.is_aside or not replica.missed
@@ -258,9 +263,20 @@ class EngineReplicas:
     def _restarts(self) -> list[asyncio.Task[None]]:
         return [replica.restarting for replica in self._replicas if replica.restarting is not None]
 
+    @property
+    def wants_weights(self) -> bool:
+        """Whether all that is missing is a version, which the trainer has: servers were lost, and are back."""
+        blank = [replica for replica in self._replicas if replica.is_blank and replica.engine.is_server]
+        return bool(blank) and self._settled.is_set() and not self.each and not self._restarts()
+
     async def _wait_for_any_restart(self) -> None:
         """Bounded by the start timeout."""
         waits = self._restarts()
+        if not waits and self.wants_weights:
+            # No deadline: the trainer gives them while it waits for what is asked here.
+            self._given.clear()
+            await self._given.wait()
+            return
         if not waits:
             raise EngineError("no engine is in service: the last version did not reach all of them, so use --resume")
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -313,12 +329,13 @@ class EngineReplicas:
                         replica.is_blank = False
                         replica.missed.clear()
                 self._homes.clear()
+                self._given.set()
                 if has_ended or ticket.bridge != "broadcast":  # a broken collective is repeated: requests wait
                     self._settled.set()
             return worst_report(reports, numbers=[replica.number for replica in taking])
 
     @contextlib.asynccontextmanager
-    async def aside(self, timeout_s: float) -> AsyncGenerator[SupervisedEngine]:
+    async def aside(self, timeout_s: float) -> AsyncGenerator[Member]:
         """One engine for the caller alone, on the version that it has, until the block ends: that with least to do.
         Requests that it has already go on. A version that it missed is taken within `timeout_s`, and proved; where that
         fails, or the block does, it answers nothing until a later version succeeds. Nothing waits before the block
@@ -410,7 +427,7 @@ class EngineReplicas:
             for replica in self._replicas:
                 stack.callback(replica.engine.kill)
 
-    async def _all(self, call: Callable[[SupervisedEngine], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, call: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
         return await _together(call(replica.engine) for replica in self._replicas)
 
 

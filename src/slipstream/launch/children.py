@@ -22,6 +22,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.addresses import addresses_of, own_host_of
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
@@ -30,7 +31,7 @@ from slipstream.launch.recovery.restarts import cause_of
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import launch_teacher
 from slipstream.nodes.launcher import Nodes
-from slipstream.nodes.protocol import JOIN_AGAIN
+from slipstream.nodes.protocol import JOIN_AGAIN, interface_of
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.gateway import gateway_of
 from slipstream.orchestrator.teacher_engine import RunTeacher
@@ -147,7 +148,14 @@ class Children:
             folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
             launcher = LOCAL if self.nodes is None else self.nodes
             number = run.orchestrator
-            plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=number, launcher=launcher)
+            plan = engine_plan(
+                config,
+                str(folder),
+                on_cpu=on_cpu,
+                orchestrator=number,
+                launcher=launcher,
+                servers=run.prepared.facts.servers,
+            )
             self.model_urls = plan.model_urls
             self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
             self.killed_by(self.engine.kill)
@@ -196,6 +204,16 @@ class Children:
                 run.log.warning(str(each))
         if faults := [str(each) for each in found if each.verdict == "fault"]:
             raise ConfigError("; ".join(faults))
+
+    def meet_servers(self) -> None:
+        """Have weights go to servers over the interface towards them."""
+        if not (servers := self._run.config.inference.servers) or INTERFACE in os.environ:
+            return
+        host = own_host_of(addresses_of(servers))
+        if not (interface := interface_of(host)):
+            raise ConfigError(f"no network interface has this host's address {host}: set {INTERFACE}")
+        os.environ[INTERFACE] = interface
+        self._exits.callback(os.environ.pop, INTERFACE)
 
     def _exit_code(self) -> int:
         """The run's, for agents."""

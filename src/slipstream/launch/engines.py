@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from slipstream.config.addresses import family_of, url_of
 from slipstream.config.atropos import atropos_settings
 from slipstream.config.bounds import GIB
 from slipstream.config.traits import num_engines, num_replicas, publishes_adapter, reasoning_parser, serves_agents
+from slipstream.inference.addresses import ControlAddress, addresses_of
 from slipstream.inference.client import SILENCE_S
-from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
+from slipstream.inference.engine import Member, OnEvent, RunEngine, SupervisedEngine
+from slipstream.inference.lending import ServerFacts, Terms
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
+from slipstream.inference.server_engine import ServerEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.plan.memory.gpu_shares import place
 from slipstream.plan.nodes import assign, engine_workers_of_a_node, node_name
@@ -42,6 +46,15 @@ class EnginePlace:
 
 
 @dataclass(frozen=True)
+class ServerPlace:
+    """An engine that is a server."""
+
+    address: ControlAddress
+    world_size: int
+    """Its workers."""
+
+
+@dataclass(frozen=True)
 class EnginePlan:
     """What to start: one engine, or several alike, and how they are supervised."""
 
@@ -59,6 +72,9 @@ class EnginePlan:
     """Whether there is no other engine than the first of them."""
     num_sequences: int = 0
     """How many are generated at once at most, by all engines together."""
+    apply_timeout_s: float = 300.0
+    servers: tuple[ServerPlace, ...] = ()
+    """Engines that are servers already; then none is started."""
     inference_ports: tuple[int, ...] = ()
     """Each engine's port for foreign clients, if it has one."""
 
@@ -73,16 +89,24 @@ EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
 
 
 def engine_plan(
-    config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator: int = 0, launcher: Launcher = LOCAL
+    config: PlannedConfig,
+    model: str,
+    *,
+    on_cpu: bool,
+    orchestrator: int = 0,
+    launcher: Launcher = LOCAL,
+    servers: Sequence[ServerFacts] = (),
 ) -> EnginePlan:
-    """The plan of the engines of an orchestrator on the folder `model`."""
+    """The plan of the engines of an orchestrator on the folder `model`; `servers`: those of the plan."""
     inference, visible = config.inference, os.environ.get("CUDA_VISIBLE_DEVICES")
     lora = config.lora if publishes_adapter(config) else None
     first = orchestrator * num_replicas(config)
     replicas = range(first, first + num_replicas(config))
     nodes = assign(config).engines
     places = tuple(
-        EnginePlace(node_name(nodes[replica]), () if on_cpu else engine_gpus(config, visible, replica))
+        EnginePlace()
+        if servers
+        else EnginePlace(node_name(nodes[replica]), () if on_cpu else engine_gpus(config, visible, replica))
         for replica in replicas
     )
     atropos = atropos_settings(config.environment)
@@ -128,6 +152,13 @@ def engine_plan(
         launcher=launcher,
         first_number=first,
         is_only=num_engines(config) == 1,
+        apply_timeout_s=config.weights.apply_timeout_s,
+        servers=tuple(
+            ServerPlace(address, facts.world_size)
+            for address, facts in zip(addresses_of(config.inference.servers), servers, strict=True)
+        )
+        if servers
+        else (),
         num_sequences=config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1),
         inference_ports=ports,
     )
@@ -182,9 +213,11 @@ def create_engine(
         )
 
     settings = plan.settings
+    if plan.servers:
+        return _create_servers(plan, log_folder, on_event)
     if plan.is_only and len(plan.places) == 1:
         return create(settings, "engine.log", on_event, plan.places[0].node, ahead)
-    engines: list[SupervisedEngine] = []
+    engines: list[Member] = []
     for number, own_place in enumerate(plan.places):
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
         own_number = plan.first_number + number
@@ -200,3 +233,29 @@ def create_engine(
 
     per_engine = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=per_engine, on_event=on_replica_event)
+
+
+def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> EngineReplicas:
+    """Engines that are servers, for the run of this folder, whose next attempt gets them again."""
+    folder = log_folder.parent.resolve()
+    run_id = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()[:32]
+    engines: list[Member] = []
+    first_rank = 1
+    for number, server in enumerate(plan.servers):
+        settings = plan.settings
+        terms = Terms(folder.name, run_id, first_rank, settings.in_flight, settings.tool_parser)
+        engines.append(
+            ServerEngine(
+                server.address,
+                terms,
+                world_size=server.world_size,
+                start_timeout_s=plan.start_timeout_s,
+                apply_timeout_s=plan.apply_timeout_s,
+                max_restarts=plan.max_restarts,
+                on_event=functools.partial(on_event, replica=number),
+                silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
+            )
+        )
+        first_rank += server.world_size
+    per_engine = min(plan.settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
+    return EngineReplicas(engines, num_places=per_engine, on_event=on_event)

@@ -189,6 +189,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
             with reports_out_of_memory(run.prepared, run.log), stacks.asked_at_deadlines(run.log):
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
                 children.join_nodes(run.log.lineage)
+                children.meet_servers()
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine:
                     generation = start_generation(run, children, lambda: _end_of(run.log, loop, children.error))
@@ -295,7 +296,8 @@ def _connect(
     planned_bytes = engine_bytes_per_gpu(config, run.prepared.facts.model)
     waiting = partial(run.stages.stage, WAIT)
     hooks = RunHooks(config, log, run.progress, caller, waiting=waiting, planned_bytes=planned_bytes)
-    engine, publisher = connect(config, learner, caller, hooks, log, lambda: writer.saved_step)
+    servers = run.prepared.facts.servers
+    engine, publisher = connect(config, learner, caller, hooks, log, lambda: writer.saved_step, servers)
     children.at_exit(publisher.close)
     return engine, hooks
 
@@ -322,7 +324,9 @@ def _reader(
         return SFTReader(prepared.examples, order.items)
     assert generation is not None
     assert hooks is not None
-    reader = RolloutReader(generation.caller, generation.batches, waits=waits_of(config), hooks=hooks)
+    assert engine is not None
+    mend = engine.mend
+    reader = RolloutReader(generation.caller, generation.batches, waits=waits_of(config), hooks=hooks, mend=mend)
     changes = curriculum.changes if curriculum is not None else []
     reader.start(commands.MakeBatches(resumed.step, config.training.steps, resumed.draws.state(), changes))
     return reader

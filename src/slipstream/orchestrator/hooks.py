@@ -24,6 +24,10 @@ class TrainerHooks:
         """Whether an update that failed with `error` is published a second time."""
         return False
 
+    def wants_weights(self) -> bool:
+        """Whether servers wait for weights, which they have lost."""
+        return False
+
     def version_applied(self, report: ApplyReport, metrics: Mapping[str, float]) -> None:
         """The engine has taken a version and proved it; `metrics` are of several engines since the last update."""
 

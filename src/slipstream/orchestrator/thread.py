@@ -47,10 +47,11 @@ def wait_for(
     should_stop: Callable[[], bool],
     activity: Callable[[], int] = lambda: 0,
     may_stop: bool = True,
+    attend: Callable[[], None] = lambda: None,
 ) -> T:
-    """Wait for the result of work in another thread or process; a stop request (if it `may_stop`) or the deadline ends
-    the wait and cancels the work. The deadline restarts whenever `activity` has changed. Of a retriable failure after a
-    stop request only the request counts: it may come of the same signal."""
+    """Wait for the result of work in another thread or process, and `attend` to other things meanwhile. A stop request
+    (if it `may_stop`) or the deadline ends the wait and cancels the work. The deadline restarts whenever `activity` has
+    changed. Of a retriable failure after a stop request only the request counts: it may come of the same signal."""
     silence, stopped = Silence(activity), f"stopped while waiting for {waits_for}: continue with --resume"
     while True:
         try:
@@ -59,6 +60,7 @@ def wait_for(
             if future.done():
                 return future.result()
             silence.poll()
+            attend()
         except SlipstreamError as error:
             if not (error.is_retriable and may_stop and should_stop()):
                 raise

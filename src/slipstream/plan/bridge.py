@@ -39,6 +39,8 @@ def plan_bridge(builder: PlanBuilder) -> None:
 
 def _choice(builder: PlanBuilder) -> tuple[str, str]:
     lora, obstacle = builder.original.lora, _adapter_obstacle(builder)
+    if builder.facts.servers:
+        return "broadcast", "from memory to memory: servers may see no folder of the run"
     if obstacle:
         how = f"the adapter is merged into the model: {obstacle}"
         return ("broadcast" if builder["run.placement"] == "separate" else "disk"), how

@@ -38,6 +38,7 @@ from slipstream.plan.nodes import with_all_nodes
 from slipstream.plan.placement import plan_placement
 from slipstream.plan.preflight.disk import check_disk
 from slipstream.plan.rank_layout import check_context_parallel
+from slipstream.plan.servers import check_server_bridge, plan_server_sizes, plan_servers
 from slipstream.plan.summary import (
     Note,
     batch_notes,
@@ -142,6 +143,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
     """The same, of a run that does not fit, too; raises ConfigError for what nothing can be planned for."""
     facts = with_all_nodes(config, facts)
     builder = PlanBuilder(config, facts)
+    plan_servers(builder)
     _plan_dtype(builder)
     obstacle = builder.facts.model.unpackable
     packed = "several sequences in a row leave less of it empty"
@@ -221,8 +223,12 @@ def _plan_engine(builder: PlanBuilder) -> None:
     """Derive what concerns the engine."""
     plan_lengths(builder)
     plan_bridge(builder)
+    check_server_bridge(builder)
     _plan_order(builder)
-    (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
+    if builder.facts.servers:
+        plan_server_sizes(builder)
+    else:
+        (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
     builder.derive_auto(
         "inference.enforce_eager",
         builder.on_cpu,

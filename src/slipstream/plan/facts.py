@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slipstream.inference.lending import ServerFacts
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 """A model of fewer was made for its task, as by `slipstream model new`: no chat model has so few."""
@@ -185,6 +188,8 @@ class Facts:
     memory_bytes: int
     model: ModelFacts
     data: DataFacts
+    model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The model's `config.json`, where there are servers to compare it with."""
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
@@ -207,6 +212,10 @@ class Facts:
     """Of the teacher that the run starts, if it does."""
     disk: DiskFacts | None = None
     """None if not measured."""
+    servers: tuple[ServerFacts, ...] = ()
+    """Engines that are servers (`inference.servers`)."""
+    blind_servers: tuple[str, ...] = ()
+    """The addresses of those that do not see the run folder, where they need to."""
     shortages: tuple[Shortage, ...] = ()
     """Of the run that is planned again, the oldest first."""
     notices: tuple[str, ...] = ()

@@ -18,13 +18,15 @@ OUTLIERS = 20
 def plan_lengths(builder: PlanBuilder) -> None:
     """Derive `sampling.max_tokens` and `inference.max_model_len`."""
     context, data = builder.facts.model.context_length, builder.facts.data
-    limit, limit_name = context, "the model's context"
+    limit_name = "the model's context"
+    if builder.facts.servers and (least := min(server.max_model_len for server in builder.facts.servers)) < context:
+        context, limit_name = least, "the servers' --max-length"
+    limit, of_context = context, limit_name
     if builder["inference.max_model_len"] != "auto":
         limit, limit_name = builder["inference.max_model_len"], "inference.max_model_len"
         if limit > context:
             raise ConfigError(
-                f"inference.max_model_len = {limit} is above the model's context of {context} tokens: "
-                f"use at most {context}"
+                f"inference.max_model_len = {limit} is above {of_context} of {context} tokens: use at most {context}"
             )
     prompt, left = data.max_prompt_tokens, limit - data.max_prompt_tokens
     if left < 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
+from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError, first_line
 from slipstream.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
 from slipstream.plan.machine import describe_gpus, measure_disk, usable_cpus, usable_memory_bytes
@@ -24,9 +25,12 @@ from slipstream.records import Message, Task
 
 if TYPE_CHECKING:
     from slipstream.data.chat_template import ChatTokenizer
+    from slipstream.inference.lending import ServerFacts
     from slipstream.weights.adapter_folder import AdapterConfig
 
 MAX_MEASURED = 1000
+START_S = 60.0
+"""How long a server may take to say what it is, where `inference.start_timeout_s` does not say."""
 NAMES_IN_CONFIG = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -60,6 +64,7 @@ def gather_facts(
     Raises ConfigError when the model cannot be read.
     """
     gpus = describe_gpus() if gpus is None else gpus
+    servers, blind = read_servers(config)
     trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
     model = read_trained_model(config.model.path, trust_remote_code=trusted, with_tower=with_tower)
     last_run = last_run_memory(config.run.folder, config.model.path) if gpus.count else ""
@@ -75,10 +80,27 @@ def gather_facts(
         tower=measure_tower(config, model, images),
         teacher=read_teacher(config),
         disk=measure_disk(config.run.folder),
+        servers=servers,
+        model_config=read_config_file(Path(config.model.path)) if servers else {},
+        blind_servers=blind,
         shortages=shortages,
         notices=(*([last_run] if last_run else []), *damage),
     )
     return with_gpus(facts, gpus)
+
+
+def read_servers(config: RunConfig) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
+    """The facts of all servers, and which of them do not see the run folder, where weights go through it."""
+    if not config.inference.servers or not uses_engine(config):
+        return (), ()
+    from slipstream.inference.server_client import read_facts
+
+    folder: Path | None = None
+    if config.weights.bridge in ("disk", "lora"):
+        folder = (config.run.folder or Path("runs")).absolute()
+        folder = next(each for each in (folder, *folder.parents) if each.is_dir())
+    asked = config.inference.start_timeout_s
+    return read_facts(config.inference.servers, START_S if asked == "auto" else asked, folder)
 
 
 def read_teacher(config: RunConfig) -> ModelFacts | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.config import RunConfig
-from slipstream.config.traits import num_engines, uses_engine
+from slipstream.config.traits import num_engines, starts_engines
 from slipstream.errors import ConfigError
 from slipstream.plan.facts import Facts
 from slipstream.plan.memory.gpu_shares import place
@@ -26,7 +26,7 @@ class Assignment:
 def assign(config: RunConfig) -> Assignment:
     """Ranks come first and engines last: by GPUs in order, or evenly over nodes without GPUs."""
     ranks, nodes = config.training.ranks, config.cluster.nodes
-    replicas, gpus = num_engines(config) if uses_engine(config) else 0, config.cluster.gpus_per_node
+    replicas, gpus = num_engines(config) if starts_engines(config) else 0, config.cluster.gpus_per_node
     if nodes == 1:
         return Assignment((0,) * ranks, (0,) * replicas)
     if isinstance(gpus, int) and gpus:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_teacher, uses_engine
+from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_engines, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.memory.gpu_shares import (
@@ -23,7 +23,7 @@ def plan_placement(builder: PlanBuilder) -> None:
     size, asked = builder["inference.tensor_parallel_size"], builder["inference.replicas"]
     orchestrators = builder.original.run.orchestrators
     least = (1 if asked == "auto" else asked) * orchestrators
-    needed = least * size if uses_engine(builder.original) else 0
+    needed = least * size if starts_engines(builder.original) else 0
     per_node = _plan_nodes(builder, size)
     shares = shares_weights(builder.original) or _ranks_share_gpus(builder, needed)
     beside = ranks > 1 and not builder.on_cpu and not shares

@@ -103,7 +103,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         ),
         (
             bool(config.inference.servers),
-            " ".join(f"inference.{name}" for name in _OF_STARTED),
+            " ".join(("run.placement", *(f"inference.{name}" for name in _OF_STARTED))),
             "has no effect with inference.servers, which were started with values of their own",
         ),
         *(

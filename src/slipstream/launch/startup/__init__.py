@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Generator
 
 from slipstream.config import RunConfig
-from slipstream.config.traits import engine_workers, uses_engine
+from slipstream.config.traits import engine_workers, starts_engines
 from slipstream.inference.plugin.preimport import HAS_GPU
 from slipstream.inference.preimport import EngineAhead
 from slipstream.plan.machine import usable_cpus
@@ -22,7 +22,7 @@ def preimport_vllm(config: RunConfig) -> Generator[EngineAhead | None]:
     Yields None for a run without an engine. The plan is not made yet, so the number of threads is a guess:
     where it proves wrong, the child is dropped and the engine starts in a new process.
     """
-    if not uses_engine(config) or config.cluster.nodes > 1:  # then none may be on this host
+    if not starts_engines(config) or config.cluster.nodes > 1:  # then none may be on this host
         yield None
         return
     threads = None

@@ -217,10 +217,11 @@ class NotShared(Answer, frozen=True):
 
 
 class EngineState(Answer, frozen=True):
-    """See `RunEngine.is_up` and `is_in_memory_only`."""
+    """See `RunEngine`."""
 
     is_up: bool
     is_in_memory_only: bool
+    wants_weights: bool = False
 
 
 class TeacherDigest(Answer, frozen=True):

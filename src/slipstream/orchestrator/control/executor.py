@@ -101,7 +101,7 @@ class Executor:
     def engine_state(self, *, settles: bool) -> commands.EngineState:
         """Whether the engine runs; with `settles`, after a moment in which a dying one ends. From any thread."""
         has_ended = ends_soon(self.engine) if settles else not self.engine.is_up
-        return commands.EngineState(not has_ended, self.engine.is_in_memory_only)
+        return commands.EngineState(not has_ended, self.engine.is_in_memory_only, self.engine.wants_weights)
 
 
 async def share(engine: RunEngine, command: commands.Share) -> commands.Shared | commands.NotShared:

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, WeightsError
@@ -62,11 +63,16 @@ class Caller(ABC):
         *,
         while_silent: bool = False,
         may_stop: bool = True,
+        attend: Callable[[], None] = lambda: None,
     ) -> A:
         """Wait for an answer, see `wait_for`; `while_silent`: the deadline restarts whenever a rollout goes on."""
         activity = self.activity if while_silent else lambda: 0
         answer = wait_for(
-            future, timeout_s, waits_for, should_stop=self.should_stop, activity=activity, may_stop=may_stop
+            *(future, timeout_s, waits_for),
+            should_stop=self.should_stop,
+            activity=activity,
+            may_stop=may_stop,
+            attend=attend,
         )
         if not isinstance(answer, kind):
             raise TypeError(f"the orchestrator answered {type(answer).__name__} and not {kind.__name__}")
@@ -179,6 +185,11 @@ class Orchestrator:
         self.hooks.version_applied(answer.report, answer.metrics)
         return answer.probe
 
+    def mend(self, step: int) -> None:
+        """Publish the live weights once more, as version `step`, where servers that were lost are back without any."""
+        if self.hooks.wants_weights():
+            self.update(step)
+
     def fence(self) -> None:
         """See the loop's `Engine`. A stop request does not end this wait: the update has begun."""
         self.caller.call(
@@ -213,8 +224,8 @@ class Orchestrator:
     def _evaluated(self, step: int, answer: Future[commands.AnyAnswer], how: str = "") -> dict[str, float]:
         """Wait for the answer; returns the metrics."""
         waits_for = f"the evaluation of step {step}{how}"
-        limit_s = self.waits.rollouts_s
-        found = self.caller.wait(answer, commands.Evaluated, limit_s, waits_for, while_silent=True).evaluation
+        limit_s, options = self.waits.rollouts_s, {"while_silent": True, "attend": partial(self.mend, step)}
+        found = self.caller.wait(answer, commands.Evaluated, limit_s, waits_for, **options).evaluation
         self.last_evaluation = found
         self.hooks.version_evaluated(step, found)
         return found.metrics()
@@ -223,7 +234,8 @@ class Orchestrator:
         """One rollout of each of these training tasks by version `step`, which the engine holds, in their order."""
         command = commands.RollOut(step, list(items), seed, temperature)
         waits_for = f"the rollouts of step {step}"
-        answer = self.caller.call(command, commands.RolledOut, self.waits.rollouts_s, waits_for, while_silent=True)
+        options = {"while_silent": True, "attend": partial(self.mend, step)}
+        answer = self.caller.call(command, commands.RolledOut, self.waits.rollouts_s, waits_for, **options)
         self.hooks.batch_taken()
         return answer.rollouts
 
@@ -258,6 +270,8 @@ class RolloutReader:
     """Brings the batches."""
     waits: Waits
     hooks: TrainerHooks
+    mend: Callable[[int], None] = lambda step: None
+    """See `Orchestrator`."""
     _making: Future[commands.AnyAnswer] | None = None
 
     def start(self, command: commands.MakeBatches) -> None:
@@ -273,6 +287,7 @@ class RolloutReader:
             except DeadlineError:
                 self._refuse_stop(step)  # first: what makes the batches may have got the same signal
                 self._raise_failure(0.0)
+                self.mend(step)
                 silence.poll()
             except TransportClosed:
                 self._refuse_stop(step)

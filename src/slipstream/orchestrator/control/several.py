@@ -143,4 +143,5 @@ def _of(answers: Sequence[commands.AnyAnswer], kind: type[A]) -> list[A]:
 def _state(states: Sequence[commands.EngineState]) -> commands.EngineState:
     """Whether all engines run, and whether one that does not had the only copy of the weights."""
     down = [state for state in states if not state.is_up]
-    return commands.EngineState(not down, any(state.is_in_memory_only for state in down or states))
+    is_in_memory_only = any(state.is_in_memory_only for state in down or states)
+    return commands.EngineState(not down, is_in_memory_only, any(state.wants_weights for state in states))

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
@@ -20,6 +21,8 @@ from slipstream.config.traits import (
     update_phase,
 )
 from slipstream.errors import SlipstreamError, one_line
+from slipstream.inference.addresses import addresses_of, own_host_of
+from slipstream.inference.lending import ServerFacts
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, Orchestrator
 from slipstream.orchestrator.deadlines import waits_of
@@ -47,10 +50,11 @@ def connect(
     hooks: TrainerHooks,
     log: RunLog,
     saved_step: Callable[[], int],
+    servers: Sequence[ServerFacts] = (),
 ) -> tuple[Orchestrator, Publisher]:
     """Create the training loop's engine, and the publisher of the weights of `learner`, which the caller closes.
-    `saved_step`: see `Orchestrator`."""
-    publisher, published = _publisher(config, learner, log.folder / "weights", caller, log)
+    `saved_step`: see `Orchestrator`. `servers`: those of the plan."""
+    publisher, published = _publisher(config, learner, log.folder / "weights", caller, log, servers)
 
     def publish(step: int, announce: Announce) -> Ticket:
         ticket = publisher.publish(published(), step, log.lineage, announce)
@@ -108,12 +112,22 @@ class RunHooks(TrainerHooks):
         """Whether a version whose update failed with `error` is published once more: where one engine of several, of
         one or several orchestrators, died in a broadcast, which those that are left cannot finish. The whole version
         then goes over a new process group."""
-        if self._config.weights.bridge != "broadcast" or num_engines(self._config) == 1:
+        servers = self._config.inference.servers
+        if self._config.weights.bridge != "broadcast" or (num_engines(self._config) == 1 and not servers):
             return False
         has_died = not self._caller.engine_state(settles=True).is_up
         if has_died:
             self._log.event("update_repeated", reason=str(error))
         return has_died
+
+    def wants_weights(self) -> bool:
+        """Asks only where there are servers."""
+        if not self._config.inference.servers:
+            return False
+        wants = self._caller.engine_state(settles=False).wants_weights
+        if wants:
+            self._log.event("update_repeated", reason="a server is back without weights")
+        return wants
 
     def version_applied(self, report: ApplyReport, metrics: Mapping[str, float]) -> None:
         """Write an event, and numbers of the update and the engine into the step's row."""
@@ -160,7 +174,12 @@ class RunHooks(TrainerHooks):
 
 
 def _publisher(
-    config: PlannedConfig, learner: Learner, folder: Path, caller: Caller, log: EventLog
+    config: PlannedConfig,
+    learner: Learner,
+    folder: Path,
+    caller: Caller,
+    log: EventLog,
+    servers: Sequence[ServerFacts],
 ) -> tuple[Publisher, Callable[[], NamedWeights]]:
     """Create the trainer's half of the bridge from the model of `learner`; also returns the weights to publish, those
     of the adapter or of the whole model. `folder` is for bridges that write files."""
@@ -196,20 +215,32 @@ def _publisher(
         command = commands.GoOn(version, timeout_s)
         caller.call(command, commands.Done, timeout_s, f"the engine to go on with version {version.name}")
 
+    on_gpu = model.device.type == "cuda"
+    if servers:
+        on_gpu = on_gpu and all(server.on_gpu for server in servers) and _are_others(servers)
     publisher = create_publisher(
         name,
         folder=folder,
         source=model.folder,
         timeout_s=timeout_s,
-        num_workers=engine_workers(config),
+        num_workers=sum(server.world_size for server in servers) or engine_workers(config),
         has_nodes=config.cluster.nodes > 1,
-        between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
+        between_gpus=on_gpu and config.run.placement == "separate",
+        meet_at=own_host_of(addresses_of(config.inference.servers)) if servers else "",
+        peers=tuple(filter(None, (urlsplit(server.url).hostname for server in config.inference.servers))),
         held=held if keeps_copy(config) else None,
         joined=joined,
         leave=leave,
         go_on=go_on,
     )
     return publisher, learner.named_weights
+
+
+def _are_others(servers: Sequence[ServerFacts]) -> bool:
+    """Whether no server is on the trainer's GPU, where NCCL would refuse the two."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).uuid) not in {gpu for server in servers for gpu in server.gpus}
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:

@@ -63,7 +63,7 @@ COMPILING_SAVES = 0.2
 """Fraction of the training time that compiled layers save."""
 
 
-def _sequences(builder: PlanBuilder) -> tuple[int, str]:
+def sequences_wanted(builder: PlanBuilder) -> tuple[int, str]:
     """How many sequences each engine can generate at once at most, and why."""
     replicas, orchestrators = builder["inference.replicas"], builder.original.run.orchestrators
     wanted: list[tuple[int, str]] = []
@@ -117,7 +117,7 @@ def plan_cpu_cache(builder: PlanBuilder) -> None:
             + (" or set inference.kv_cache_gib" if given == "auto" else " or raise inference.kv_cache_gib")
         )
         fitting, budget = 1, each + spare
-    wanted, reason = _sequences(builder)
+    wanted, reason = sequences_wanted(builder)
     if wanted > fitting:
         reason = f"as many sequences of {length} tokens as {source} holds"
     builder.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
@@ -142,7 +142,7 @@ def plan_gpu_memory(builder: PlanBuilder) -> None:
     """Derive `inference.max_num_seqs`, `kv_cache_gib`, `gpu_memory_utilization` and `sleep` on a GPU."""
     gpu_bytes, length = builder.facts.gpu_memory_bytes, builder["inference.max_model_len"]
     weights, each = _engine_weights_per_gpu(builder), _cache_per_sequence(builder)
-    wanted, reason = _sequences(builder)
+    wanted, reason = sequences_wanted(builder)
     split = memory_split(builder, builder["weights.bridge"])
     share = builder["inference.gpu_memory_utilization"]
     budget = split.cache if share == "auto" else min(split.cache, int(share * gpu_bytes) - weights - ENGINE_RESERVE)
@@ -215,12 +215,13 @@ def memory_needs(builder: PlanBuilder, bridge: str) -> Needs:
     rows = row_memory(config, facts, checkpointing=checkpointing)
     tokens = max(_longest(builder), MIN_ROW_TOKENS if row == "auto" else row)
     num_sequences = builder["inference.max_num_seqs"]
+    sequences = sequences_wanted(builder)[0] if num_sequences == "auto" else num_sequences
     return Needs(
         state=rows.state,
         activations=int(rows.needed(tokens)),
         probe=builder["inference.max_model_len"] * logits_bytes_per_token(facts.model, dtype),
         weights=_engine_weights_per_gpu(builder),
-        cache=_cache_per_sequence(builder) * (_sequences(builder)[0] if num_sequences == "auto" else num_sequences),
+        cache=_cache_per_sequence(builder) * sequences,
         teacher=teacher_bytes(builder, trainer=False),
     )
 

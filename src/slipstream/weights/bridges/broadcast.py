@@ -5,9 +5,9 @@ otherwise it is gloo's, and a version is copied to the CPU's memory before it is
 only for the transfer. Large tensors are messages of their own, without a copy where they are contiguous; small ones are
 packed into two buckets, of which one travels while the other is packed or read. The trainer's half is
 `BroadcastPublisher`, the worker's `Group.receive`. The group is made at the first version, over a file in a folder of
-mode 0700; every wait has the group's timeout. gloo listens on loopback, and NCCL chooses; on several nodes both take
-the node's interface (`processes.rendezvous`). Nothing on the wire describes a tensor: the ticket's parameters say what
-the bytes are.
+mode 0700, or with servers over `tcp_store`; every wait has the group's timeout. gloo listens on loopback, and NCCL
+chooses; on several nodes, and with servers, both take the host's interface (`processes.rendezvous`). Nothing on the
+wire describes a tensor: the ticket's parameters say what the bytes are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +28,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from slipstream.config.addresses import is_loopback
 from slipstream.errors import WeightsError, first_line
+from slipstream.nodes.forwarding import end_connections
 from slipstream.processes.rendezvous import address_in, interface_variables, meet
+from slipstream.processes.tcp_store import StoreServer
 from slipstream.processes.temporary import make_temporary, remove_temporary
 from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, NamedWeights
@@ -45,6 +49,9 @@ message before it (`benchmarks/broadcast_messages.py` measures both)."""
 ALIGNMENT = 16
 """Offsets of tensors in a bucket are multiples of it, so that a view of any dtype is aligned."""
 _POLL_S = 2e-4
+_LOOK_S = 0.2
+_OVER_S = 2.0
+"""How long the end of an update may come before that of its transfer."""
 _NO_WATCHDOG = {
     # Otherwise torch's watchdog ends the whole process at a timeout; here it raises.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -254,16 +261,30 @@ class BroadcastPublisher:
         joined: Callable[[], int] = lambda: 0,
         leave: Callable[[], None] = lambda: None,
         meet_in: Path | None = None,
+        meet_at: str = "",
+        peers: Sequence[str] = (),
     ) -> None:
         """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group,
         and so does a version that could not be sent. `leave` has the workers leave it before it ends; it is bounded and
-        does not raise. `meet_in`: a folder of all nodes, by default the temporary one."""
+        does not raise. `meet_in`: a folder of all nodes, by default the temporary one. `meet_at`: an address of this
+        host in its place, for servers, which are on the hosts `peers`."""
         self._joined, self._leave = joined, leave
+        self._meet_at, self._peers = meet_at, [host for host in peers if not is_loopback(host)]
+        self._store: StoreServer | None = None
         self._num_replaced = 0
         self._num_broken = 0
         self._folder = make_temporary("group", meet_in)
-        self._rendezvous = Rendezvous(address_in(self._folder), num_workers, timeout_s, backend)
+        self._rendezvous = Rendezvous(self._place(""), num_workers, timeout_s, backend)
         self._group: Group | None = None
+
+    def _place(self, attempt: str) -> str:
+        """Where the members of the next group meet."""
+        if not self._meet_at:
+            return address_in(self._folder, attempt)
+        if self._store is not None:
+            self._store.abort()
+        self._store = StoreServer(self._meet_at)
+        return self._store.address
 
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
@@ -299,9 +320,10 @@ class BroadcastPublisher:
         self, ticket: Ticket, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor], is_over: Callable[[], bool]
     ) -> None:
         try:
-            if self._group is None:
-                self._group = Group(self._rendezvous, rank=0)
-            self._group.send(specs, tensors)
+            with self._ends_with(is_over):
+                if self._group is None:
+                    self._group = Group(self._rendezvous, rank=0)
+                self._group.send(specs, tensors)
             self._group.finish(is_over)
         except (RuntimeError, ValueError) as error:
             # Workers may have received a part: in this group they would take the next version for the rest.
@@ -312,11 +334,37 @@ class BroadcastPublisher:
                 f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {first_line(error)}"
             ) from error
 
+    @contextlib.contextmanager
+    def _ends_with(self, is_over: Callable[[], bool]) -> Generator[None]:
+        """Servers may be lost: within the block, end the wait for members once the other side has ended without."""
+        if self._store is None:
+            yield
+            return
+        store, done = self._store, threading.Event()
+
+        def watch() -> None:
+            while not is_over():
+                if done.wait(_LOOK_S):
+                    return
+            if not done.wait(_OVER_S):
+                store.abort()
+                if not done.wait(_OVER_S):  # in a transfer to a host that is gone
+                    for host in self._peers:
+                        end_connections(host)
+
+        watcher = threading.Thread(target=watch, name="broadcast-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+
     def _new_group(self) -> None:
         if self._group is not None:
             self._group.leave()
             self._group = None
-        store = address_in(self._folder, f"-{self._num_replaced}-{self._num_broken}")
+        store = self._place(f"-{self._num_replaced}-{self._num_broken}")
         self._rendezvous = msgspec.structs.replace(self._rendezvous, store=store)
 
     def hold(self, step: int | None) -> None:
@@ -328,6 +376,8 @@ class BroadcastPublisher:
             self._leave()
             self._group.leave()
             self._group = None
+        if self._store is not None:
+            self._store.abort()
         remove_temporary(self._folder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,10 +30,13 @@ def create_publisher(
     joined: Callable[[], int] = lambda: 0,
     leave: Callable[[], None] = lambda: None,
     go_on: Callable[[Version], None] = lambda version: None,
+    meet_at: str = "",
+    peers: Sequence[str] = (),
 ) -> Publisher:
     """The trainer's half of the bridge called `name`, for whole models. `folder` takes published versions; `source` is
     the model's own folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`. It goes
-    over NCCL `between_gpus`. If the run `has_nodes`, they meet in its folder. `joined` waits for them all and says how
+    over NCCL `between_gpus`. If the run `has_nodes`, they meet in its folder, and with servers on
+    the hosts `peers` at this host's address `meet_at`. `joined` waits for them all and says how
     often some were replaced, `leave` has them leave it. With `held`, which asks the engine what it has verified, `disk`
     and `broadcast` send deltas. Under `single_copy` `go_on` has the engine compute with what was written before it is
     proved."""
@@ -48,6 +51,8 @@ def create_publisher(
             joined=joined,
             leave=leave,
             meet_in=folder.parent if has_nodes else None,
+            meet_at=meet_at,
+            peers=peers,
         )
     else:
         carrier = FolderPublisher(name, folder, source)

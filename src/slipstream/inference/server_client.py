@@ -1,0 +1,148 @@
+"""HTTP client of an engine that is a server: that of a run's own engine, with a token and a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slipstream.config.inference import InferenceServer
+from slipstream.errors import ConfigError, DeadlineError, EngineError
+from slipstream.inference.addresses import ControlAddress, addresses_of
+from slipstream.inference.client import EngineClient
+from slipstream.inference.lending import LEASE_HEADER, Held, Loan, Refusal, ServerFacts, Sight, Terms
+from slipstream.records import EngineHealth
+
+CALL_S = 5.0
+LEND_S = 60.0
+"""A loan waits for the end of an update that the run before began."""
+_PAUSE_S = 0.5
+
+
+class Unreached(EngineError):
+    """Nobody answers, or nobody who may."""
+
+
+class ServerClient(EngineClient):
+    """Talks to one server from one event loop."""
+
+    def __init__(
+        self,
+        address: ControlAddress,
+        run_id: str = "",
+        *,
+        is_alive: Callable[[], bool] = lambda: True,
+        describe: Callable[[], str] | None = None,
+        give_up: Callable[[], Awaitable[None]] | None = None,
+        look: Callable[[], Awaitable[None]] | None = None,
+        silence_s: float = 60.0,
+    ) -> None:
+        """`look`: finds out whether the server is lost, after a broken connection."""
+        super().__init__(
+            address,
+            is_alive=is_alive,
+            describe=describe or (lambda: f"the server at {address.url}"),
+            silence_s=silence_s,
+            headers={LEASE_HEADER: run_id},
+            **({} if give_up is None else {"give_up": give_up}),
+        )
+        self._look = look
+
+    async def _explain(self, path: str, error: Exception) -> EngineError:
+        if self._look is not None:
+            await self._look()
+        what = "lost its connection" if self._is_alive() else "was lost"
+        return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")
+
+    async def _call(self, path: str, body: bytes = b"", *, get: bool = False, timeout_s: float = CALL_S) -> bytes:
+        """One short call. Raises `Unreached`, and `Held`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                session = self._open()
+                asked = session.get(self._base + path) if get else session.post(self._base + path, data=body)
+                async with asked as response:
+                    answer, status = await response.read(), response.status
+        except (TimeoutError, OSError) as error:
+            raise Unreached(f"{self._describe()} does not answer ({type(error).__name__}: {error})") from error
+        except Exception as error:
+            raise Unreached(f"{self._describe()} does not answer ({error})") from error
+        if status == 423:
+            raise Held(msgspec.msgpack.decode(answer, type=Refusal))
+        if status == 401:
+            raise ConfigError(f"{self._describe()} refuses the token: give its own by token_variable")
+        if status != 200:
+            raise Unreached(f"{self._describe()} answers with status {status}: {answer[:200].decode(errors='replace')}")
+        return answer
+
+    async def lend(self, terms: Terms) -> Loan:
+        """Take the engine, or renew the lease."""
+        return msgspec.msgpack.decode(
+            await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=LEND_S), type=Loan
+        )
+
+    async def end_lease(self) -> None:
+        """Give the engine back."""
+        await self._call("/lease-end")
+
+    async def facts(self) -> ServerFacts:
+        """How the engine was started."""
+        return msgspec.msgpack.decode(await self._call("/facts", get=True), type=ServerFacts)
+
+    async def sees(self, folder: Path) -> bool:
+        """Whether the server sees this folder. A file is made in it for a moment."""
+        content = secrets.token_bytes(32)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".slipstream-seen-") as file:
+            file.write(content)
+            file.flush()
+            sight = Sight(file.name, hashlib.sha256(content).hexdigest())
+            return msgspec.msgpack.decode(await self._call("/sees", msgspec.msgpack.encode(sight)), type=bool)
+
+    async def known_health(self) -> EngineHealth:
+        """The health. Raises `Unreached`."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                health = await self._ask_health()
+        except TimeoutError as error:
+            raise Unreached(f"{self._describe()} said nothing for {CALL_S:g} s") from error
+        if health is None:
+            raise Unreached(f"{self._describe()} does not answer")
+        return health
+
+
+def read_facts(
+    servers: Sequence[InferenceServer], wait_s: float, folder: Path | None = None
+) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
+    """Of all servers, each of which may take `wait_s` to load; and the addresses of those that do not see `folder`.
+    Raises ConfigError where one does not answer."""
+
+    async def read(address: ControlAddress) -> tuple[ServerFacts, bool]:
+        client, until = ServerClient(address), time.monotonic() + wait_s
+        try:
+            while True:
+                try:
+                    return await client.facts(), folder is None or await client.sees(folder)
+                except Unreached as error:
+                    if time.monotonic() > until:
+                        raise ConfigError(
+                            f"{error} within {wait_s:g} s: start it with slipstream engine, or correct "
+                            "inference.servers.url"
+                        ) from error
+                await asyncio.sleep(_PAUSE_S)
+        finally:
+            await client.close()
+
+    async def read_all() -> list[tuple[ServerFacts, bool]]:
+        return await asyncio.gather(*(read(address) for address in addresses_of(servers)))
+
+    try:
+        found = asyncio.run(read_all())
+    except DeadlineError as error:
+        raise ConfigError(str(error)) from error
+    blind = tuple(server.url for server, (_, sees) in zip(servers, found, strict=True) if not sees)
+    return tuple(facts for facts, _ in found), blind
