@@ -73,7 +73,7 @@ class ServerClient(EngineClient):
         except Exception as error:
             raise Unreached(f"{self._describe()} does not answer ({error})") from error
         if status == 423:
-            raise Held(msgspec.msgpack.decode(answer, type=Refusal))
+            raise Held(msgspec.json.decode(answer, type=Refusal))
         if status == 401:
             raise ConfigError(f"{self._describe()} refuses the token: give its own by token_variable")
         if status != 200:

@@ -228,6 +228,8 @@ class ServerEngine:
             )
         self.num_restarts += 1
         self._on_event("engine_restart", number=self.num_restarts, reason=why)
+        waits = f"the run waits up to {self._start_timeout_s:g} s for it (inference.start_timeout_s)"
+        self._on_event("warning", message=f"{why}: {waits}; start it again with slipstream engine")
         await self.client.close()
         return await self._connect()
 

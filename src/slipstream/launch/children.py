@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from slipstream.clusters.opening import open_nodes
 from slipstream.config import PlannedConfig
@@ -157,13 +157,20 @@ class Children:
                 servers=run.prepared.facts.servers,
             )
             self.model_urls = plan.model_urls
-            self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
+            self.engine = run.make_engine(plan, run.folder / "logs", self._engine_event)
             self.killed_by(self.engine.kill)
             self.at_exit(self.engine.kill)
             run.stages.watch(self.engine)
             for replica, path in enumerate(self.engine.sockets, plan.first_number):
                 run.log.event("engine_socket", path=path, replica=replica)
         return self.engine
+
+    def _engine_event(self, kind: str, **fields: Any) -> None:
+        """Write an event of an engine; people see its warnings."""
+        if kind == "warning":
+            self._run.log.warning(**fields)
+        else:
+            self._run.log.event(kind, **fields)
 
     async def engine_ready(self) -> EngineHealth:
         """Wait until the engine has started; its health then. Asked once: an engine that shares its weights is out of

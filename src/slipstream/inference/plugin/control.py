@@ -90,8 +90,8 @@ def _routes(server: EngineServer, facts: ServerFacts, lease: Lease) -> list[web.
     ]
 
 
-def _packed(answer: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.msgpack.encode(answer), status=status)
+def _packed(answer: object) -> web.Response:
+    return web.Response(body=msgspec.msgpack.encode(answer))
 
 
 def _sees(sight: Sight) -> bool:
@@ -126,7 +126,7 @@ def _guard(token: str, lease: Lease) -> Handler:
                 lease.check(request.headers.get(LEASE_HEADER, ""))
             return await handler(request)
         except Held as held:
-            return _packed(held.refusal, status=423)
+            return web.Response(body=msgspec.json.encode(held.refusal), status=423)
 
     return guard
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
+
 from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
 from slipstream.config.traits import (
@@ -58,7 +60,9 @@ def connect(
 
     def publish(step: int, announce: Announce) -> Ticket:
         ticket = publisher.publish(published(), step, log.lineage, announce)
-        log.published(ticket, **publication_fields(ticket))
+        # Where a group meets is its members' matter: servers have a secret in it.
+        kept = msgspec.structs.replace(ticket, location="") if ticket.bridge == "broadcast" else ticket
+        log.published(kept, **publication_fields(ticket))
         log.note(update_metrics(ticket))
         return ticket
 

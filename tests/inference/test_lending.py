@@ -1,0 +1,225 @@
+import contextlib
+import ssl
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.config.inference import InferenceServer
+from slipstream.errors import ConfigError, DeadlineError, EngineError
+from slipstream.inference.addresses import ControlAddress, addresses_of, own_host_of
+from slipstream.inference.lending import SILENT_S, Held, Lease, ServerFacts, Terms
+from slipstream.inference.plugin import serving
+from slipstream.inference.plugin.control import listen_control
+from slipstream.inference.plugin.service import Service
+from slipstream.inference.server_client import ServerClient, Unreached, read_facts
+from slipstream.inference.server_engine import ServerEngine
+from slipstream.records import ApplyReport, EngineHealth, Ticket, Version
+from tests.waiting import Clock
+
+TOKEN = "a token"
+FACTS = ServerFacts("m", {}, "float32", 64, 8, 0, world_size=1, on_gpu=False)
+
+
+def test_one_run_has_the_engine_until_it_ends_or_is_silent():
+    clock = Clock(100.0)
+    lease = Lease(clock)
+    one, other = Terms("one", "1"), Terms("other", "2")
+    assert lease.take(one)
+    assert not lease.take(one), "that renews it"
+    with pytest.raises(Held, match="the run one holds"):
+        lease.take(other)
+    with pytest.raises(Held):
+        lease.check("2")
+    clock.now += SILENT_S - 1
+    lease.check("1")  # each call does as well
+    clock.now += SILENT_S - 1
+    with pytest.raises(Held):
+        lease.take(other)
+    lease.gave_weights()
+    clock.now += 2
+    assert lease.take(other)
+    with pytest.raises(Held, match="the run other holds"):
+        lease.check("1")
+    assert lease.describe() == {"instance": lease.instance, "run": "other", "weights_of": "one"}
+    lease.end("1")  # nothing: it has lost it
+    lease.end("2")
+    assert lease.take(one)
+
+
+def test_addresses_need_their_tokens(monkeypatch):
+    monkeypatch.setenv("TOKEN", TOKEN)
+    unix, there = addresses_of(
+        [InferenceServer(url="unix:/x"), InferenceServer(url="http://h:1", token_variable="TOKEN")]
+    )
+    assert (unix.path, unix.base, there.path, there.base) == ("/x", "http://engine", "", "http://h:1")
+    assert TOKEN not in repr(there)
+    assert own_host_of([unix, ControlAddress("http://127.0.0.1:1")]) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="NO_TOKEN is not set"):
+        addresses_of([InferenceServer(url="http://h:1", token_variable="NO_TOKEN")])
+
+
+def test_a_taken_port_is_replaced_by_the_next_free_one():
+    first = serving.bound("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    with first, serving.bound("127.0.0.1", port) as second:
+        assert port < second.getsockname()[1] < port + 100
+    with pytest.raises(ConfigError, match=r"nothing can listen at 203\.0\.113\.1"):
+        serving.bound("203.0.113.1", 0)
+
+
+class Engine(SimpleNamespace):
+    """Takes any version."""
+
+    def __init__(self):
+        super().__init__(service=Service(), version=None, calls=[])
+        self.service.started()
+
+    def health(self):
+        return EngineHealth("ready", self.version)
+
+    async def apply(self, ticket):
+        self.version = ticket.version
+        self.calls.append(("apply", ticket.version.name))
+        return ApplyReport(ticket.version)
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            self.calls.append((name, *arguments))
+
+        return call
+
+
+@contextlib.asynccontextmanager
+async def control(token=TOKEN, tls=None, port=0):
+    """A real control listener before an engine that computes nothing."""
+    server = Engine()
+    listening = serving.bound("127.0.0.1", port)
+    runner = await listen_control(server, FACTS, listening, token=token, tls=tls)
+    scheme = "https" if tls else "http"
+    try:
+        yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", server
+    finally:
+        await runner.cleanup()
+
+
+def client(url, token=TOKEN, run_id="1"):
+    return ServerClient(ControlAddress(url, token), run_id)
+
+
+async def test_calls_need_token_and_lease(tmp_path):
+    async with control() as (url, server):
+        wrong, right, other = client(url, "another"), client(url), client(url, run_id="2")
+        assert (await wrong.known_health()).info == {}
+        with pytest.raises(ConfigError, match="refuses the token"):
+            await wrong.facts()
+        with pytest.raises(EngineError, match="status 401"):
+            await wrong.leave(5.0)
+        assert await right.facts() == FACTS
+        assert (await right.lend(Terms("one", "1", first_rank=3))).world_size == 1
+        with pytest.raises(Held, match="the run one holds"):
+            await other.lend(Terms("other", "2"))
+        with pytest.raises(EngineError, match="status 423"):
+            await other.leave(5.0)
+        assert await right.sees(tmp_path)
+        assert server.calls == [("lend", 3, "recompute", "")]
+        assert (await right.known_health()).info["run"] == "one"
+        await right.end_lease()
+        await other.lend(Terms("other", "2"))
+        for each in (wrong, right, other):
+            await each.close()
+
+
+async def test_tls_is_verified(tmp_path, monkeypatch):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command, *more], check=True, capture_output=True, timeout=60)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    async with control(tls=context) as (url, _):
+        untrusting = client(url)
+        with pytest.raises(Unreached, match="certificate"):
+            await untrusting.facts()
+        await untrusting.close()
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        trusting = client(url)
+        assert await trusting.facts() == FACTS
+        await trusting.close()
+
+
+def test_the_plan_waits_for_a_server_and_names_it(tmp_path):
+    listening = serving.bound("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    listening.close()
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"{url} does not answer .* within 0.5 s: start it with slipstream engine"):
+        read_facts([InferenceServer(url=url)], 0.5)
+    assert time.monotonic() - began < 10
+
+
+def engine(url, **options):
+    events = []
+    made = ServerEngine(
+        ControlAddress(url, TOKEN),
+        Terms("one", "1"),
+        world_size=1,
+        **{"start_timeout_s": 20.0, "apply_timeout_s": 20.0, "max_restarts": 1, "silence_s": 20.0, **options},
+        on_event=lambda kind, **fields: events.append((kind, fields)),
+    )
+    return made, events
+
+
+async def test_a_second_run_is_refused_by_the_name_of_the_first():
+    async with control() as (url, _):
+        holder = client(url, run_id="0")
+        await holder.lend(Terms("first", "0"))
+        second, _ = engine(url)
+        with pytest.raises(ConfigError, match=f"{url} is not free, as the run first holds it: end that run"):
+            await second.wait_ready()
+        await holder.end_lease()
+        assert (await second.wait_ready()).status == "ready"
+        await second.stop()
+        await holder.lend(Terms("first", "0"))
+        await holder.close()
+
+
+async def test_a_server_that_does_not_come_is_named_after_the_start_timeout():
+    made, _ = engine("http://127.0.0.1:9", start_timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"127.0.0.1:9 was not ready within 0.5 s \(inference.start_timeout_s\)"):
+        await made.wait_ready()
+    await made.stop()
+
+
+def version(step, bridge="disk"):
+    return Ticket(Version(0, step, f"d{step}"), bridge, "/weights", ())
+
+
+async def test_a_lost_server_gets_the_files_of_its_version_again():
+    async with control() as (url, _):
+        made, events = engine(url)
+        await made.wait_ready()
+        await made.apply(version(3), 20.0)
+    assert made.is_up, "nobody has asked"
+    with pytest.raises(EngineError, match=f"the server at {url} is lost"):
+        await made.verify(version(3), 20.0)
+    assert not made.is_up
+    async with control(port=int(url.rpartition(":")[2])) as (again, second):
+        assert again == url
+        assert await made.replace(), "files have it"
+        assert second.calls == [("lend", 1, "recompute", ""), ("apply", "0.3")]
+        assert [kind for kind, _ in events] == ["engine_restart", "warning"]
+        await made.stop()
+
+
+async def test_one_that_had_its_weights_by_broadcast_waits_for_a_version():
+    async with control() as (url, _):
+        made, _ = engine(url)
+        await made.wait_ready()
+        await made.apply(version(3, "broadcast"), 20.0)
+    with pytest.raises(EngineError):
+        await made.verify(version(3), 20.0)
+    async with control(port=int(url.rpartition(":")[2])):
+        assert not await made.replace()
+        await made.stop()

@@ -1,0 +1,159 @@
+"""Runs on engines that are servers: real vLLM and gloo, each server on a host of its own."""
+
+import contextlib
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+
+import aiohttp
+import pytest
+
+from slipstream.inference.lending import TOKEN_VARIABLE
+from slipstream.runlog import read_events, read_metrics
+from tests.nodes.networks import networks
+from tests.waiting import until
+
+from .servers import TOKEN, Server, ended, server, setting_of
+from .test_node_runs import PARITY, finish, start
+from .test_real_runs import check_run, num_steps
+
+pytestmark = pytest.mark.real_start
+TOKENS = {TOKEN_VARIABLE: TOKEN}
+
+
+def train(prefix, run_file, folder, *options, **variables):
+    given = ("--run.folder", folder, "--run.threads", 1, *PARITY)
+    return start(prefix, "train", run_file, *given, *options, **TOKENS, **variables)
+
+
+def figures(folder):
+    names = ("train/loss", "train/grad_norm", "rollout/reward_mean", "probe/abs_logprob_diff")
+    return [[row.get(name) for name in names] for row in read_metrics(folder)]
+
+
+async def ask(socket, path):
+    session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket)))
+    async with session, session.get(f"http://engine{path}") as response:
+        return response.status, await response.json(content_type=None)
+
+
+async def test_a_server_serves_a_run_and_says_whose_weights_it_has(model, run_file, tmp_path):
+    one, other, socket = tmp_path / "one", tmp_path / "other", tmp_path / "engine.sock"
+    steps = ("--training.steps", 2)
+    with server(model, socket=socket) as engine:
+        inference = engine.lines[0].split()[2].removesuffix("/v1;")
+        with pytest.raises(urllib.error.HTTPError) as busy:  # while it loads
+            urllib.request.urlopen(f"{inference}/health", timeout=10)
+        assert busy.value.code == 503
+        finish(train((), run_file, one, *steps, *setting_of(engine)))
+        assert await ask(socket, "/get_world_size") == (200, {"world_size": 1})
+        assert await ask(socket, "/get_engine_type") == (200, {"engine_type": "vllm"})
+        status, health = await ask(socket, "/health")
+        assert (status, health["info"]["run"], health["info"]["weights_of"]) == (200, "", "one")
+        applied = read_events(one, kinds=("apply",))
+        assert health["version"]["digest"] == applied[-1]["digest"]
+        with urllib.request.urlopen(f"{inference}/v1/models", timeout=10) as answer:
+            assert [each["id"] for each in json.load(answer)["data"]] == [model.name]
+        assert engine.end() == 0
+    check_run(one, steps=2)
+    assert not socket.exists()
+    finish(train((), run_file, other, *steps, "--weights.bridge", "broadcast"))
+    assert figures(one) == figures(other)
+
+
+@contextlib.contextmanager
+def servers(number, model, **options):
+    """The run's host, and so many servers on others."""
+    with networks(number + 1) as (places, _), contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(server(model, *place, port=29511 + each, **options))
+            for each, place in enumerate(places[1:])
+        ]
+        yield places, started
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("number", [1, 3])
+def test_servers_have_the_losses_of_as_many_engines_on_one_host(model, run_file, tmp_path, number):
+    one, several = tmp_path / "one", tmp_path / "several"
+    bridge = ("--weights.bridge", "broadcast")
+    finish(train((), run_file, one, *bridge, "--inference.replicas", number))
+    with servers(number, model) as (((here, _), *_), started):
+        finish(train(here, run_file, several, *setting_of(*started)))
+    for folder in (one, several):
+        check_run(folder, steps=3)
+    assert figures(one) == figures(several)
+
+
+@pytest.mark.servers
+def test_a_server_serves_two_runs_in_turn_and_refuses_one_at_once(model, run_file, tmp_path):
+    one, first, second, third = (tmp_path / name for name in ("one", "first", "second", "third"))
+    finish(train((), run_file, one, "--weights.bridge", "broadcast"))
+    with servers(1, model) as (((here, _), *_), started):
+        finish(train(here, run_file, first, *setting_of(*started)))
+        run = train(here, run_file, second, "--training.steps", 100_000, *setting_of(*started))
+        until(lambda: num_steps(second) >= 2, 100)
+        began = time.monotonic()
+        output = finish(train(here, run_file, third, *setting_of(*started)), code=2)
+        assert "the run second holds it: end that run" in output
+        assert time.monotonic() - began < 60
+        stood = num_steps(second)
+        until(lambda: num_steps(second) > stood, 60)
+        run.send_signal(signal.SIGKILL)  # it does not give the server back
+        run.wait(60)
+        finish(train(here, run_file, third, "--resume=auto", *setting_of(*started)))
+    assert figures(first) == figures(one) == figures(third)
+    assert figures(second)[:3] == figures(one)[:3]
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("dies_in", ["handshake:1", "transfer:3", "generation:20"])
+def test_a_server_that_is_killed_is_named_and_awaited(model, run_file, tmp_path, number, dies_in):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    steps = ("--training.steps", 6)
+    with servers(number, model) as (((here, _), *_), started):
+        finish(train(here, run_file, whole, *steps, *setting_of(*started)))
+        started[-1].end()
+        with in_the_place_of(started[-1], dies_in) as (dying, again):
+            run = train(here, run_file, folder, *steps, *setting_of(*started[:-1], dying))
+            ended(dying.process)
+            assert dying.process.returncode == -signal.SIGKILL
+            began = time.monotonic()
+            until(lambda: any(dying.url in event["reason"] for event in restarts(folder)), 60)
+            assert time.monotonic() - began < 60
+            with again():
+                output = finish(run)
+            assert f"the server at {dying.url} is lost" in output
+    events = read_events(folder)
+    assert not [event for event in events if event["kind"] == "restart"], "the run itself went on"
+    assert figures(folder) == figures(whole)
+    published, applied = ([(e["version"], e["digest"]) for e in events if e["kind"] == k] for k in ("publish", "apply"))
+    assert set(applied) == set(published)
+
+
+def restarts(folder):
+    return read_events(folder, kinds=("engine_restart",)) if (folder / "events.jsonl").exists() else []
+
+
+@contextlib.contextmanager
+def in_the_place_of(before, dies_in):
+    """In the place of a server that has ended, one that dies, and how it is started again."""
+    again = lambda **more: Server(*before.arguments, **before.options, **more)  # noqa: E731
+    dying = again(dies_in=dies_in)
+
+    @contextlib.contextmanager
+    def back():
+        started = again()
+        try:
+            yield started
+        finally:
+            started.end()
+
+    try:
+        yield dying, back
+    finally:
+        dying.process.kill()
+        dying.process.wait(60)
