@@ -2,14 +2,14 @@
 # Tests that run side by side, each with engines of its own: for two cores. `make test TESTS_AT_ONCE=4` on more.
 TESTS_AT_ONCE ?= 2
 # quick: every unit test and one real case of everything; full: all; 0 to 11: quick and that twelfth of the others;
-# cluster: more runs on several nodes; servers: engines as servers, and foreign clients.
+# cluster: more runs on several nodes; servers: engines as servers, and foreign clients; service: the queue under kills.
 TESTS ?= quick
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/.installed-cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-cluster test-servers coverage check format release clean
+.PHONY: help install quickstart test test-full test-cluster test-servers test-service coverage check format release clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +35,9 @@ test-cluster: ## the tests of runs on several nodes, by Slurm and by Ray
 
 test-servers: ## the tests of engines as servers, and of foreign clients
 	@$(MAKE) --no-print-directory test TESTS=servers TESTS_AT_ONCE=1
+
+test-service: ## the tests of the queue and its service, with many kills
+	@$(MAKE) --no-print-directory test TESTS=service TESTS_AT_ONCE=1
 
 coverage: $(INSTALLED) ## lines and branches that the tests run, in every process; `make coverage TESTS=quick`
 	rm -rf .coverage && mkdir .coverage

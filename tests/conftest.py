@@ -22,7 +22,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 NUM_PARTS = 12
-APART = ("cluster", "servers")
+APART = ("cluster", "servers", "service")
 """Markers of tests that no other choice but `full` runs."""
 CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full", *APART)
 
@@ -41,8 +41,8 @@ def pytest_addoption(parser):
         "--tests",
         choices=CHOICES,
         default="full",
-        help="quick: without those marked full, cluster or servers; 0 to 11: with that part of the full ones; "
-        "cluster, servers: those alone; full: all (default)",
+        help="quick: without those marked full, cluster, servers or service; 0 to 11: with that part of the full ones; "
+        "cluster, servers, service: those alone; full: all (default)",
     )
 
 
@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not is_chosen(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_folder(tmp_path_factory):
+    """Commands find no queue of the user's."""
+    os.environ["SLIPSTREAM_STATE"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(scope="session", autouse=True)

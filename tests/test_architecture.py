@@ -39,7 +39,9 @@ LAYERS = {
             ("doctor",),
             ("launch",),
             ("commands",),
-            ("report", "cli", "view"),
+            ("report",),
+            ("service",),
+            ("cli", "view"),
             ("python", "__main__"),
         )
     )
@@ -47,7 +49,6 @@ LAYERS = {
 }
 SAME_LAYER = {
     ("cli", "view"),
-    ("cli", "report"),
     ("records", "errors"),
     ("processes", "errors"),
     ("processes", "regular_files"),

@@ -11,7 +11,20 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, doctor, engine, env_commands, evaluation, jobs, node, output, proof, smoke
+from slipstream.cli import (
+    chat,
+    commands,
+    doctor,
+    engine,
+    env_commands,
+    evaluation,
+    jobs,
+    node,
+    output,
+    proof,
+    service,
+    smoke,
+)
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.processes.exits import become, leave
@@ -30,10 +43,10 @@ app = App(
 {commands}
     """.format(commands=textwrap.indent(COMMANDS.rstrip(), 8 * " ")),
 )
-_BEFORE, _TRAIN, _SLURM, _INSPECT, _USE, _SHELL = (
+_BEFORE, _TRAIN, _QUEUE, _INSPECT, _USE, _SHELL = (
     Group(title, sort_key=place)
     for place, title in enumerate(
-        ("Before a run", "Train", "Train under Slurm", "Inspect runs", "Use the trained model", "Shell")
+        ("Before a run", "Train", "Queue and Slurm", "Inspect runs", "Use the trained model", "Shell")
     )
 )
 for part in (env_commands.env_app, commands.model_app):
@@ -48,8 +61,8 @@ app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
 app.command(node.node, group=_TRAIN)
 app.command(engine.engine, group=_TRAIN)
-for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel):
-    app.command(command, group=_SLURM)
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel, jobs.gpus, service.serve):
+    app.command(command, group=_QUEUE)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)
 app.command(commands.report, group=_INSPECT)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.exports import exported
 
 if TYPE_CHECKING:
-    from slipstream.config.parse.dump import Derived, dump_resolved
+    from slipstream.config.parse.dump import Derived, dump_given, dump_resolved
     from slipstream.config.parse.keys import with_values
     from slipstream.config.parse.load import Loaded, load_config, load_settings
     from slipstream.config.planned import PlannedConfig, PlannedRL
@@ -50,6 +50,7 @@ __all__ = [
     "SamplingConfig",
     "TrainingConfig",
     "WeightsConfig",
+    "dump_given",
     "dump_resolved",
     "load_config",
     "load_settings",
@@ -59,7 +60,7 @@ __all__ = [
 __getattr__ = exported(
     __name__,
     {
-        "parse.dump": "Derived dump_resolved",
+        "parse.dump": "Derived dump_given dump_resolved",
         "parse.keys": "with_values",
         "parse.load": "Loaded load_config load_settings",
         "planned": "PlannedConfig PlannedRL",

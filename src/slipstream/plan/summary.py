@@ -310,8 +310,8 @@ def host_bytes(config: PlannedConfig, facts: Facts) -> int:
     return trainer.total + (engine.total if engine else 0) + (teacher.total if teacher else 0)
 
 
-def memory_refusals(config: PlannedConfig, facts: Facts) -> Iterator[str]:
-    """Why the run does not fit: trainer and engine need more memory than there is, each or together."""
+def needed_bytes(config: PlannedConfig, facts: Facts) -> tuple[int, str]:
+    """Bytes that the run needs of the fullest GPU, or of the machine, and the words for it."""
     trainer, engine = _memory(config, facts)
     needed = trainer.total
     where = "there are"
@@ -330,6 +330,14 @@ def memory_refusals(config: PlannedConfig, facts: Facts) -> Iterator[str]:
             needed = max(trainer.total, engine.total + teacher.total)
         else:
             needed += teacher.total
+    return needed, where
+
+
+def memory_refusals(config: PlannedConfig, facts: Facts) -> Iterator[str]:
+    """Why the run does not fit: trainer and engine need more memory than there is, each or together."""
+    trainer, engine = _memory(config, facts)
+    needed, where = needed_bytes(config, facts)
+    teacher = planned_teacher(config, facts)
     if (paged := _paged(config, facts)) > facts.memory_bytes:
         yield (
             f'training.optimizer = "{config.training.optimizer}" may move {gib(paged)} of moments to the host, and '

@@ -1,13 +1,16 @@
-"""Estimates of the engines' updates and starts on GPUs, by rates measured there (dev/bench/LOG.md). Pure."""
+"""Estimates of the engines' updates and starts on GPUs, by rates measured there (dev/bench/LOG.md), and of whole runs.
+Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream.config import PlannedConfig
+import msgspec
+
+from slipstream.config import PlannedConfig, RLConfig
 from slipstream.config.traits import uses_engine
 from slipstream.plan.facts import Facts
-from slipstream.plan.memory.sizes import gib, weights_bytes
+from slipstream.plan.memory.sizes import GIB, gib, weights_bytes
 from slipstream.plan.summary import Note
 
 FINGERPRINT_RATE, VERIFY_RATE = 1.5e11, 4.3e11
@@ -19,6 +22,63 @@ DISK_RATES = 1e9, 5.7e9
 IMPORT_S, GRAPHS_S, LOAD_RATE = 26.0, 3.0, 8.4e8
 """An H200's vLLM: imports, CUDA graphs, and bytes a second of its weights (3.1 GB in 3.7 s)."""
 COMPILE_S = 60.0
+PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l40s": 3.6e14, "4090": 1.65e14}
+"""Of bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
+TRAINING_SHARE, GENERATION_SHARE = 0.3, 0.1
+"""Parts of the peak that a run is taken to reach. Not measured: an earlier run of the same shape replaces them."""
+TRAINER_START_S = 30.0
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A run's time and memory, before it starts. A figure is None where nobody knows."""
+
+    shape: str
+    """Runs of one shape take equally long."""
+    steps: int
+    memory_gib: float
+    """Of the fullest GPU, or of the machine."""
+    gpus: int = 0
+    step_s: float | None = None
+    rest_s: float | None = None
+    """All but the steps: start, evaluations, end."""
+    how: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """The whole run."""
+        return None if self.step_s is None else self.steps * self.step_s + (self.rest_s or 0.0)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPUs times hours."""
+        return None if self.seconds is None else self.seconds * self.gpus / 3600
+
+
+def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_tokens: float) -> Estimate:
+    """Estimate a run whose conversations, or prompts with completions, have `mean_tokens` on average."""
+    algorithm, device = config.algorithm, facts.gpu_name if facts.num_gpus else f"{facts.num_cpus} cores"
+    rollouts = algorithm.group_size if isinstance(algorithm, RLConfig) else 1
+    sequences = config.training.prompts_per_batch * rollouts
+    lora = config.lora.rank if config.lora else 0
+    parts = (algorithm.kind, facts.model.num_parameters, f"lora {lora}", f"{sequences} x {mean_tokens:.0f} tokens")
+    shape = ", ".join(map(str, (*parts, config.model.dtype, f"{max(1, facts.num_gpus)} x {device}")))
+    known = Estimate(shape, config.training.steps, round(memory_bytes / GIB, 2), facts.num_gpus)
+    peak = next((rate for name, rate in PEAK_FLOPS.items() if name in facts.gpu_name.lower()), 0.0)
+    if not facts.num_gpus or not peak:
+        return msgspec.structs.replace(known, how="no earlier run of this shape, and no known rate of the device")
+    flops = 2.0 * facts.model.num_parameters * sequences * mean_tokens
+    step_s = 3 * flops / (peak * TRAINING_SHARE * config.training.ranks)
+    rest_s = TRAINER_START_S
+    if uses_engine(config):
+        step_s += flops / (peak * GENERATION_SHARE)
+        rest_s += IMPORT_S + GRAPHS_S + weights_bytes(facts.model, config.model.dtype) / LOAD_RATE
+    how = f"{TRAINING_SHARE:.0%} of {peak:.2g} FLOP/s in training; no earlier run of this shape"
+    return msgspec.structs.replace(known, step_s=step_s, rest_s=rest_s, how=how)
+
+
+def corrected(estimate: Estimate, step_s: float, rest_s: float, run: str) -> Estimate:
+    """The estimate with the times of an earlier run of the same shape."""
+    return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, how=f"as measured in {run}")
 
 
 def engine_time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:

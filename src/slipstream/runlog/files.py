@@ -32,6 +32,8 @@ Rows = list[Row]
 LOCK_FILE = "run.lock"
 JOB_FOLDER = "slurm"
 """Files of the run's job, which exist before the run."""
+SERVICE_FOLDER = "service"
+"""The same of a run in the queue (`slipstream.service`)."""
 # A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
 # Tries are counted, not seconds: while the whole process is stopped there are none.
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02

@@ -21,12 +21,14 @@ from slipstream.config.parse.keys import (
     as_table,
     dotted,
     flatten,
+    leaves,
     optional_sections,
     quoted,
     sections,
     with_values,
 )
 from slipstream.config.parse.load import DEFAULT, Loaded
+from slipstream.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,23 @@ def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
             else:
                 rows.append((f"{name} = {toml_value(value)}", comments.get(path, DEFAULT)))
         lines += ["", f"[{section}]", *_aligned(rows)]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def dump_given(loaded: Loaded) -> str:
+    """The settings that the user gave, as TOML, with absolute paths: it loads to the same config in any folder."""
+    config, origins = loaded.config, loaded.origins
+    given = {path: value for path, value in leaves(config) if origins.get(path, DEFAULT) != DEFAULT}
+    lines = [f"{name} = false" for name in optional_sections() if getattr(config, name) is None]
+    for section in sections():
+        rows = [
+            f"{path.removeprefix(section + '.')} = {toml_value(value)}"
+            for path, value in given.items()
+            if path.startswith(f"{section}.") and value is not None
+        ]
+        is_asked_for = section not in optional_sections() and RunConfig.model_fields[section].get_default() is None
+        if getattr(config, section) is not None and (rows or is_asked_for):
+            lines += ["", f"[{section}]", *rows]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -1,0 +1,89 @@
+"""A service's runs from another process or machine: `RemoteRuns`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from slipstream.config import Loaded, dump_given
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runlog.redaction import hide_userinfo
+from slipstream.service.runs import Chunk, NoSuchRun, Shown, ShownPlace
+
+ADDRESS, TOKEN = "SLIPSTREAM_SERVICE", "SLIPSTREAM_SERVICE_TOKEN"
+"""Environment variables: a service's address, and the user's token there."""
+_TIMEOUT_S = 30.0
+_PLAN_S = 660.0
+_TRIES = 3
+T = TypeVar("T")
+
+
+class RemoteRuns:
+    """See `service.runs.Runs`. A service that cannot be reached is one sentence; reading is tried three times."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        token = os.environ.get(TOKEN, "") if token is None else token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._address = address.rstrip("/")
+        transport = httpx.HTTPTransport(retries=_TRIES)
+        self._client = httpx.Client(base_url=self._address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
+
+    def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
+        """See `Runs`. Data and models go by path or address, as the service's machine sees them."""
+        if resume or loaded.config.run.folder is not None:
+            raise ConfigError("the service chooses run.folder: leave --run.folder and --resume out")
+        body = {"name": name, "settings": dump_given(loaded)}
+        return self._ask("POST", "/v1/runs", Shown, json=body, timeout=_PLAN_S)
+
+    def all(self) -> list[Shown]:
+        """See `Runs`."""
+        return self._ask("GET", "/v1/runs", list[Shown])
+
+    def one(self, name: str) -> Shown:
+        """See `Runs`."""
+        return self._ask("GET", f"/v1/runs/{quote(name, safe='')}", Shown)
+
+    def log(self, name: str, offset: int) -> Chunk:
+        """See `Runs`."""
+        return self._ask("GET", f"/v1/runs/{quote(name, safe='')}/logs", Chunk, params={"offset": offset})
+
+    def cancel(self, name: str) -> Shown:
+        """See `Runs`."""
+        return self._ask("POST", f"/v1/runs/{quote(name, safe='')}/cancel", Shown)
+
+    def places(self) -> list[ShownPlace]:
+        """See `Runs`."""
+        return self._ask("GET", "/v1/gpus", list[ShownPlace])
+
+    def keep_going(self) -> None:
+        """See `Runs`: the service does."""
+
+    def _ask(self, method: str, path: str, kind: type[T], **options: Any) -> T:
+        shown = hide_userinfo(self._address)
+        try:
+            answer = self._client.request(method, path, **options)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SlipstreamError(
+                f"the service at {shown} does not answer ({error}): look at slipstream serve, and at {ADDRESS}"
+            ) from None
+        if answer.status_code == 401:
+            raise ConfigError(f"the service at {shown} does not know the token: set {TOKEN}")
+        if answer.is_error:
+            message = _message(answer)
+            raise NoSuchRun(message) if answer.status_code == 404 else ConfigError(message)
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise SlipstreamError(f"{shown} is no service of this version ({error}): look at {ADDRESS}") from None
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        found = answer.json()
+        return str(found["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answered {answer.status_code}"

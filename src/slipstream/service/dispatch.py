@@ -1,0 +1,75 @@
+"""One pass over the queue: concludes lost attempts, then starts what may start now.
+
+Guarantees: one pass at a time on a host; an attempt's number and places are stored before its supervisor starts. A pass
+that is killed anywhere leaves records that the next one continues from. `submit`, `status`, `cancel`, the service and
+each ending supervisor make a pass, so the queue moves without a service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import SlipstreamError
+from slipstream.service.allocation import Start, choose
+from slipstream.service.local import Provider
+from slipstream.service.records import Attempt, Record
+from slipstream.service.store import Store, update
+
+
+def tick(store: Store, provider: Provider) -> None:
+    """Make a pass over the runs of this host."""
+    host = socket.gethostname()
+    with store.dispatching():
+        runs = [(folder, record) for folder, record in store.records() if record.host == host and not record.has_ended]
+        swept: dict[str, tuple[Path, Record]] = {}
+        for folder, record in runs:
+            with contextlib.suppress(SlipstreamError, OSError):
+                swept[record.id] = (folder, provider.sweep(folder, record))
+        records = [record for _, record in swept.values()]
+        queued = [record for record in records if record.state == "queued"]
+        if not queued:
+            return
+        choice = choose(queued, provider.capacity(records).free, time.time())
+        for name in choice.waits.keys() | choice.overtaken.keys():
+            folder, record = swept[name]
+            _note(folder, record, choice.waits.get(name, record.reason), choice.overtaken.get(name, 0))
+        for start in choice.starts:
+            folder, _ = swept[start.id]
+            with contextlib.suppress(SlipstreamError, OSError):
+                record = update(folder, lambda now, start=start: _decided(now, start))
+                if record.state == "preparing":
+                    provider.submit(folder, record)
+
+
+def _decided(record: Record, start: Start) -> Record:
+    """The record with its next attempt, which a supervisor may claim."""
+    if record.state != "queued":
+        return record
+    number = len(record.attempts) + 1
+    attempt = Attempt(number, time.time(), tuple(lease.place for lease in start.leases))
+    return msgspec.structs.replace(
+        record,
+        state="preparing",
+        reason="",
+        launches=record.launches + 1,
+        leases=start.leases,
+        not_before=0.0,
+        attempts=(*record.attempts, attempt),
+    )
+
+
+def _note(folder: Path, record: Record, reason: str, overtaken: int) -> None:
+    """Store why a run waits, if that has changed."""
+
+    def change(now: Record) -> Record:
+        if now.state != "queued":
+            return now
+        return msgspec.structs.replace(now, reason=reason, overtaken=now.overtaken + overtaken)
+
+    if overtaken or reason != record.reason:
+        update(folder, change)

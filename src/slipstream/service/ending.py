@@ -1,0 +1,126 @@
+"""How an attempt ended, by the files of its run folder, and what follows: stored in the record.
+
+Guarantees: files of an earlier attempt do not count. The same result follows whether the attempt's supervisor
+concludes, or a later pass over the queue for one that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import SlipstreamError
+from slipstream.processes.heartbeat import Heartbeat, read_heartbeat
+from slipstream.runlog import ExitReport, holds_run, read_events, read_exit, read_metrics
+from slipstream.service.policy import decide, kind_of
+from slipstream.service.records import ACTIVE, Actual, Attempt, Record
+from slipstream.service.store import update
+
+_ROUNDING_S = 0.01
+"""Times in the run folder are rounded."""
+
+
+def exit_since(folder: Path, started: float) -> ExitReport | None:
+    """`exit.json` of the attempt that began at `started`."""
+    report = read_exit(folder)
+    return report if report is not None and report.time >= started - _ROUNDING_S else None
+
+
+def heartbeat_since(folder: Path, started: float) -> Heartbeat | None:
+    """The heartbeat of the attempt that began at `started`."""
+    beat = read_heartbeat(folder)
+    return beat if beat is not None and beat.time >= started - _ROUNDING_S else None
+
+
+def ended_attempt(folder: Path, attempt: Attempt, exit_code: int | None, now: float) -> Attempt:
+    """The attempt with how it ended."""
+    report: ExitReport | None = None
+    message = ""
+    with contextlib.suppress(SlipstreamError):  # a damaged file says nothing
+        report = exit_since(folder, attempt.started)
+    if report is not None and report.status == "finished":
+        exit_code, message = 0, ""
+    elif report is not None:
+        exit_code, message = report.exit_code, report.message
+    failure_class = report.failure_class if report is not None else ""
+    ran_out = report is None and exit_code != 0 and _was_oom_killed(folder, attempt.started)
+    kind = kind_of(exit_code, failure_class, retriable=report is not None and report.retriable, ran_out=ran_out)
+    return msgspec.structs.replace(
+        attempt, ended=now, exit_code=exit_code, kind=kind, failure_class=failure_class, message=message
+    )
+
+
+def conclude(folder: Path, launch: int, exit_code: int | None) -> Record:
+    """Store the end of the attempt that supervisor number `launch` made, and what follows: done, failed, cancelled, or
+    queued again. `exit_code` is None where nobody has waited for its process."""
+
+    def begin(record: Record) -> Record:
+        is_its = record.launches == launch and record.state in ACTIVE and record.handle is not None
+        return msgspec.structs.replace(record, state="finalising") if is_its else record
+
+    record = update(folder, begin)
+    if record.launches != launch or record.state != "finalising":
+        return record
+    now = time.time()
+    last = ended_attempt(folder, record.attempts[-1], exit_code, now)
+    actual = measured(folder, (*record.attempts[:-1], last), record.need.gpus)
+
+    def end(record: Record) -> Record:
+        assert last.kind is not None
+        earlier = record.attempts[:-1]
+        if record.cancel_requested:
+            attempt = msgspec.structs.replace(last, decision="cancelled")
+            change = msgspec.structs.replace(record, state="cancelled", reason="cancelled")
+        elif last.kind == "finished":
+            attempt = msgspec.structs.replace(last, decision="finished")
+            change = msgspec.structs.replace(record, state="done", reason="")
+        else:
+            decision = decide(last.kind, [each.kind for each in earlier])
+            attempt = msgspec.structs.replace(last, decision=decision.why)
+            how = last.message or f"exit code {last.exit_code}" if last.exit_code is not None else "it was killed"
+            change = msgspec.structs.replace(
+                record,
+                state="queued" if decision.retries else "failed",
+                reason=how,
+                not_before=now + decision.wait_s if decision.retries else 0.0,
+            )
+        return msgspec.structs.replace(change, attempts=(*earlier, attempt), actual=actual)
+
+    return update(folder, end)
+
+
+def measured(folder: Path, attempts: tuple[Attempt, ...], gpus: int) -> Actual:
+    """Time and memory of a run so far."""
+    seconds = sum(each.ended - each.started for each in attempts)
+    found = Actual(seconds=round(seconds, 3), gpu_hours=round(gpus * seconds / 3600, 6))
+    with contextlib.suppress(SlipstreamError, OSError):
+        if not holds_run(folder):
+            return found
+        rows = read_metrics(folder)
+        took = [b["time"] - a["time"] for a, b in itertools.pairwise(rows) if a["lineage"] == b["lineage"]]
+        peaks = [event["held_gib"] for event in read_events(folder, kinds=("memory",)) if event.get("held_gib")]
+        found = msgspec.structs.replace(
+            found,
+            steps=max((row["step"] for row in rows), default=0),
+            step_s=round(statistics.median(took), 4) if took else None,
+            rest_s=round(max(0.0, seconds - sum(took)), 3) if took else None,
+            memory_gib=max(peaks, default=None),
+        )
+    return found
+
+
+def _was_oom_killed(folder: Path, started: float) -> bool:
+    """Whether the kernel's OOM killer ended the attempt, by its count at the start and now."""
+    from slipstream.plan.memory.shortages import find_shortages, run_name
+
+    with contextlib.suppress(SlipstreamError, OSError):
+        if holds_run(folder):
+            last = read_events(folder, kinds=("start",))[-1:]
+            names = [run_name(folder, event["lineage"]) for event in last if event["time"] >= started - _ROUNDING_S]
+            return any(shortage.run in names for shortage in find_shortages(folder)[0])
+    return False

@@ -1,0 +1,144 @@
+"""The service's pages: all runs, and one run with its curves and the end of its output. HTML without script."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.report.curves import curves
+from slipstream.report.markup import NONE, Child, Html, duration, h, join, number, table
+from slipstream.runlog import holds_run, read_run
+from slipstream.service.runs import Shown, ShownPlace
+
+_REFRESH_S = 5
+_STATES = {"done": "finished", "queued": "interrupted", "cancelled": "interrupted", "failed": "failed"}
+"""The report's colour of each state; of all others that of a running one."""
+
+
+def runs_page(runs: Sequence[Shown], places: Sequence[ShownPlace]) -> str:
+    """All runs, newest first, and the GPUs."""
+    rows = [
+        [
+            h("a", run.id, href=f"/runs/{run.id}"),
+            _state(run),
+            f"{run.step} of {run.steps}",
+            _took(run),
+            run.model,
+            run.reason,
+        ]
+        for run in reversed(runs)
+    ]
+    found = table(["run", "state", "step", "time", "model", "reason"], rows, numbers=False, caption="runs")
+    gpus = [
+        [
+            each.place,
+            each.name,
+            number(each.total_gib, "GiB"),
+            number(each.free_gib, "GiB"),
+            ", ".join(each.runs),
+            ", ".join(each.others),
+        ]
+        for each in places
+    ]
+    there = table(["place", "name", "memory", "free", "runs", "others"], gpus, numbers=False, caption="GPUs")
+    return _page("Runs", _section("Runs", found if rows else h("p", "No run was submitted.")), _section("GPUs", there))
+
+
+def run_page(run: Shown, log: bytes) -> str:
+    """One run."""
+    button = h("form", h("button", "Cancel"), method="post", action=f"/runs/{run.id}/cancel")
+    shown = None if run.has_ended or run.cancel_requested else button
+    facts = [("state", run.state), ("step", f"{run.step} of {run.steps}"), ("model", run.model), ("time", _took(run))]
+    facts += [("submitted", _time(run.submitted)), ("on", ", ".join(run.places) or NONE), ("folder", run.folder)]
+    head = h("p.facts", [h("span.fact", h("span.note", f"{name} "), value) for name, value in facts])
+    alarm = h("p.alert", run.reason) if run.reason else None
+    parts = [_section(title, content) for title, content in _curves(Path(run.folder)).items()]
+    return _page(
+        run.id,
+        join(head, alarm, shown),
+        *parts,
+        _section("Attempts", _attempts(run)),
+        _section("Estimate and actual", _figures(run)),
+        _section("Output", h("pre", log.decode(errors="replace"))),
+        refreshes=not run.has_ended,
+    )
+
+
+def problem(text: str) -> str:
+    """A page with one sentence."""
+    return _page("Slipstream", h("p.alert", text))
+
+
+def _curves(folder: Path) -> dict[str, Html]:
+    with contextlib.suppress(SlipstreamError, OSError):
+        if holds_run(folder):
+            return curves([read_run(folder)], [""])
+    return {}
+
+
+def _attempts(run: Shown) -> Html:
+    rows = [
+        [
+            str(each.number),
+            _time(each.started),
+            duration(each.ended - each.started) if each.ended else NONE,
+            ", ".join(each.places),
+            NONE if each.exit_code is None else str(each.exit_code),
+            each.decision,
+            each.message,
+        ]
+        for each in run.attempts
+    ]
+    names = ["attempt", "began", "time", "on", "exit code", "decision", "message"]
+    return table(names, rows, numbers=False, caption="attempts") if rows else h("p", "It has not started.")
+
+
+def _figures(run: Shown) -> Html:
+    estimate, actual = run.estimate, run.actual
+    rows: list[list[Child]] = [
+        ["seconds a step", number(estimate.step_s), number(actual.step_s if actual else None)],
+        ["seconds beside the steps", number(estimate.rest_s), number(actual.rest_s if actual else None)],
+        ["seconds", number(run.estimated_s), number(actual.seconds if actual else None)],
+        ["GPU-hours", number(estimate.gpu_hours), number(actual.gpu_hours if actual else None)],
+        ["memory, GiB", number(estimate.memory_gib), number(actual.memory_gib if actual else None)],
+    ]
+    return join(table(["", "estimate", "actual"], rows, caption="estimate and actual"), h("p.note", estimate.how))
+
+
+def _took(run: Shown) -> str:
+    if run.actual is not None:
+        return duration(run.actual.seconds)
+    if run.attempts and not run.has_ended and run.places:
+        return duration(max(0.0, time.time() - run.attempts[-1].started))
+    return NONE
+
+
+def _state(run: Shown) -> Html:
+    text = f"{run.state}, to be cancelled" if run.cancel_requested and not run.has_ended else run.state
+    return h("span", text, class_=f"state {_STATES.get(run.state, 'running')}")
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _section(title: str, content: Child) -> Html:
+    return h("section", h("h2", title), content)
+
+
+def _page(title: str, *content: Child, refreshes: bool = True) -> str:
+    head = h(
+        "head",
+        h("meta", charset="utf-8"),
+        h("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        h("meta", name="color-scheme", content="light dark"),
+        h("meta", http_equiv="refresh", content=_REFRESH_S) if refreshes else None,
+        h("title", f"{title} - Slipstream"),
+        h("style", Html(resources.files("slipstream.report").joinpath("page.css").read_text(encoding="utf-8"))),
+    )
+    top = h("header", h("p.note", h("a", "all runs", href="/")), h("h1", title))
+    return f"<!doctype html>\n{h('html', head, h('body', h('main', top, *content)), lang='en')}\n"

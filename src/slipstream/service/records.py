@@ -1,0 +1,140 @@
+"""The record of a submitted run, and its states. Pure.
+
+    queued -> preparing -> running -> finalising -> done | failed | cancelled
+
+A retry leads from finalising back to queued. `step` is the one place that allows or refuses a change.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from slipstream.plan.times import Estimate
+from slipstream.processes.identity import Handle
+
+State = Literal["queued", "preparing", "running", "finalising", "done", "failed", "cancelled"]
+Kind = Literal["finished", "infrastructure", "memory", "user"]
+"""How an attempt ended, as the retry policy sees it."""
+TERMINAL = frozenset({"done", "failed", "cancelled"})
+ACTIVE = frozenset({"preparing", "running", "finalising"})
+"""States with leases."""
+NEXT: dict[State, frozenset[State]] = {
+    "queued": frozenset({"preparing", "cancelled"}),
+    "preparing": frozenset({"queued", "running", "finalising", "cancelled"}),
+    "running": frozenset({"finalising"}),
+    "finalising": frozenset({"queued", "done", "failed", "cancelled"}),
+    "done": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+}
+
+
+class Need(msgspec.Struct, frozen=True):
+    """The smallest set of GPUs that the plan fits; 0 GPUs: the CPU."""
+
+    gpus: int
+    full_bytes: int = 0
+    """Bytes of each GPU, as planned for an empty one."""
+    least_bytes: int = 0
+    """The least with which a plan is possible."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A part of a place that a run has."""
+
+    place: str
+    """UUID of a GPU, or `cpu`."""
+    bytes: int = 0
+    granted_bytes: int = 0
+    """The free memory that the run may plan with."""
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One start of a run."""
+
+    number: int
+    started: float
+    places: tuple[str, ...] = ()
+    ended: float = 0.0
+    exit_code: int | None = None
+    kind: Kind | None = None
+    failure_class: str = ""
+    message: str = ""
+    decision: str = ""
+    """Of the retry policy, stored before it is acted on."""
+
+
+class Actual(msgspec.Struct, frozen=True):
+    """Measured figures of a run, beside its `Estimate`."""
+
+    steps: int = 0
+    step_s: float | None = None
+    """Median."""
+    rest_s: float | None = None
+    """All but the steps."""
+    seconds: float = 0.0
+    """All attempts."""
+    gpu_hours: float = 0.0
+    memory_gib: float | None = None
+    """Peak of the trainer on a GPU."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A submitted run. Times are Unix times."""
+
+    id: str
+    owner: str
+    host: str
+    submitted: float
+    cwd: str
+    model: str
+    algorithm: str
+    steps: int
+    grace_s: float
+    need: Need
+    estimate: Estimate
+    state: State = "queued"
+    reason: str = ""
+    """Why it waits, or has ended."""
+    changed: float = 0.0
+    cancel_requested: float = 0.0
+    launches: int = 0
+    """How many supervisors were started; the last one alone may claim the attempt."""
+    handle: Handle | None = None
+    """The supervisor."""
+    worker: Handle | None = None
+    """The process that trains."""
+    leases: tuple[Lease, ...] = ()
+    not_before: float = 0.0
+    overtaken: int = 0
+    """How many later runs were started before it."""
+    attempts: tuple[Attempt, ...] = ()
+    actual: Actual | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not run again."""
+        return self.state in TERMINAL
+
+
+def step(old: Record, new: Record, now: float) -> Record:
+    """The record after a change from `old` to `new`: `old` if that was terminal, cancelled if somebody asked for it."""
+    if old.has_ended:
+        return old
+    if new.cancel_requested and new.state in ("queued", "done", "failed"):
+        new = msgspec.structs.replace(new, state="cancelled", reason="cancelled")
+    if new.state != old.state and new.state not in NEXT[old.state]:
+        raise ValueError(f"no transition from {old.state} to {new.state}")
+    if new.state not in ACTIVE:
+        new = msgspec.structs.replace(new, leases=(), handle=None, worker=None)
+    return msgspec.structs.replace(new, changed=now) if new.state != old.state else new
+
+
+def cancelled(record: Record, now: float) -> Record:
+    """`record` after a request to cancel: at once where no supervisor has claimed it."""
+    record = msgspec.structs.replace(record, cancel_requested=record.cancel_requested or now)
+    if record.state == "preparing" and record.handle is None:
+        return msgspec.structs.replace(record, state="cancelled", reason="cancelled")
+    return record

@@ -1,0 +1,244 @@
+"""The runs of this machine as commands and the service use them. `client.py` has the same over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from slipstream.config import Loaded
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.plan.times import Estimate
+from slipstream.regular_files import open_regular
+from slipstream.service import preflight
+from slipstream.service.dispatch import tick
+from slipstream.service.ending import heartbeat_since
+from slipstream.service.local import Local, Provider
+from slipstream.service.records import ACTIVE, Actual, Attempt, Record
+from slipstream.service.store import OUTPUT, Store
+from slipstream.service.submission import submit
+
+MAX_CHUNK = 1 << 16
+"""Most bytes of one piece of a log."""
+
+
+class NoSuchRun(ConfigError):
+    """There is no run of this name, or it is another user's."""
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """A run as commands and the service show it."""
+
+    id: str
+    folder: str
+    owner: str
+    state: str
+    reason: str
+    step: int
+    steps: int
+    model: str
+    algorithm: str
+    submitted: float
+    places: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+    estimate: Estimate
+    estimated_s: float | None
+    actual: Actual | None
+    cancel_requested: bool
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not run again."""
+        return self.state in ("done", "failed", "cancelled")
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that waited for its end."""
+        if self.state == "done":
+            return 0
+        last = self.attempts[-1].exit_code if self.attempts else None
+        return 130 if self.state == "cancelled" else last or 1
+
+
+class ShownPlace(msgspec.Struct, frozen=True):
+    """A GPU, or the CPU."""
+
+    place: str
+    name: str
+    total_gib: float
+    free_gib: float
+    """For another run."""
+    runs: tuple[str, ...]
+    others: tuple[str, ...]
+    """Other programs in its memory."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of a log."""
+
+    data: bytes
+    next: int
+    """Offset of the next one."""
+
+
+class Runs(Protocol):
+    """What can be done with runs."""
+
+    def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
+        """Queue a run."""
+        ...
+
+    def all(self) -> list[Shown]:
+        """All runs, in the order of submission."""
+        ...
+
+    def one(self, name: str) -> Shown:
+        """A run. Raises NoSuchRun."""
+        ...
+
+    def log(self, name: str, offset: int) -> Chunk:
+        """The output from a byte on; from the end, where the offset is negative."""
+        ...
+
+    def cancel(self, name: str) -> Shown:
+        """Ask for a run's end."""
+        ...
+
+    def places(self) -> list[ShownPlace]:
+        """GPUs, or the CPU."""
+        ...
+
+    def keep_going(self) -> None:
+        """Start what may start, where no service does."""
+        ...
+
+
+class LocalRuns:
+    """See `Runs`. With `owner` those of one user alone."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: str = "",
+        *,
+        records: Callable[[], Sequence[tuple[Path, Record]]] | None = None,
+        provider: Provider | None = None,
+        folder: Path = Path("runs"),
+        is_service: bool = False,
+    ) -> None:
+        self._store, self._owner = store, owner
+        self._records = records or store.records
+        self._provider = provider or Local()
+        self._folder, self._is_service = folder, is_service
+
+    def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
+        """See `Runs`. A service has the plan made in another process."""
+        if self._is_service and loaded.config.run.folder is not None:
+            raise ConfigError("run.folder is chosen by the service: leave it out")
+
+        def plan(folder: Path, loaded: Loaded) -> preflight.Preflight:
+            return preflight.ask(folder) if self._is_service else preflight.plan_ahead(loaded)
+
+        folder, record = submit(
+            self._store, loaded, name, plan, owner=self._owner, runs=self._folder.absolute(), resume=resume
+        )
+        self.keep_going()
+        return shown(folder, self._store.find(record.id)[1])
+
+    def all(self) -> list[Shown]:
+        """See `Runs`."""
+        return [shown(*each) for each in self._records() if not self._owner or each[1].owner == self._owner]
+
+    def one(self, name: str) -> Shown:
+        """See `Runs`."""
+        return shown(*self._find(name))
+
+    def folder_of(self, name: str) -> Path:
+        """The folder of a run. Raises NoSuchRun."""
+        return self._find(name)[0]
+
+    def log(self, name: str, offset: int) -> Chunk:
+        """See `Runs`."""
+        folder, _ = self._find(name)
+        try:
+            with open_regular(folder / OUTPUT) as file:
+                size = os.fstat(file.fileno()).st_size
+                start = max(0, size - MAX_CHUNK) if offset < 0 else min(offset, size)
+                file.seek(start)
+                data = file.read(MAX_CHUNK)
+                return Chunk(data, start + len(data))
+        except FileNotFoundError:
+            return Chunk(b"", 0)
+
+    def cancel(self, name: str) -> Shown:
+        """See `Runs`."""
+        folder, _ = self._find(name)
+        record = self._provider.cancel(folder)
+        self.keep_going()
+        return shown(folder, record)
+
+    def places(self) -> list[ShownPlace]:
+        """See `Runs`."""
+        records = [record for _, record in self._records() if record.state in ACTIVE]
+        capacity = self._provider.capacity(records)
+        using = {place: [r.id for r in records if any(each.place == place for each in r.leases)]
+                 for place in (*(gpu.uuid for gpu in capacity.gpus), "cpu")}  # fmt: skip
+        if not capacity.gpus:
+            from slipstream.plan.machine import free_memory_bytes, usable_cpus, usable_memory_bytes
+
+            total, free = usable_memory_bytes() / (1 << 30), free_memory_bytes() / (1 << 30)
+            return [ShownPlace("cpu", f"{usable_cpus()} cores", round(total, 2), round(free, 2), (*using["cpu"],), ())]
+        own = self._provider.pids(records)
+        return [
+            ShownPlace(
+                gpu.uuid,
+                gpu.name,
+                round(gpu.total / (1 << 30), 2),
+                round(capacity.free.get(gpu.uuid, 0) / (1 << 30), 2),
+                tuple(using[gpu.uuid]),
+                tuple(f"{p.name} (process {p.pid})" for p in gpu.processes if p.pid not in own),
+            )
+            for gpu in capacity.gpus
+        ]
+
+    def keep_going(self) -> None:
+        """See `Runs`."""
+        tick(self._store, self._provider)
+
+    def _find(self, name: str) -> tuple[Path, Record]:
+        with contextlib.suppress(SlipstreamError):
+            # A service takes no paths: a folder could be anybody's.
+            if not self._is_service or self._store.folder_of(name) is not None:
+                folder, record = self._store.find(name)
+                if not self._owner or record.owner == self._owner:
+                    return folder, record
+        raise NoSuchRun(f"there is no run {name!r} in the queue: slipstream status lists them")
+
+
+def shown(folder: Path, record: Record) -> Shown:
+    """A run as it is shown. The step of a running one is that of this attempt's heartbeat."""
+    step = record.actual.steps if record.actual is not None else 0
+    if record.state in ACTIVE and (beat := heartbeat_since(folder, record.attempts[-1].started)) is not None:
+        step = beat.step
+    return Shown(
+        id=record.id,
+        folder=str(folder),
+        owner=record.owner,
+        state=record.state,
+        reason=record.reason,
+        step=step,
+        steps=record.steps,
+        model=record.model,
+        algorithm=record.algorithm,
+        submitted=record.submitted,
+        places=tuple(lease.place for lease in record.leases),
+        attempts=record.attempts,
+        estimate=record.estimate,
+        estimated_s=record.estimate.seconds,
+        actual=record.actual,
+        cancel_requested=record.cancel_requested > 0,
+    )

@@ -1,0 +1,111 @@
+"""Makes a queued run of a run file.
+
+Guarantees: the run folder is written before anything else knows of the run. Its settings are a copy with absolute
+paths, so later edits of the run file change nothing. Settings with a secret are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.config import Loaded, dump_given, load_config
+from slipstream.errors import ConfigError
+from slipstream.names import model_name
+from slipstream.plan.times import Estimate, corrected
+from slipstream.processes.files import write_whole
+from slipstream.runlog import holds_run, refuse_used
+from slipstream.runlog.files import SERVICE_FOLDER
+from slipstream.runlog.redaction import redact_toml
+from slipstream.service.preflight import Preflight
+from slipstream.service.records import Record
+from slipstream.service.store import RUN_FILE, Store, name_from, record_of
+
+
+def unix_user() -> str:
+    """The name of this process's user."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def submit(
+    store: Store,
+    loaded: Loaded,
+    name: str,
+    plan: Callable[[Path, Loaded], Preflight],
+    *,
+    owner: str = "",
+    runs: Path = Path("runs"),
+    resume: bool = False,
+) -> tuple[Path, Record]:
+    """Queue a run, in `run.folder` or in a new folder below `runs`; its folder and record. `plan` gets the folder with
+    the settings. Raises ConfigError."""
+    if loaded.config.cluster.nodes > 1:
+        raise ConfigError(f"cluster.nodes = {loaded.config.cluster.nodes} needs Slurm: use --to slurm, or one node")
+    name, folder = _new_name(store, loaded, name, runs)
+    if not resume or not holds_run(folder):
+        refuse_used(folder)
+    before = record_of(folder)
+    if before is not None and not before.has_ended:
+        raise ConfigError(f"{before.id} is {before.state}: wait for its end, or use slipstream cancel")
+    loaded = loaded.with_values({"run.folder": folder})
+    loaded.origins["run.folder"] = "slipstream submit"
+    text = dump_given(loaded)
+    if redact_toml(text)[1]:
+        raise ConfigError("the settings hold a secret: name a variable in environment.variables, and export it")
+    (folder / SERVICE_FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        write_whole(folder / RUN_FILE, text.encode())
+        found = plan(folder, load_config(folder / RUN_FILE))
+        record = Record(
+            id=name,
+            owner=owner or unix_user(),
+            host=socket.gethostname(),
+            submitted=time.time(),
+            cwd=os.getcwd(),
+            model=model_name(loaded.config.model.path),
+            algorithm=loaded.config.algorithm.kind,
+            steps=found.steps,
+            grace_s=loaded.config.run.grace_s,
+            need=found.need,
+            estimate=_with_earlier(store, found.estimate),
+        )
+        store.add(folder, record)
+    except BaseException:
+        if before is None:
+            shutil.rmtree(folder / SERVICE_FOLDER, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+    return folder, record
+
+
+def _new_name(store: Store, loaded: Loaded, name: str, runs: Path) -> tuple[str, Path]:
+    """A free name, and the run's folder. An earlier run of the folder keeps its name."""
+    given = loaded.config.run.folder
+    if given is not None and (before := record_of(given)) is not None and store.folder_of(before.id) == given:
+        return before.id, given
+    base = name_from(given.name if given is not None else f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    for number in range(1, 1000):
+        found = base if number == 1 else f"{base}-{number}"
+        folder = given if given is not None else (runs / found).absolute()
+        if not store.has(found) and (given is not None or not folder.exists()):
+            return found, folder
+    raise ConfigError(f"1000 runs are named {base}: name another folder")
+
+
+def _with_earlier(store: Store, estimate: Estimate) -> Estimate:
+    """The estimate with the times of the last run of its shape that was done at the first attempt."""
+    for _, record in reversed(store.records()):
+        actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
+        if is_whole and record.estimate.shape == estimate.shape and actual is not None and actual.step_s is not None:
+            return corrected(estimate, actual.step_s, actual.rest_s or 0.0, record.id)
+    return estimate

@@ -1,0 +1,155 @@
+"""The parent of one attempt of a run: a small process of its own, so that the run outlives every service and command.
+
+Guarantees: it claims its attempt, with its handle, before it starts anything; a second supervisor of the attempt ends
+at once. All that the run has started ends with it. At its end it stores what follows, and starts waiting runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import SlipstreamError
+from slipstream.plan.machine import IN_USE
+from slipstream.processes import exits
+from slipstream.processes.guard import adopt, children_of, end_descendants
+from slipstream.processes.identity import handle_of, own_handle
+from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.runlog import is_running
+from slipstream.service import dispatch
+from slipstream.service.allocation import CPU, Gpu
+from slipstream.service.ending import conclude
+from slipstream.service.local import Local, read_gpus
+from slipstream.service.records import Record
+from slipstream.service.store import OUTPUT, RUN_FILE, Store, record_of, update
+
+_POLL_S = 0.25
+_MARGIN_S = 30.0
+"""After `run.grace_s`, before a run that was asked to end is killed."""
+_ORPHANS_S = 30.0
+
+
+class Supervisor:
+    """Supervises attempt number `launch` of the run in `folder`."""
+
+    def __init__(self, folder: Path, launch: int) -> None:
+        self._folder, self._launch = folder, launch
+        self._own = own_handle()
+        self._stop = 0
+
+    def claim(self) -> Record | None:
+        """Store this process's handle as the attempt's; None if the attempt is another's, or is over."""
+
+        def change(record: Record) -> Record:
+            is_ours = record.launches == self._launch and record.state == "preparing" and record.handle is None
+            return msgspec.structs.replace(record, handle=self._own) if is_ours else record
+
+        record = update(self._folder, change)
+        return record if record.handle == self._own else None
+
+    def run(self) -> None:
+        """Run the attempt to its end, and store what follows."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_stop)
+        record = self.claim()
+        if record is None:
+            return
+        adopt()
+        child = self._start(record)
+        code: int | None = None
+        try:
+            code = self._watch(child, record.grace_s)
+        finally:
+            child.kill()
+            end_descendants(_ORPHANS_S)
+        record = conclude(self._folder, self._launch, code)
+        self._start_waiting(record)
+
+    def _on_stop(self, number: int, frame: object) -> None:
+        self._stop = number
+
+    def _start(self, record: Record) -> Child:
+        arguments = [record.cwd, "train", str(self._folder / RUN_FILE), "--resume=auto", "--plain"]
+        environment = {**os.environ, **exits.SAFE_PATH}
+        environment.pop(IN_USE, None)
+        gpus = tuple(lease.place for lease in record.leases if lease.place != CPU)
+        if gpus:
+            environment[IN_USE] = json.dumps(granted(read_gpus(), record))
+        resources = Resources(gpus=gpus)
+        child = LOCAL.launch("slipstream.service.worker", arguments, environment, resources, output=self._output)
+        worker = handle_of(child.pid)
+        update(self._folder, lambda record: msgspec.structs.replace(record, worker=worker))
+        return child
+
+    @property
+    def _output(self) -> Path:
+        return self._folder / OUTPUT
+
+    def _watch(self, child: Child, grace_s: float) -> int | None:
+        """Wait for the end of the process that trains, and end it when somebody asks for that."""
+        deadline, seen = float("inf"), False
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(_POLL_S)
+            _reap(child.pid)
+            record = record_of(self._folder)
+            if deadline == float("inf") and (self._stop or (record is not None and record.cancel_requested)):
+                child.send_signal(signal.SIGTERM)
+                deadline = time.monotonic() + grace_s + _MARGIN_S
+            if time.monotonic() > deadline:
+                child.kill()
+            if not seen and is_running(self._folder):
+                seen = True
+                update(self._folder, _running)
+
+    def _start_waiting(self, record: Record) -> None:
+        """Pass over the queue: another run may have the place, or this one may be due again after its wait."""
+        provider = Local()
+        with contextlib.suppress(SlipstreamError):
+            store = Store()
+            dispatch.tick(store, provider)
+            if record.state == "queued" and record.not_before:
+                while (wait_s := record.not_before - time.time()) > 0 and not self._stop:
+                    time.sleep(min(wait_s, _POLL_S))
+                dispatch.tick(store, provider)
+
+
+def granted(gpus: Sequence[Gpu], record: Record) -> list[str]:
+    """What nvidia-smi would tell the run if others held all that it may not have, as `plan.machine` keeps it."""
+    leases = {lease.place: lease for lease in record.leases}
+    rows = [
+        f"{gpu.uuid}, {gpu.total >> 20}, {max(0, gpu.total - leases[gpu.uuid].granted_bytes) >> 20}, -, -, {gpu.name}"
+        for gpu in gpus
+        if gpu.uuid in leases
+    ]
+    return ["\n".join(rows), ""]
+
+
+def _running(record: Record) -> Record:
+    return msgspec.structs.replace(record, state="running") if record.state == "preparing" else record
+
+
+def _reap(own: int) -> None:
+    """Take note of the end of processes that the run's have left to this one."""
+    for pid in children_of(os.getpid()):
+        if pid != own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def main() -> None:
+    """Supervise the run folder and launch of the arguments."""
+    Supervisor(Path(sys.argv[1]), int(sys.argv[2])).run()
+
+
+if __name__ == "__main__":
+    main()
