@@ -31,7 +31,7 @@ def submit(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    to: Annotated[Where | None, Parameter(help="Default: slurm where sbatch is on PATH, or else local.")] = None,
+    to: Annotated[Where | None, Parameter(help="Default: slurm if sbatch is on PATH, or else local.")] = None,
     nodes: Annotated[int | None, Parameter(help="Nodes of the run; default: cluster.nodes.")] = None,
     time: Annotated[str | None, Parameter(help="Time limit, as 12:00:00; default: the partition's.")] = None,
     partition: Annotated[str | None, Parameter(help="Default: SBATCH_PARTITION, or Slurm's.")] = None,
@@ -48,10 +48,10 @@ def submit(
 ) -> int:
     """Submit a run to this machine's queue, or to Slurm on one node or several.
 
-    In the queue it starts as soon as the GPUs that its plan needs are free (docs/service.md). A job of Slurm saves a
+    In the queue it starts as soon as the GPUs of its plan are free (docs/service.md). A job of Slurm saves a
     checkpoint before its time limit, and is requeued until the run is complete; the options for nodes, time and sbatch
-    are Slurm's. A run that could never start is refused. Prints the run's name, or the job's number, and the run
-    folder. With SLIPSTREAM_SERVICE the queue is that of the service at this address.
+    are Slurm's. An impossible run is refused. Prints the run's name, or the job's number, and the run
+    folder. With SLIPSTREAM_SERVICE=URL the queue is a service's.
     """
     if (to or default_place()) == "local":
         given = {"--nodes": nodes, "--time": time, "--partition": partition, "--account": account}
@@ -240,7 +240,7 @@ def gpus(*, json: Json = False) -> int:
 
 
 def queued_runs() -> Runs:
-    """The queue of the service that SLIPSTREAM_SERVICE names, or of this machine."""
+    """The queue of the service in SLIPSTREAM_SERVICE, or of this machine."""
     from slipstream.service.client import ADDRESS, RemoteRuns
 
     if address := os.environ.get(ADDRESS):
@@ -252,12 +252,12 @@ def queued_runs() -> Runs:
 
 
 def default_place() -> Where:
-    """Slurm on a machine that can submit to it, unless a service is named."""
+    """Slurm on a machine with sbatch, unless a service is named."""
     return "slurm" if shutil.which("sbatch") and "SLIPSTREAM_SERVICE" not in os.environ else "local"
 
 
 def _is_job(folder: Path) -> bool:
-    """Whether a path is the folder of a job, or of a run that was not submitted."""
+    """Whether a path is the folder of a job, or of a run outside the queue."""
     from slipstream.clusters import slurm
     from slipstream.runlog import holds_run
     from slipstream.service.store import record_of

@@ -20,7 +20,7 @@ def serve(
 ) -> int:
     """Serve this machine's queue over HTTP, with a page for the browser (docs/service.md).
 
-    Runs go on when the service ends, and it finds them again. It runs the code of all its users as this Unix user.
+    Runs continue after the end of the service, and its next start finds them again. It runs the code of all its users as this Unix user.
     Commands use it with SLIPSTREAM_SERVICE=http://HOST:PORT, and their token in SLIPSTREAM_SERVICE_TOKEN.
     """
     from slipstream.service.store import Store

@@ -23,20 +23,20 @@ IMPORT_S, GRAPHS_S, LOAD_RATE = 26.0, 3.0, 8.4e8
 """An H200's vLLM: imports, CUDA graphs, and bytes a second of its weights (3.1 GB in 3.7 s)."""
 COMPILE_S = 60.0
 PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l40s": 3.6e14, "4090": 1.65e14}
-"""Of bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
+"""Bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
 TRAINING_SHARE, GENERATION_SHARE = 0.3, 0.1
-"""Parts of the peak that a run is taken to reach. Not measured: an earlier run of the same shape replaces them."""
+"""Assumed parts of the peak. Not measured: an earlier run of the same shape replaces them."""
 TRAINER_START_S = 30.0
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A run's time and memory, before it starts. A figure is None where nobody knows."""
+    """A run's time and memory, before it starts. A figure is None if nobody knows it."""
 
     shape: str
     """Runs of one shape take equally long."""
     steps: int
     memory_gib: float
-    """Of the fullest GPU, or of the machine."""
+    """The fullest GPU's, or the machine's."""
     gpus: int = 0
     step_s: float | None = None
     rest_s: float | None = None
@@ -55,7 +55,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_tokens: float) -> Estimate:
-    """Estimate a run whose conversations, or prompts with completions, have `mean_tokens` on average."""
+    """Estimate a run with conversations, or prompts and completions, of `mean_tokens` on average."""
     algorithm, device = config.algorithm, facts.gpu_name if facts.num_gpus else f"{facts.num_cpus} cores"
     rollouts = algorithm.group_size if isinstance(algorithm, RLConfig) else 1
     sequences = config.training.prompts_per_batch * rollouts

@@ -1,4 +1,4 @@
-"""Names a process so that no later one is taken for it: by pid, start time and boot."""
+"""Names a process by pid, start time and boot, so no later one is taken for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_handle() -> Handle:
 
 
 def handle_of(pid: int) -> Handle | None:
-    """The process `pid` of this host; None if there is none."""
+    """The process `pid` of this host; None without one."""
     started = _started(pid)
     return None if started is None else Handle(pid, started, _boot(), socket.gethostname())
 

@@ -1,7 +1,7 @@
-"""Who may use the service over HTTP.
+"""Access to the service over HTTP.
 
 Guarantees: without tokens only processes of the service's own Unix user (or root) on this machine are answered, also
-on loopback, since a run is that user's program. With tokens every request needs one; hashes are stored, and not the
+on loopback, since a run is a program of this user. With tokens every request needs one; hashes are stored, and not the
 tokens. A web page of another origin changes nothing.
 """
 
@@ -37,7 +37,7 @@ def tokens_of(store: Store) -> dict[str, str]:
 
 
 def new_token(store: Store, user: str) -> str:
-    """Make a token for a user, whose earlier one ends."""
+    """Make a token for a user. An earlier one ends."""
     if name_from(user) != user:
         raise ConfigError(f"{user!r} is no name of a user: use letters, digits, '.', '_' and '-'")
     token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -108,7 +108,7 @@ def _given_token(header: str) -> str:
 
 
 def _is_same_origin(headers: dict[bytes, str]) -> bool:
-    """Whether a browser says that the page is ours; other clients send no origin."""
+    """Whether the page is ours, by the browser's word; other clients send no origin."""
     origin = headers.get(b"origin")
     if origin is not None:
         return origin.partition("://")[2] == headers.get(b"host")

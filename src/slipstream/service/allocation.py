@@ -1,8 +1,8 @@
-"""Which queued runs start now, and on which GPUs. Pure.
+"""The choice of queued runs to start, and of their GPUs. Pure.
 
-The order: first come, first served. A later run may start before an earlier one that waits for memory or GPUs, but no
-run is overtaken more than `MAX_OVERTAKEN` times. A run gets the GPUs with the most free memory, so an idle GPU comes
-before a shared one. Free memory is the GPU's, less what other programs hold and what runs have leased, used or not.
+The order: first come, first served. A later run may start while an earlier one waits for memory or GPUs, but no run is
+overtaken more than `MAX_OVERTAKEN` times. A run gets the GPUs with the most free memory, so an idle GPU comes before a
+shared one. Free memory is the GPU's, less the memory of other programs and the leases of runs, used or not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Choice:
-    """Runs to start, the reasons of those that wait, and the runs that are overtaken, each as often as it is."""
+    """Runs to start, the reasons of the waiting ones, and how often each is overtaken."""
 
     starts: tuple[Start, ...]
     waits: Mapping[str, str]
@@ -56,8 +56,8 @@ class Choice:
 
 
 def taken_bytes(gpu: Gpu, own_pids: Collection[int], leased: int) -> int:
-    """Bytes of a GPU that no further run may have: leased or used by our runs, and held by other programs. Where the
-    driver shows no processes, as in a container, others hold all that the leases do not explain."""
+    """Bytes of a GPU for no further run: leased or used by our runs, and held by other programs. In a container the
+    driver may show no processes: then others hold all memory above the leases."""
     if not gpu.processes:
         return max(leased, gpu.used)
     own = sum(each.bytes for each in gpu.processes if each.pid in own_pids)
@@ -65,7 +65,7 @@ def taken_bytes(gpu: Gpu, own_pids: Collection[int], leased: int) -> int:
 
 
 def leased_bytes(records: Iterable[Record]) -> dict[str, int]:
-    """Bytes of each place that runs have leased; a place of the CPU counts 1."""
+    """Leased bytes of each place; the CPU counts 1."""
     found: dict[str, int] = {}
     for record in records:
         for lease in record.leases if record.state in ACTIVE else ():
@@ -82,7 +82,7 @@ def free_bytes(gpus: Sequence[Gpu], records: Sequence[Record], own_pids: Collect
 
 
 def place(need: Need, free: Mapping[str, int]) -> tuple[Lease, ...]:
-    """Leases of the GPUs with the most free memory; empty where too few have enough."""
+    """Leases of the GPUs with the most free memory; empty if too few have enough."""
     if not need.gpus:
         return (Lease(CPU),) if CPU in free else ()
     fitting = sorted((uuid for uuid in free if uuid != CPU and free[uuid] >= need.least_bytes), key=lambda u: -free[u])
@@ -105,7 +105,7 @@ def choose(queued: Sequence[Record], free: Mapping[str, int], now: float) -> Cho
         full = next((each for each in waiting if each.overtaken + overtaken.get(each.id, 0) >= MAX_OVERTAKEN), None)
         leases = () if full else place(record.need, left)
         if not leases:
-            waits[record.id] = f"waits for {full.id}, which was overtaken {MAX_OVERTAKEN} times" if full else ""
+            waits[record.id] = f"waits for {full.id}, overtaken {MAX_OVERTAKEN} times" if full else ""
             waiting.append(record)
             continue
         starts.append(Start(record.id, leases))

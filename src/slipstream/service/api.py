@@ -1,4 +1,4 @@
-"""The service: an HTTP API and pages over `LocalRuns`, and a thread that keeps the queue going.
+"""The service: an HTTP API and pages over `LocalRuns`, and a thread to keep the queue going.
 
 It runs the code of all its users as one Unix user. Runs do not end with it.
 """
@@ -129,7 +129,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 class Keeper:
-    """A thread that keeps the queue going."""
+    """A thread for the queue."""
 
     def __init__(self, runs: LocalRuns) -> None:
         self._runs, self._over = runs, threading.Event()

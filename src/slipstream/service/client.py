@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class RemoteRuns:
-    """See `service.runs.Runs`. A service that cannot be reached is one sentence; reading is tried three times."""
+    """See `service.runs.Runs`. An unreachable service is one sentence; reading is tried three times."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         token = os.environ.get(TOKEN, "") if token is None else token

@@ -1,7 +1,7 @@
-"""One pass over the queue: concludes lost attempts, then starts what may start now.
+"""One pass over the queue: concludes lost attempts, then starts all runs with a place.
 
-Guarantees: one pass at a time on a host; an attempt's number and places are stored before its supervisor starts. A pass
-that is killed anywhere leaves records that the next one continues from. `submit`, `status`, `cancel`, the service and
+Guarantees: one pass at a time on a host; an attempt's number and places are stored before its supervisor starts. The
+next pass continues the records of a killed one. `submit`, `status`, `cancel`, the service and
 each ending supervisor make a pass, so the queue moves without a service.
 """
 
@@ -47,7 +47,7 @@ def tick(store: Store, provider: Provider) -> None:
 
 
 def _decided(record: Record, start: Start) -> Record:
-    """The record with its next attempt, which a supervisor may claim."""
+    """The record with its next attempt, for a supervisor to claim."""
     if record.state != "queued":
         return record
     number = len(record.attempts) + 1
@@ -64,7 +64,7 @@ def _decided(record: Record, start: Start) -> Record:
 
 
 def _note(folder: Path, record: Record, reason: str, overtaken: int) -> None:
-    """Store why a run waits, if that has changed."""
+    """Store why a run waits, if the reason has changed."""
 
     def change(now: Record) -> Record:
         if now.state != "queued":

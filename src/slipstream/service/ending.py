@@ -1,7 +1,7 @@
-"""How an attempt ended, by the files of its run folder, and what follows: stored in the record.
+"""The end of an attempt, by the files of its run folder, and the decision on the next one, stored in the record.
 
-Guarantees: files of an earlier attempt do not count. The same result follows whether the attempt's supervisor
-concludes, or a later pass over the queue for one that was killed.
+Guarantees: files of an earlier attempt do not count. The result is the same from the attempt's supervisor
+and, after its death, from a later pass over the queue.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ROUNDING_S = 0.01
 
 
 def exit_since(folder: Path, started: float) -> ExitReport | None:
-    """`exit.json` of the attempt that began at `started`."""
+    """`exit.json`, if written since `started`."""
     report = read_exit(folder)
     return report if report is not None and report.time >= started - _ROUNDING_S else None
 
 
 def heartbeat_since(folder: Path, started: float) -> Heartbeat | None:
-    """The heartbeat of the attempt that began at `started`."""
+    """The heartbeat, if written since `started`."""
     beat = read_heartbeat(folder)
     return beat if beat is not None and beat.time >= started - _ROUNDING_S else None
 
@@ -56,8 +56,8 @@ def ended_attempt(folder: Path, attempt: Attempt, exit_code: int | None, now: fl
 
 
 def conclude(folder: Path, launch: int, exit_code: int | None) -> Record:
-    """Store the end of the attempt that supervisor number `launch` made, and what follows: done, failed, cancelled, or
-    queued again. `exit_code` is None where nobody has waited for its process."""
+    """Store the end of supervisor number `launch`'s attempt, and the next state: done, failed, cancelled or queued.
+    `exit_code` is None if nobody has waited for its process."""
 
     def begin(record: Record) -> Record:
         is_its = record.launches == launch and record.state in ACTIVE and record.handle is not None

@@ -1,7 +1,7 @@
 """The provider of this machine: its GPUs, or its CPU as one place.
 
-A provider says what there is (`capacity`), starts an attempt (`submit`), tells whether its supervisor lives (`poll`),
-asks for its end (`cancel`) and finds attempts without a supervisor (`sweep`).
+A provider measures (`capacity`), starts an attempt (`submit`), sees whether its supervisor lives (`poll`), asks for its
+end (`cancel`) and concludes attempts without a supervisor (`sweep`).
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ _LOG = f"{SERVICE_FOLDER}/supervisor.log"
 
 @dataclass(frozen=True)
 class Capacity:
-    """What there is, and the bytes of each place for another run."""
+    """All GPUs, and the bytes of each place for another run."""
 
     gpus: tuple[Gpu, ...]
     free: dict[str, int]
 
 
 class Provider(Protocol):
-    """Where runs run."""
+    """A place for runs."""
 
     def capacity(self, records: Sequence[Record]) -> Capacity:
-        """What there is for another run beside these."""
+        """GPUs and free memory beside these runs."""
         ...
 
     def submit(self, folder: Path, record: Record) -> None:
-        """Start the attempt that `record` describes. Its supervisor has stored its handle when this returns, or never
-        will."""
+        """Start the newest attempt. Its supervisor has stored its handle when this returns, or never will."""
         ...
 
     def poll(self, folder: Path, record: Record) -> bool:
@@ -59,7 +58,7 @@ class Provider(Protocol):
         ...
 
     def cancel(self, folder: Path) -> Record:
-        """Ask for the end of a run, in whatever state it is."""
+        """Ask for the end of a run, in any state."""
         ...
 
     def sweep(self, folder: Path, record: Record) -> Record:
@@ -108,7 +107,7 @@ class Local:
         return update(folder, lambda record: cancelled(record, time.time()))
 
     def sweep(self, folder: Path, record: Record) -> Record:
-        """See `Provider`. A worker whose supervisor is gone is about to end by itself: it is killed all the same."""
+        """See `Provider`. A worker without a supervisor is about to end by itself, and is killed all the same."""
         if record.state not in ACTIVE or (record.handle is not None and is_alive(record.handle)):
             return record
         if record.handle is None:
@@ -131,14 +130,14 @@ class Local:
 
 
 def _unclaimed(record: Record, launch: int) -> Record:
-    """An attempt that was decided, and whose supervisor never came: it did not begin."""
+    """An attempt without a supervisor did not begin."""
     if record.launches != launch or record.state != "preparing" or record.handle is not None:
         return record
     return msgspec.structs.replace(record, state="queued", attempts=record.attempts[:-1])
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine that this process may use, by nvidia-smi; empty where there are none."""
+    """The GPUs of this machine in CUDA_VISIBLE_DEVICES, by nvidia-smi; empty without any."""
     answers = query_gpus(_GPUS, _PROCESSES)
     if not answers:
         return ()

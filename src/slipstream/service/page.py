@@ -16,7 +16,7 @@ from slipstream.service.runs import Shown, ShownPlace
 
 _REFRESH_S = 5
 _STATES = {"done": "finished", "queued": "interrupted", "cancelled": "interrupted", "failed": "failed"}
-"""The report's colour of each state; of all others that of a running one."""
+"""The report's colour of each state; by default a running run's."""
 
 
 def runs_page(runs: Sequence[Shown], places: Sequence[ShownPlace]) -> str:

@@ -1,4 +1,4 @@
-"""Whether another attempt follows one that failed. Pure; the decision is stored in the run's record."""
+"""Whether another attempt follows a failed one. Pure; the decision is stored in the run's record."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slipstream.service.records import Kind
 LIMITS: dict[Kind, int] = {"finished": 0, "infrastructure": 3, "memory": 2, "user": 0}
 """Retries of a run by the kind of failure. A retry after out-of-memory plans smaller (`launch/recovery`)."""
 USER_CODES = frozenset({1, 2, 3, 4, 6, 7})
-"""Exit codes of failures that a retry would repeat: settings, data, rewards, checks, a full disk, bugs."""
+"""Exit codes of failures by the user's side: settings, data, rewards, checks, a full disk, bugs."""
 MEMORY_CODE = 9
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows."""
+    """The next attempt, or none."""
 
     retries: bool
     wait_s: float
@@ -25,8 +25,8 @@ class Decision:
 
 
 def kind_of(exit_code: int | None, failure_class: str, *, retriable: bool, ran_out: bool) -> Kind:
-    """The kind of an attempt's end. `exit_code` is None where nobody has waited for the process. `failure_class` and
-    `retriable` are those of `exit.json`; without one the class is empty. `ran_out`: the OOM killer ended it."""
+    """The kind of an attempt's end. `exit_code` is None if nobody has waited for the process. `failure_class` and
+    `retriable` come from `exit.json`; without one the class is empty. `ran_out`: the OOM killer ended it."""
     if failure_class:
         return "memory" if failure_class == "memory" else "infrastructure" if retriable else "user"
     if exit_code == 0:
@@ -37,7 +37,7 @@ def kind_of(exit_code: int | None, failure_class: str, *, retriable: bool, ran_o
 
 
 def decide(kind: Kind, earlier: Sequence[Kind | None]) -> Decision:
-    """The decision after an attempt of this kind; `earlier`: the kinds of those before."""
+    """The decision after an attempt of this kind; `earlier`: the kinds of all attempts before."""
     limit, used = LIMITS[kind], sum(each == kind for each in earlier)
     if used >= limit:
         why = f"{limit} retries after failures of this kind are used up" if limit else "a retry would fail again"

@@ -1,5 +1,5 @@
-"""Plans a run before it is queued: its need of GPUs, and its estimate. As a program, for a service that does not run
-its users' code in its own process."""
+"""Plans a run before it is queued: its need of GPUs, and its estimate. The service calls it as a program, because
+a plan imports the user's code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRIES = 8
 
 
 class Preflight(msgspec.Struct, frozen=True):
-    """What is known of a run before it starts."""
+    """Facts of a run before its start."""
 
     need: Need
     estimate: Estimate
@@ -44,8 +44,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def plan_ahead(loaded: Loaded) -> Preflight:
-    """Plan the run for the smallest number of this machine's GPUs that it fits. Raises ConfigError for a run that is
-    impossible here, and DataError."""
+    """Plan the run for the smallest sufficient number of this machine's GPUs. Raises ConfigError for an impossible run,
+    and DataError."""
     gpus = read_gpus()
     for count in range(min(1, len(gpus)), len(gpus) + 1):
         try:
@@ -90,7 +90,7 @@ def _planned(loaded: Loaded, gpus: Sequence[Gpu], count: int) -> Preflight:
 
 
 def ask(folder: Path) -> Preflight:
-    """Plan the run whose settings are in `folder`, in another process. Raises ConfigError."""
+    """Plan the run in `folder` in another process. Raises ConfigError."""
     child = LOCAL.launch("slipstream.service.preflight", [str(folder)], output=folder / _LOG)
     try:
         code = child.wait(_TIMEOUT_S)

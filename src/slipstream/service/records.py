@@ -2,7 +2,7 @@
 
     queued -> preparing -> running -> finalising -> done | failed | cancelled
 
-A retry leads from finalising back to queued. `step` is the one place that allows or refuses a change.
+A retry leads from finalising back to queued. `step` alone allows or refuses a change.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ NEXT: dict[State, frozenset[State]] = {
 
 
 class Need(msgspec.Struct, frozen=True):
-    """The smallest set of GPUs that the plan fits; 0 GPUs: the CPU."""
+    """The smallest set of GPUs for the plan; 0 GPUs: the CPU."""
 
     gpus: int
     full_bytes: int = 0
     """Bytes of each GPU, as planned for an empty one."""
     least_bytes: int = 0
-    """The least with which a plan is possible."""
+    """The least for any plan."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A part of a place that a run has."""
+    """A run's part of a place."""
 
     place: str
     """UUID of a GPU, or `cpu`."""
     bytes: int = 0
     granted_bytes: int = 0
-    """The free memory that the run may plan with."""
+    """Free memory at the start: the run plans with it."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Attempt(msgspec.Struct, frozen=True):
     failure_class: str = ""
     message: str = ""
     decision: str = ""
-    """Of the retry policy, stored before it is acted on."""
+    """The retry policy's, stored before it is acted on."""
 
 
 class Actual(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class Record(msgspec.Struct, frozen=True):
     handle: Handle | None = None
     """The supervisor."""
     worker: Handle | None = None
-    """The process that trains."""
+    """The training process."""
     leases: tuple[Lease, ...] = ()
     not_before: float = 0.0
     overtaken: int = 0
@@ -120,7 +120,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def step(old: Record, new: Record, now: float) -> Record:
-    """The record after a change from `old` to `new`: `old` if that was terminal, cancelled if somebody asked for it."""
+    """The record after a change from `old` to `new`: `old` if its state was terminal, cancelled after a request."""
     if old.has_ended:
         return old
     if new.cancel_requested and new.state in ("queued", "done", "failed"):
@@ -133,7 +133,7 @@ def step(old: Record, new: Record, now: float) -> Record:
 
 
 def cancelled(record: Record, now: float) -> Record:
-    """`record` after a request to cancel: at once where no supervisor has claimed it."""
+    """`record` after a request to cancel: at once if no supervisor has claimed it."""
     record = msgspec.structs.replace(record, cancel_requested=record.cancel_requested or now)
     if record.state == "preparing" and record.handle is None:
         return msgspec.structs.replace(record, state="cancelled", reason="cancelled")

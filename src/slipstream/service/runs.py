@@ -57,7 +57,7 @@ class Shown(msgspec.Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """Of a command that waited for its end."""
+        """The exit code of a command after its end."""
         if self.state == "done":
             return 0
         last = self.attempts[-1].exit_code if self.attempts else None
@@ -86,7 +86,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Runs(Protocol):
-    """What can be done with runs."""
+    """The interface of the queue."""
 
     def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
         """Queue a run."""
@@ -101,7 +101,7 @@ class Runs(Protocol):
         ...
 
     def log(self, name: str, offset: int) -> Chunk:
-        """The output from a byte on; from the end, where the offset is negative."""
+        """The output from a byte on; the end of it for a negative offset."""
         ...
 
     def cancel(self, name: str) -> Shown:
@@ -113,12 +113,12 @@ class Runs(Protocol):
         ...
 
     def keep_going(self) -> None:
-        """Start what may start, where no service does."""
+        """Make a pass over the queue, if no service does."""
         ...
 
 
 class LocalRuns:
-    """See `Runs`. With `owner` those of one user alone."""
+    """See `Runs`. With `owner` one user's alone."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class LocalRuns:
 
 
 def shown(folder: Path, record: Record) -> Shown:
-    """A run as it is shown. The step of a running one is that of this attempt's heartbeat."""
+    """A run for people. The step of a running one comes from this attempt's heartbeat."""
     step = record.actual.steps if record.actual is not None else 0
     if record.state in ACTIVE and (beat := heartbeat_since(folder, record.attempts[-1].started)) is not None:
         step = beat.step

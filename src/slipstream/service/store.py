@@ -1,7 +1,7 @@
 """Run folders in the queue, and the state folder with a link to each.
 
-Guarantees: a record is replaced atomically, under a lock of its own, and only along allowed transitions. The links tell
-which runs there are; nothing else does. A name is checked before it becomes a path.
+Guarantees: a record is replaced atomically, under its own lock, and only along allowed transitions. The links are the
+list of runs; nothing else is. A name is checked before it becomes a path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def record_of(folder: Path) -> Record | None:
 
 
 def update(folder: Path, change: Callable[[Record], Record]) -> Record:
-    """Change a run's record by compare-and-set: `change` gets the newest one. Returns the record after that."""
+    """Change a run's record by compare-and-set: `change` gets the newest one. Returns the new record."""
     with _locked(folder / _LOCK):
         old = record_of(folder)
         if old is None:
@@ -84,7 +84,7 @@ class Store:
         return os.path.lexists(self._links / name)
 
     def folder_of(self, name: str) -> Path | None:
-        """The folder of a run by its name; None if there is none."""
+        """The folder of a run by its name; None for an unknown one."""
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -105,7 +105,7 @@ class Store:
         return {name: folder for name in names if (folder := self.folder_of(name)) is not None}
 
     def records(self) -> list[tuple[Path, Record]]:
-        """All runs that can be read, in the order of submission. A removed folder is left out."""
+        """All readable runs, in the order of submission. A removed folder is left out."""
         found: list[tuple[Path, Record]] = []
         for name, folder in self.all().items():
             with contextlib.suppress(ConfigError, OSError):

@@ -103,7 +103,7 @@ def _new_name(store: Store, loaded: Loaded, name: str, runs: Path) -> tuple[str,
 
 
 def _with_earlier(store: Store, estimate: Estimate) -> Estimate:
-    """The estimate with the times of the last run of its shape that was done at the first attempt."""
+    """The estimate with the times of the last run of its shape with one attempt, if it is done."""
     for _, record in reversed(store.records()):
         actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
         if is_whole and record.estimate.shape == estimate.shape and actual is not None and actual.step_s is not None:

@@ -1,7 +1,7 @@
-"""The parent of one attempt of a run: a small process of its own, so that the run outlives every service and command.
+"""The parent of one attempt of a run: a small separate process, so the run outlives every service and command.
 
 Guarantees: it claims its attempt, with its handle, before it starts anything; a second supervisor of the attempt ends
-at once. All that the run has started ends with it. At its end it stores what follows, and starts waiting runs.
+at once. All processes of the run end with it. At its end it stores the next state, and starts waiting runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.service.store import OUTPUT, RUN_FILE, Store, record_of, update
 
 _POLL_S = 0.25
 _MARGIN_S = 30.0
-"""After `run.grace_s`, before a run that was asked to end is killed."""
+"""After `run.grace_s`, before the end by SIGKILL."""
 _ORPHANS_S = 30.0
 
 
@@ -57,7 +57,7 @@ class Supervisor:
         return record if record.handle == self._own else None
 
     def run(self) -> None:
-        """Run the attempt to its end, and store what follows."""
+        """Run the attempt to its end, and store the next state."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         record = self.claim()
@@ -95,7 +95,7 @@ class Supervisor:
         return self._folder / OUTPUT
 
     def _watch(self, child: Child, grace_s: float) -> int | None:
-        """Wait for the end of the process that trains, and end it when somebody asks for that."""
+        """Wait for the end of the training process, and end it on request."""
         deadline, seen = float("inf"), False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -124,7 +124,7 @@ class Supervisor:
 
 
 def granted(gpus: Sequence[Gpu], record: Record) -> list[str]:
-    """What nvidia-smi would tell the run if others held all that it may not have, as `plan.machine` keeps it."""
+    """An answer of nvidia-smi in the form of `plan.machine`: others hold all memory without a grant."""
     leases = {lease.place: lease for lease in record.leases}
     rows = [
         f"{gpu.uuid}, {gpu.total >> 20}, {max(0, gpu.total - leases[gpu.uuid].granted_bytes) >> 20}, -, -, {gpu.name}"
@@ -139,7 +139,7 @@ def _running(record: Record) -> Record:
 
 
 def _reap(own: int) -> None:
-    """Take note of the end of processes that the run's have left to this one."""
+    """Take note of the end of orphans of the run."""
     for pid in children_of(os.getpid()):
         if pid != own:
             with contextlib.suppress(ChildProcessError):

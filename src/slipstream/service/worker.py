@@ -1,4 +1,4 @@
-"""The process that trains: `slipstream` in the folder that the first argument names. It ends with its supervisor."""
+"""The training process: `slipstream` in the folder of the first argument. It ends with its supervisor."""
 
 from __future__ import annotations
 

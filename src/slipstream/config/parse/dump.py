@@ -75,7 +75,7 @@ def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
 
 
 def dump_given(loaded: Loaded) -> str:
-    """The settings that the user gave, as TOML, with absolute paths: it loads to the same config in any folder."""
+    """The user's own settings as TOML with absolute paths: it loads to the same config in any folder."""
     config, origins = loaded.config, loaded.origins
     given = {path: value for path, value in leaves(config) if origins.get(path, DEFAULT) != DEFAULT}
     lines = [f"{name} = false" for name in optional_sections() if getattr(config, name) is None]
