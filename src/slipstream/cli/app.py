@@ -61,7 +61,7 @@ app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
 app.command(node.node, group=_TRAIN)
 app.command(engine.engine, group=_TRAIN)
-for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel, jobs.gpus, service.serve):
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel, service.gpus, service.serve):
     app.command(command, group=_QUEUE)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)

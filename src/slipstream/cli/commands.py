@@ -333,10 +333,14 @@ def runs(
     """List the runs in folders and all folders below them, newest first, with their state and latest metrics.
 
     Args:
-        folders: Runs, or folders with runs at any depth; default: runs.
+        folders: Runs, or folders with runs at any depth; default: runs, or with SLIPSTREAM_SERVICE the service's.
     """
+    from slipstream.cli.service import is_remote, list_queued
     from slipstream.runlog import find_runs
     from slipstream.view import render_runs
+
+    if is_remote() and not folders:
+        return list_queued(as_json=json)
 
     roots = [Path(folder) for folder in folders] or [Path("runs")]
     for root in roots:

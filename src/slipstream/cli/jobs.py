@@ -1,27 +1,34 @@
-"""The commands of submitted runs, in this machine's queue or as jobs of Slurm: submit, status, logs, cancel, gpus."""
+"""The commands of submitted runs, in this machine's queue or as jobs of Slurm: submit, status, logs, cancel."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import time as clock
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from slipstream.cli.commands import Overrides, RunFile
 from slipstream.cli.output import Json, print_json, print_table, tell
+from slipstream.cli.service import (
+    Where,
+    as_values,
+    default_place,
+    follow_queued,
+    line_of,
+    print_log,
+    queued_runs,
+    submit_locally,
+)
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.clusters.slurm import Job, NodeShape
     from slipstream.config import RunConfig
-    from slipstream.service.runs import Runs, Shown
 
-Where = Literal["local", "slurm"]
 _RUNS = Path("runs")
 _POLL_S, _ASK_S = 0.5, 5.0
 _CHUNK = 1 << 16
@@ -59,7 +66,9 @@ def submit(
         given["--sbatch-options"] = sbatch_options or None
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{wrong[0]} is Slurm's: add --to slurm, or leave it out")
-        return _submit_locally(Path(run_file), overrides, resume=resume, follow=follow, dry_run=dry_run, as_json=json)
+        return submit_locally(
+            Path(run_file), overrides, resume=resume, follow=follow, dry_run=dry_run, prints_json=json
+        )
     from slipstream.clusters import slurm
     from slipstream.clusters.batch_script import Request, batch_script
     from slipstream.launch.start import new_run_folder
@@ -111,34 +120,15 @@ def status(
     if not runs:
         jobs = sorted(path.parents[1] for path in _RUNS.glob("*/slurm/job.json"))
     shown = [queue.one(str(run)) for run in runs if not _is_job(Path(run))] if runs else queue.all()
-    found = [_line_of(each) for each in shown]
+    found = [line_of(each) for each in shown]
     found += [_line_of_job(folder) for folder in jobs]
     if json:
-        print_json([*map(_as_json, shown), *found[len(shown) :]])
+        print_json([*map(as_values, shown), *found[len(shown) :]])
     elif found:
         print_table([{name: "-" if value is None else value for name, value in each.items()} for each in found])
     else:
         tell("found no submitted run: slipstream runs lists the others", file=sys.stderr)
     return 0
-
-
-def _line_of(run: Shown) -> dict[str, object]:
-    """A run of the queue as a row."""
-    from slipstream.view.text import as_duration
-
-    actual = run.actual.seconds if run.actual is not None else None
-    if run.attempts and not run.has_ended:
-        actual = clock.time() - run.attempts[-1].started if run.places else actual
-    took = "-" if actual is None else as_duration(actual)
-    return {
-        "run": run.id,
-        "state": run.state,
-        "step": f"{run.step} of {run.steps}",
-        "job": None,
-        "place": ", ".join(run.places),
-        "reason": run.reason,
-        "time": took if run.estimated_s is None else f"{took} of about {as_duration(run.estimated_s)}",
-    }
 
 
 def _line_of_job(folder: Path) -> dict[str, object]:
@@ -177,8 +167,8 @@ def logs(
     if not _is_job(folder):
         queue = queued_runs()
         if follow:
-            return _follow_queued(queue, str(run))
-        _print_log(queue, str(run), 0)
+            return follow_queued(queue, str(run))
+        print_log(queue, str(run), 0)
         return 0
     job = _job(folder)
     if follow:
@@ -196,7 +186,7 @@ def cancel(run: Annotated[Path, Parameter(help="Name or folder of the run.")], /
         had_ended = queue.one(str(run)).has_ended
         now = queue.cancel(str(run))
         if json:
-            print_json({**_as_json(now), "cancelled": not had_ended})
+            print_json({**as_values(now), "cancelled": not had_ended})
         else:
             tell(f"{now.id} has ended already: {now.state}" if had_ended else f"cancelled: {now.id}")
         return 0
@@ -212,50 +202,6 @@ def cancel(run: Annotated[Path, Parameter(help="Name or folder of the run.")], /
     return 0
 
 
-def gpus(*, json: Json = False) -> int:
-    """Show the GPUs of the queue: memory, runs, and other programs on them.
-
-    Without a GPU the CPU is the one place, for one run at a time.
-    """
-    import msgspec
-
-    places = queued_runs().places()
-    if json:
-        print_json(msgspec.to_builtins(places))
-        return 0
-    print_table(
-        [
-            {
-                "place": each.place,
-                "name": each.name,
-                "GiB": each.total_gib,
-                "free": each.free_gib,
-                "runs": ", ".join(each.runs),
-                "others": ", ".join(each.others),
-            }
-            for each in places
-        ]
-    )
-    return 0
-
-
-def queued_runs() -> Runs:
-    """The queue of the service in SLIPSTREAM_SERVICE, or of this machine."""
-    from slipstream.service.client import ADDRESS, RemoteRuns
-
-    if address := os.environ.get(ADDRESS):
-        return RemoteRuns(address)
-    from slipstream.service.runs import LocalRuns
-    from slipstream.service.store import Store
-
-    return LocalRuns(Store())
-
-
-def default_place() -> Where:
-    """Slurm on a machine with sbatch, unless a service is named."""
-    return "slurm" if shutil.which("sbatch") and "SLIPSTREAM_SERVICE" not in os.environ else "local"
-
-
 def _is_job(folder: Path) -> bool:
     """Whether a path is the folder of a job, or of a run outside the queue."""
     from slipstream.clusters import slurm
@@ -264,73 +210,6 @@ def _is_job(folder: Path) -> bool:
 
     is_known = slurm.job_of(folder) is not None or holds_run(folder)
     return is_known and record_of(folder) is None
-
-
-def _as_json(run: Shown) -> dict[str, object]:
-    import msgspec
-
-    return msgspec.to_builtins(run)
-
-
-def _submit_locally(
-    run_file: Path, overrides: tuple[str, ...], *, resume: bool, follow: bool, dry_run: bool, as_json: bool
-) -> int:
-    from slipstream.config import load_config
-    from slipstream.service.preflight import plan_ahead
-    from slipstream.view.text import as_duration
-
-    loaded, queue = load_config(run_file, overrides), queued_runs()
-    for text in loaded.warnings:
-        tell(f"warning: {text}", file=sys.stderr)
-    if dry_run:
-        import msgspec
-
-        found = plan_ahead(loaded)
-        print_json(msgspec.to_builtins(found)) if as_json else tell(
-            _need_line(found.need.gpus, found.estimate.memory_gib)
-        )
-        return 0
-    run = queue.submit(loaded, run_file.stem, resume=resume)
-    if as_json:
-        print_json(_as_json(run), is_result=not follow)
-    else:
-        tell(f"run:        {run.id}\nrun folder: {run.folder}\nstate:      {run.state} {run.reason}".rstrip())
-        time = "unknown" if run.estimated_s is None else f"about {as_duration(run.estimated_s)}"
-        tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}", flush=True)
-    return _follow_queued(queue, run.id) if follow else 0
-
-
-def _need_line(gpus: int, memory_gib: float) -> str:
-    return f"{gpus} GPUs with {memory_gib:g} GiB" if gpus else f"the CPU with {memory_gib:g} GiB"
-
-
-def _print_log(queue: Runs, name: str, place: int) -> int:
-    """Print a run's output from byte `place` on; the number of bytes so far."""
-    while (chunk := queue.log(name, place)).data:
-        tell(chunk.data.decode(errors="replace"), end="", flush=True)
-        place = chunk.next
-    return place
-
-
-def _follow_queued(queue: Runs, name: str) -> int:
-    """Print a run's output until it has ended; its exit code."""
-    place, looked = 0, clock.monotonic()
-    try:
-        while True:
-            run = queue.one(name)
-            place = _print_log(queue, name, place)
-            if run.has_ended:
-                break
-            clock.sleep(_POLL_S)
-            if clock.monotonic() - looked > _ASK_S:
-                queue.keep_going()
-                looked = clock.monotonic()
-    except KeyboardInterrupt:
-        tell(f"{name} continues: slipstream status {shlex.quote(name)}", file=sys.stderr)
-        raise
-    if run.state != "done":
-        tell(f"{name} ended: {run.state} {run.reason}".rstrip(), file=sys.stderr)
-    return run.exit_code
 
 
 def _config(run_file: Path, overrides: tuple[str, ...], nodes: int | None) -> RunConfig:

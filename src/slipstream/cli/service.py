@@ -1,14 +1,25 @@
-"""The command `serve`: a service over this machine's queue."""
+"""The commands `serve` and `gpus`, and the part of other commands for runs in a queue, of this machine or a service."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+import shlex
+import shutil
+import sys
+import time as clock
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from slipstream.cli.output import Json, print_json, tell
+from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.service.runs import Runs, Shown
+
+Where = Literal["local", "slurm"]
+_POLL_S, _ASK_S = 0.5, 5.0
 
 
 def serve(
@@ -20,7 +31,8 @@ def serve(
 ) -> int:
     """Serve this machine's queue over HTTP, with a page for the browser (docs/service.md).
 
-    Runs continue after the end of the service, and its next start finds them again. It runs the code of all its users as this Unix user.
+    Runs continue after the end of the service, and its next start finds them. It runs the code of all its users as this
+    Unix user.
     Commands use it with SLIPSTREAM_SERVICE=http://HOST:PORT, and their token in SLIPSTREAM_SERVICE_TOKEN.
     """
     from slipstream.service.store import Store
@@ -47,3 +59,153 @@ def serve(
 
     run(store, os.environ.get(DATABASE, ""), host, port, announce)
     return 0
+
+
+def gpus(*, json: Json = False) -> int:
+    """Show the GPUs of the queue: memory, runs, and other programs on them.
+
+    Without a GPU the CPU is the one place, for one run at a time.
+    """
+    import msgspec
+
+    places = queued_runs().places()
+    if json:
+        print_json(msgspec.to_builtins(places))
+        return 0
+    print_table(
+        [
+            {
+                "place": each.place,
+                "name": each.name,
+                "GiB": each.total_gib,
+                "free": each.free_gib,
+                "runs": ", ".join(each.runs),
+                "others": ", ".join(each.others),
+            }
+            for each in places
+        ]
+    )
+    return 0
+
+
+def queued_runs() -> Runs:
+    """The queue of the service in SLIPSTREAM_SERVICE, or of this machine."""
+    from slipstream.service.client import ADDRESS, RemoteRuns
+
+    if address := os.environ.get(ADDRESS):
+        return RemoteRuns(address)
+    from slipstream.service.runs import LocalRuns
+    from slipstream.service.store import Store
+
+    return LocalRuns(Store())
+
+
+def is_remote() -> bool:
+    """Whether SLIPSTREAM_SERVICE names a service."""
+    return bool(os.environ.get("SLIPSTREAM_SERVICE"))
+
+
+def list_queued(*, as_json: bool) -> int:
+    """Print all runs of the queue, newest first."""
+    found = queued_runs().all()[::-1]
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(found))
+    elif found:
+        print_table([{name: "-" if value is None else value for name, value in line_of(run).items()} for run in found])
+    else:
+        tell("found no submitted run", file=sys.stderr)
+    return 0
+
+
+def default_place() -> Where:
+    """Slurm on a machine with sbatch, unless a service is named."""
+    return "slurm" if shutil.which("sbatch") and not is_remote() else "local"
+
+
+def submit_locally(
+    run_file: Path, overrides: tuple[str, ...], *, resume: bool, follow: bool, dry_run: bool, prints_json: bool
+) -> int:
+    """Queue a run, and follow it if asked to; the exit code of the command."""
+    from slipstream.config import load_config
+    from slipstream.service.preflight import plan_ahead
+    from slipstream.view.text import as_duration
+
+    loaded, queue = load_config(run_file, overrides), queued_runs()
+    for text in loaded.warnings:
+        tell(f"warning: {text}", file=sys.stderr)
+    if dry_run:
+        import msgspec
+
+        found = plan_ahead(loaded)
+        need = _need_line(found.need.gpus, found.estimate.memory_gib)
+        print_json(msgspec.to_builtins(found)) if prints_json else tell(f"{need}; {found.estimate.how}")
+        return 0
+    run = queue.submit(loaded, run_file.stem, resume=resume)
+    if prints_json:
+        print_json(as_values(run), is_result=not follow)
+    else:
+        tell(f"run:        {run.id}\nrun folder: {run.folder}\nstate:      {run.state} {run.reason}".rstrip())
+        time = "unknown" if run.estimated_s is None else f"about {as_duration(run.estimated_s)}"
+        tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}", flush=True)
+    return follow_queued(queue, run.id) if follow else 0
+
+
+def line_of(run: Shown) -> dict[str, object]:
+    """A run of the queue as a row."""
+    from slipstream.view.text import as_duration
+
+    actual = run.actual.seconds if run.actual is not None else None
+    if run.attempts and not run.has_ended:
+        actual = clock.time() - run.attempts[-1].started if run.places else actual
+    took = "-" if actual is None else as_duration(actual)
+    return {
+        "run": run.id,
+        "state": run.state,
+        "step": f"{run.step} of {run.steps}",
+        "job": None,
+        "place": ", ".join(run.places),
+        "reason": run.reason,
+        "time": took if run.estimated_s is None else f"{took} of about {as_duration(run.estimated_s)}",
+    }
+
+
+def as_values(run: Shown) -> dict[str, object]:
+    """A run for `--json`."""
+    import msgspec
+
+    return msgspec.to_builtins(run)
+
+
+def _need_line(gpus: int, memory_gib: float) -> str:
+    return f"{gpus} GPUs with {memory_gib:g} GiB" if gpus else f"the CPU with {memory_gib:g} GiB"
+
+
+def print_log(queue: Runs, name: str, place: int) -> int:
+    """Print a run's output from byte `place` on; the number of bytes so far."""
+    while (chunk := queue.log(name, place)).data:
+        tell(chunk.data.decode(errors="replace"), end="", flush=True)
+        place = chunk.next
+    return place
+
+
+def follow_queued(queue: Runs, name: str) -> int:
+    """Print a run's output until it has ended; its exit code."""
+    place, looked = 0, clock.monotonic()
+    try:
+        while True:
+            run = queue.one(name)
+            place = print_log(queue, name, place)
+            if run.has_ended:
+                break
+            clock.sleep(_POLL_S)
+            if clock.monotonic() - looked > _ASK_S:
+                queue.keep_going()
+                looked = clock.monotonic()
+    except KeyboardInterrupt:
+        tell(f"{name} continues: slipstream status {shlex.quote(name)}", file=sys.stderr)
+        raise
+    if run.state != "done":
+        tell(f"{name} ended: {run.state} {run.reason}".rstrip(), file=sys.stderr)
+    return run.exit_code
