@@ -15,6 +15,7 @@ from slipstream.config import (
     SamplingConfig,
     SFTConfig,
     TrainingConfig,
+    dump_given,
     dump_resolved,
     load_config,
 )
@@ -79,6 +80,10 @@ def test_round_trip(run_file, overrides):
     again = round_trip(path, loaded)
     assert again.config == loaded.config
     assert round_trip(path, again).config == loaded.config
+    given = path.with_name("given.toml")
+    given.write_text(dump_given(loaded), encoding="utf-8")
+    assert load_config(given).config == loaded.config
+    assert "gradient_checkpointing" not in given.read_text()  # a default
 
 
 def test_round_trip_without_environment(run_file):
