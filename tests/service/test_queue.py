@@ -16,9 +16,10 @@ from slipstream.service.index import Index
 from slipstream.service.records import Attempt
 from slipstream.service.runs import LocalRuns
 from slipstream.service.store import update
+from slipstream.service.submission import with_earlier
 from tests.waiting import ends, until
 
-from .made import record
+from .made import ESTIMATE, record
 
 pytestmark = pytest.mark.real_start
 
@@ -62,6 +63,13 @@ def test_a_run_survives_its_supervisor_and_the_next_follows(place, slipstream):
     assert (found.handle, found.worker, found.leases) == (None, None, ())
     assert read_exit(Path(first["folder"])).status == "finished"
 
+    actual = place.record(second).actual
+    expected = with_earlier(place.store, ESTIMATE)  # the first one has another shape
+    assert (expected.step_s, expected.rest_s, expected.how) == (
+        actual.step_s,
+        actual.rest_s,
+        f"as measured in {second}",
+    )
     rows = json.loads(slipstream("status", "--json")[1])
     assert [(row["id"], row["state"]) for row in rows] == [
         (first["id"], "done"),
@@ -136,6 +144,7 @@ def test_a_user_error_is_not_retried_and_a_lost_dispatcher_costs_no_attempt(plac
     assert "algorithm" in place.output(name)
 
 
+@pytest.mark.service
 def test_the_events_of_one_run_are_never_those_of_two(place):
     """Passes at once over the queue start one supervisor."""
     name = place.submit("run", 5)

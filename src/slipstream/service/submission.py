@@ -76,7 +76,7 @@ def submit(
             steps=found.steps,
             grace_s=loaded.config.run.grace_s,
             need=found.need,
-            estimate=_with_earlier(store, found.estimate),
+            estimate=with_earlier(store, found.estimate),
         )
         store.add(folder, record)
     except BaseException:
@@ -102,7 +102,7 @@ def _new_name(store: Store, loaded: Loaded, name: str, runs: Path) -> tuple[str,
     raise ConfigError(f"1000 runs are named {base}: name another folder")
 
 
-def _with_earlier(store: Store, estimate: Estimate) -> Estimate:
+def with_earlier(store: Store, estimate: Estimate) -> Estimate:
     """The estimate with the times of the last run of its shape with one attempt, if it is done."""
     for _, record in reversed(store.records()):
         actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
