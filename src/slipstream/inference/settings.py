@@ -12,7 +12,7 @@ from slipstream.records import ParameterSpec, Ticket, Version
 SOCKET = "engine.sock"
 """An engine's Unix socket, in its private temporary folder (TMPDIR)."""
 INFERENCE_SOCKET = "inference.sock"
-"""The Unix socket beside it for foreign clients."""
+"""The Unix socket for foreign clients, in the same folder."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     tool_parser: str = ""
     """vLLM's parser for the calls of requests with tools; empty: such requests are refused."""
     reasoning_parser: str = ""
-    """vLLM's parser for thoughts, which answers to foreign clients then have apart from their text; empty: none."""
+    """vLLM's parser for thoughts: answers to foreign clients then have them separate from the text; empty: none."""
     inference_socket: bool = False
     """Answer foreign clients on the socket `INFERENCE_SOCKET` in the temporary folder."""
     inference_host: str = ""

@@ -1,10 +1,9 @@
 """Requests of foreign clients inside vLLM, as an update and the server's watch see them.
 
 Guarantees:
-- A request counts as running for as long as vLLM computes it, and no longer: a client that does not read its answer
-  holds up neither an update nor a new adapter, and is not taken for an engine that hangs.
-- When the engine goes out of service, every request that vLLM still computes ends, and none of its tokens that come
-  afterwards is given out.
+- A request counts as running exactly as long as vLLM computes it. A client may read its answer slowly: that delays
+  neither an update nor a new adapter, and no watch takes it for a hang.
+- When the engine goes out of service, every request inside vLLM ends. No later token of it is given out.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ POLL_S = 0.02
 
 
 class Exchange:
-    """A foreign client's HTTP request: the key that it showed, and the version spans of its answers."""
+    """A foreign client's HTTP request: its key, and the version spans of its answers."""
 
     __slots__ = ("_num_open", "answers", "is_complete", "key")
 
     def __init__(self, key: str = "") -> None:
         self.key = key
-        """The bearer key of the request, empty without one. Whoever records sessions finds them by it."""
+        """The bearer key of the request, empty without one. Recorded sessions are found by it."""
         self.answers: list[Spans] = []
-        """Of each answer that was asked for, in their order; empty while it is not complete."""
+        """The spans of each answer, in order; empty while it is not complete."""
         self.is_complete = False
         """Whether vLLM has given all tokens of all answers."""
         self._num_open = 0
@@ -52,12 +51,12 @@ class Exchange:
         self.is_complete = self._num_open == 0
 
     def names(self) -> set[str]:
-        """Of the versions in all spans."""
+        """Names of the versions in all spans."""
         return {name for spans in self.answers for _, name in spans}
 
 
 exchange_of_task: ContextVar[Exchange | None] = ContextVar("exchange_of_task", default=None)
-"""The HTTP request that the current task answers; set by the listener of foreign clients."""
+"""The HTTP request of the current task; set by the listener of foreign clients."""
 
 
 @dataclass(eq=False)
@@ -70,7 +69,7 @@ class Guest:
     version: str = ""
     """With an adapter, or under LoRA without one: the version of all tokens."""
     is_restarted: bool = False
-    """Its last output comes from an update that has it computed again."""
+    """Its last output comes from an update, after which vLLM computes it again."""
     refusal: str = ""
     """Why it ends before its time."""
     spans: list[Spans] = field(default_factory=list)
@@ -81,7 +80,7 @@ class Guests:
 
     def __init__(self, host: Host, service: Service, num_places: int) -> None:
         self.places = asyncio.Semaphore(num_places)
-        """So many are inside vLLM at once; the others wait, and begin with the version in service then."""
+        """So many are inside vLLM at once; the others wait, and begin with a later version."""
         self._host = host
         self._running: dict[str, Guest] = {}
         self._aborting: set[asyncio.Task[None]] = set()
@@ -89,7 +88,7 @@ class Guests:
 
     @property
     def num_running(self) -> int:
-        """Requests for which vLLM makes tokens."""
+        """Requests inside vLLM, without complete ones."""
         return sum(map(self._host.is_computing, self._running))
 
     def uses(self, adapter_id: int) -> bool:
@@ -112,7 +111,7 @@ class Guests:
             guest.spans = [[(0, guest.version)]] * guest.num_answers if guest.version else spans
 
     async def restart(self, num_tokens: Mapping[Any, int]) -> None:
-        """Have vLLM compute requests again that have no token yet; steps are paused."""
+        """Have vLLM compute requests without a token again; steps are paused."""
         begun = {key[0] for key, count in num_tokens.items() if isinstance(key, tuple) and count}
         again = [guest for guest in self._running.values() if guest.id not in begun]
         again = [guest for guest in again if self._host.is_computing(guest.id)]

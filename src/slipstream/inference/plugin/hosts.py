@@ -83,8 +83,8 @@ class Host(ABC):
 
     @abstractmethod
     async def num_tokens(self) -> dict[Any, int]:
-        """The number of tokens of each running request; the engine is paused. Those of a streamed request have a key
-        for each answer, (request id, index), and none once that is complete."""
+        """The number of tokens of each running request; the engine is paused. Streamed requests have a key
+        for each answer, (request id, index); complete answers are left out."""
 
     @abstractmethod
     def _outputs(self, request_id: str, prompt: Any, params: Any, **options: Any) -> AsyncGenerator[Any]:
@@ -160,8 +160,8 @@ class Host(ABC):
 
     async def set_version(self, name: str) -> None:
         """Label the tokens sampled from here on with the version `name`. Steps are paused."""
-        counts = await self.num_tokens()
         streamed = [key for key in self._labels.running if isinstance(key, tuple)]
+        counts = await self.num_tokens()
         self._labels.change(name, counts, complete={key for key in streamed if key not in counts})
 
     async def sleep(self) -> None:
@@ -194,7 +194,7 @@ class InProcessHost(Host):
         self._waiting: dict[str, Future[Any]] = {}
         self._streams: dict[str, _Stream] = {}
         self._produced: list[tuple[Any, Any]] = []
-        """Outputs of streamed requests for the event loop, which gets those of a step together."""
+        """Outputs of streamed requests for the event loop; all of a step are handed over together."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """That of streamed requests."""
         self._death: BaseException | None = None
@@ -356,8 +356,9 @@ class InProcessHost(Host):
 
     async def num_tokens(self) -> dict[Any, int]:
         """See `Host`."""
+        streamed = [key for key in self._labels.running if isinstance(key, tuple)]
         return await self._between_steps(
-            lambda: _num_tokens(self._engine.output_processor, [*self._waiting, *self._labels.running])
+            lambda: _num_tokens(self._engine.output_processor, [*self._waiting, *streamed])
         )
 
     def shutdown(self) -> None:
@@ -452,8 +453,8 @@ class AsyncHost(Host):
 
 
 def _num_tokens(processor: Any, request_ids: Iterable[Hashable]) -> dict[Any, int]:
-    """Output tokens of each request, by vLLM's output processor, which has internal names for our ids; 0 for requests
-    that it does not know yet. See `Host.num_tokens` for streamed ones."""
+    """Output tokens of each request, by vLLM's output processor and its internal names for our ids; 0 for requests
+    unknown to it. See `Host.num_tokens` for streamed ones."""
     counts: dict[Any, int] = {}
     for key in request_ids:
         request_id, index = key if isinstance(key, tuple) else (key, None)
@@ -467,7 +468,7 @@ def _num_tokens(processor: Any, request_ids: Iterable[Hashable]) -> dict[Any, in
 
 
 class _Stream:
-    """The queue of a streamed request, to which vLLM's output processor gives its outputs."""
+    """The queue of a streamed request: vLLM's output processor puts its outputs in."""
 
     def __init__(self, host: InProcessHost, request_id: str, collector: Any) -> None:
         self._host = host
@@ -475,7 +476,7 @@ class _Stream:
         self._collector = collector
 
     def put(self, output: Any) -> None:
-        """Take an output, or the error that ends the request; in the thread that steps."""
+        """Take an output or the final error; called in the stepping thread."""
         if isinstance(output, Exception) or output.finished:
             self._host._streams.pop(self._request_id, None)
         self._host._produced.append((self._collector, output))

@@ -1,1 +1,1 @@
-"""Inference for foreign clients: vLLM's own HTTP handlers over our engine, on a listener of their own."""
+"""Inference for foreign clients: vLLM's own HTTP handlers over our engine, on a separate listener."""

@@ -1,4 +1,4 @@
-"""Version spans in the body of an answer, and signs of life in a stream that waits (`Answer`).
+"""Version spans in the body of an answer, and signs of life in an idle stream (`Answer`).
 
 The last event of a stream, or the object of a JSON answer, gets two more fields: `versions`, for each choice its spans
 `[index of the first token, version]`, and `digests` of these versions.
@@ -31,7 +31,7 @@ class Answer:
         self._is_idle = False
         self._is_open = True
         self._held: dict[str, Any] | None = None
-        """The beginning of a JSON answer, or the last event so far of a stream whose last token has come."""
+        """The beginning of a JSON answer; or, after a stream's last token, its last event so far."""
         self._beat: asyncio.Task[None] | None = None
 
     def send(self, message: dict[str, Any]) -> Awaitable[None]:
@@ -52,7 +52,7 @@ class Answer:
         self._is_idle = True
 
     async def fail(self, message: str) -> None:
-        """End a stream, whose handler has raised, with an error event."""
+        """End a stream with an error event, after its handler has raised."""
         error = {"type": "error", "error": {"type": "server_error", "message": message, "code": 500}}
         body = b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,6 +1,6 @@
 """vLLM's own web application over our engine, with the routes of inference and no others.
 
-vLLM's application has routes that control an engine, and more come with each version: the list here names what is kept.
+vLLM's application can also control an engine, with more routes in each version. Only the routes listed here are kept.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ ROUTES = frozenset(
 
 
 async def create_app(server: EngineServer, names: Sequence[str]) -> Any:
-    """The application. A request may name the model by any of `names`, the first of which answers carry. Under LoRA
+    """The application. A request may name the model by any of `names`; answers carry the first one. Under LoRA
     they mean the adapter in service, and `NAME-base` the base model."""
-    # vLLM's deprecated name for these, which all supported versions have.
+    # vLLM's deprecated name for these; all supported versions have it.
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
     base_name = f"{names[0]}-base" if server.settings.lora_rank is not None else ""
     client = GuestClient(server, base_name)
+    found = server.host.vllm.get_supported_tasks()
+    if inspect.isawaitable(found):
+        await found  # `AsyncLLM` keeps the answer: from here on it adds a request without waiting for anything
     arguments, tasks = _arguments(server, names), await client.get_supported_tasks()
     built: Any = build_app(**_taken(build_app, args=arguments, supported_tasks=tasks, model_config=client.model_config))
     state = built.state
@@ -59,12 +62,12 @@ def _is_kept(route: Any) -> bool:
 
 
 def _taken(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that this version's function takes."""
+    """Only the arguments of this version's function."""
     return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
 
 
 def _arguments(server: EngineServer, names: Sequence[str]) -> Any:
-    """The arguments of `vllm serve` that its handlers look at."""
+    """The arguments of `vllm serve`, as its handlers expect them."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
@@ -84,7 +87,7 @@ def _arguments(server: EngineServer, names: Sequence[str]) -> Any:
 
 
 def _refuse_beam_search(state: Any) -> None:
-    """A beam is made of many requests, whose versions no answer could tell."""
+    """A beam is made of many requests; no answer could tell their versions."""
     from vllm.exceptions import VLLMValidationError
 
     def beam_search(*arguments: Any, **options: Any) -> Any:
@@ -96,7 +99,7 @@ def _refuse_beam_search(state: Any) -> None:
 
 
 def _refuse_stored(serving: Any) -> None:
-    """vLLM stores no responses; a request that goes on with one would get its "not found"."""
+    """vLLM stores no responses, and would answer `previous_response_id` with "not found"."""
 
     def not_found(response_id: str) -> Any:
         return serving.create_error_response(
@@ -110,8 +113,8 @@ def _refuse_stored(serving: Any) -> None:
 
 
 def _name_base(models: Any, base_name: str) -> None:
-    """Add the base model to the names that vLLM knows, as an adapter: the client of vLLM's handlers turns it round.
-    A request without a name, too, then means the adapter in service."""
+    """Add the base model to vLLM's names as if it were an adapter; `GuestClient` swaps the two. A request without a
+    name then means the adapter in service, too."""
     from vllm.lora.request import LoRARequest
 
     models.lora_requests[base_name] = LoRARequest(base_name, 1, base_name)

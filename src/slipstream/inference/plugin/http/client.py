@@ -2,11 +2,11 @@
 
 Guarantees:
 - A request begins while the engine is in service, waits while an update is under way, and otherwise fails with 503.
-- An output with a token of a version that is not verified yet waits until it is. It is never given out when the version
-  never is: the request then ends with an error.
+- An output with a token of an unverified version waits for the verification. When that fails, the output is dropped and
+  the request ends with an error.
 - Every complete answer has its version spans in the exchange of its HTTP request.
 
-Of a request's tokens nothing is looked at here. vLLM's own outputs pass through as they are.
+No token is looked at here: vLLM's own outputs pass through as they are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,18 @@ from slipstream.inference.plugin.service import OutOfService
 
 MAX_ANSWERS = 1024
 """Answers of one HTTP request: prompts times `n`."""
-_theirs: Any = exceptions
 _EngineClient: Any = EngineClient
-_Retryable: Any = getattr(_theirs, "RetryableRequestError", getattr(_theirs, "GenerationError", RuntimeError))
-_Invalid: Any = getattr(_theirs, "VLLMValidationError", ValueError)
+
+
+def _retryable() -> Any:
+    """vLLM's error with a status code; its handlers put it into streams, too."""
+    found = getattr(exceptions, "RetryableRequestError", None)
+    if found is None:  # before 0.28
+        from vllm.entrypoints.openai.engine.protocol import GenerationError as found  # type: ignore[no-redef]
+    return found
+
+
+_Retryable: Any = _retryable()
 
 
 class Unavailable(_Retryable):
@@ -42,7 +50,7 @@ class Unavailable(_Retryable):
 
 
 class GuestClient(_EngineClient):
-    """Generation for foreign clients; whatever controls an engine is refused (see the end of this module)."""
+    """Generation for foreign clients; calls to control the engine are refused (see the end of this module)."""
 
     def __init__(self, server: EngineServer, base_name: str = "") -> None:
         """`base_name`: under LoRA, the name by which vLLM's handlers ask for the base model."""
@@ -79,19 +87,22 @@ class GuestClient(_EngineClient):
         """Called by vLLM's handlers before they begin to answer."""
         limit = min(MAX_ANSWERS, self._server.settings.max_num_seqs)
         if n > limit:
-            raise _Invalid(f"n is {n}: at most {limit} answers to a prompt")
+            raise exceptions.VLLMValidationError(f"n is {n}: at most {limit} answers to a prompt")
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
         """See `EngineClient`. The id is the client's, and may be any text; vLLM gets one of ours."""
-        exchange = exchange_of_task.get()
         params, recording = sampling_params, current()
         if recording is not None:
             length = self.model_config.max_model_len
             prompt, params = recording.prepare(prompt, params, max_model_len=length, text=self.renderer.get_tokenizer())
+        self.check_admission(params.n)
+        exchange = exchange_of_task.get()
         guest = Guest(f"guest-{next(self._numbers)}", params.n)
         first = exchange.begin(params.n) if exchange is not None else 0
         if exchange is not None and len(exchange.answers) > MAX_ANSWERS:
-            raise _Invalid(f"more than {MAX_ANSWERS} answers are asked for: send several requests")
+            raise exceptions.VLLMValidationError(
+                f"more than {MAX_ANSWERS} answers are asked for: send several requests"
+            )
         lora = options.get("lora_request")
         known = {
             "prompt_text": options.get("prompt_text"),

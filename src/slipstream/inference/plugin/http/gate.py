@@ -3,9 +3,9 @@
 Guarantees:
 - Without the key nothing is answered but `/health`, and no body is read. Keys are compared in constant time.
 - A body is read whole before anybody looks at it, within `MAX_BODY_BYTES` and `BODY_S`.
-- While the engine is out of service a request gets 503. During an update it waits; from `QUIET_S` on the handler has
-  it, so that a stream begins and stays alive.
-- A web page whose own name was pointed at this machine is refused where no key is needed.
+- While the engine is out of service a request gets 503. During an update it waits, for the first `QUIET_S` here and
+  then in its handler: a stream has begun by then and stays alive.
+- Without a key requests must name this machine as their host, against DNS rebinding.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Gate:
     """Stands before the application `app`."""
 
     def __init__(self, app: Any, server: EngineServer, key: str, *, is_local: bool) -> None:
-        """`is_local`: no other machine can connect, so no key is needed when there is none."""
+        """`is_local`: only this machine can connect, so the key may be empty."""
         self.answers: set[Answer] = set()
-        """Those that are under way."""
+        """Answers under way."""
         self._app = app
         self._server = server
         self._key = sha256(key.encode()).digest() if key else b""

@@ -1,7 +1,7 @@
 """`listen_inference`: the listener of foreign clients, on a Unix socket or a TCP port.
 
-Guarantees: a client that sends nothing, an endless header or nothing but its headers, or that does not read, loses its
-connection; there are never more than `MAX_CONNECTIONS`, nor more than half of the files that this process may open.
+Guarantees: a client loses its connection when it sends no request, or an endless header, or does not read its answer.
+There are never more than `MAX_CONNECTIONS` connections, nor more than half of this process's limit of open files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Protocol: Any = AutoHTTPProtocol
 
 
 class _Limited(_Protocol):
-    """uvicorn's protocol, with limits on what comes before a request and after its answer."""
+    """uvicorn's protocol, with limits before a request and after its answer."""
 
     max_connections = MAX_CONNECTIONS
     _header_timer: asyncio.TimerHandle | None = None
@@ -105,7 +105,7 @@ class _Server(uvicorn.Server):
 
 
 class InferenceListener:
-    """A listener that runs."""
+    """A running listener."""
 
     def __init__(self, server: _Server, task: asyncio.Task[None], beats: asyncio.Task[None], address: Any) -> None:
         self.address = address
@@ -121,7 +121,7 @@ class InferenceListener:
         return int(self.address[1])
 
     async def close(self) -> None:
-        """Take no more requests, and end those that are open after two seconds."""
+        """Take no more requests, and end open ones after two seconds."""
         self._server.should_exit = True
         self._beats.cancel()
         await self._task
@@ -142,8 +142,8 @@ async def listen_inference(
     """Answer foreign clients on the Unix socket `socket` (of mode 0600), or on `host` and `port` (0: a free one), or
     on a socket of `host` that listens already.
 
-    `names`: what requests may call the model; by default the last part of its path. Raises `ConfigError` for a host
-    that other machines reach without a `key`, OSError for an address that is taken.
+    `names`: the model's names in requests; by default the last part of its path. Raises `ConfigError` for a host within
+    reach of other machines without a `key`, and OSError for a taken address.
     """
     if host and not key and not is_loopback(host):
         raise ConfigError(f"{host} can be reached from other machines: give a key, or listen on 127.0.0.1")
@@ -161,7 +161,7 @@ async def listen_inference(
 
 
 async def serve(gate: Gate, listening: sockets.socket) -> InferenceListener:
-    """Run a gate on a socket that is bound."""
+    """Run a gate on a bound socket."""
     protocol = type("Limited", (_Limited,), {"max_connections": _max_connections()})
     config = uvicorn.Config(
         gate,  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def unix_socket(path: str) -> sockets.socket:
 
 
 def tcp_socket(host: str, port: int) -> sockets.socket:
-    """Bound to a host (by default 127.0.0.1) and port. Raises OSError when it is taken."""
+    """Bound to a host (by default 127.0.0.1) and port. Raises OSError for a taken address."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     made = sockets.socket(family, sockets.SOCK_STREAM)
     made.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
@@ -216,7 +216,7 @@ def tcp_socket(host: str, port: int) -> sockets.socket:
 
 
 def _max_connections() -> int:
-    """Of a process that may open as many files as the system lets it."""
+    """The limit, after raising this process's limit of open files as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     if soft < wanted:

@@ -16,6 +16,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
 
 from slipstream.inference.plugin.http.client import GuestClient
 
@@ -52,29 +55,27 @@ class _Query(msgspec.Struct, forbid_unknown_fields=True):
 
 def generate_route(client: GuestClient, names: Sequence[str]) -> Route:
     """The route. Refusals are raised as vLLM's own errors, which its handlers answer."""
-    from vllm import SamplingParams, exceptions
-    from vllm.sampling_params import RequestOutputKind
-
     decoder = msgspec.json.Decoder(_Query)
-    invalid: Any = getattr(exceptions, "VLLMValidationError", ValueError)
 
     async def generate(request: Request) -> JSONResponse:
         try:
             query = decoder.decode(await request.body())
         except msgspec.DecodeError as error:
-            raise invalid(f"not a valid request: {error}") from error
+            raise VLLMValidationError(f"not a valid request: {error}") from error
         if query.model and query.model not in names:
             return _error(404, "NotFoundError", f"the model {query.model} does not exist: use {', '.join(names)}")
         if query.stream:
-            raise invalid("this route has no streams: use /v1/completions, or leave stream out")
+            raise VLLMValidationError("this route has no streams: use /v1/completions, or leave stream out")
         client.check_admission(query.n)
         prompt = {"prompt": query.prompt} if isinstance(query.prompt, str) else msgspec.to_builtins(query.prompt)
         if prompt.get("prompt_token_ids") == []:
-            raise invalid("the prompt has no tokens")
+            raise VLLMValidationError("the prompt has no tokens")
         (rendered,) = await client.renderer.render_cmpl_async([prompt])
         room = client.model_config.max_model_len - len(rendered["prompt_token_ids"])
         if room < 1:
-            raise invalid(f"the prompt has {len(rendered['prompt_token_ids'])} tokens, and the context ends before")
+            raise VLLMValidationError(
+                f"the prompt has {len(rendered['prompt_token_ids'])} tokens, and the context ends before"
+            )
         left_out = {"prompt", "model", "stream"}
         values = {name: value for name, value in msgspec.structs.asdict(query).items() if name not in left_out}
         values["max_tokens"] = min(query.max_tokens or room, room)

@@ -19,7 +19,7 @@ class Adapters:
     """At most two adapters, each with a name and an id that are never reused; more only after a failed load."""
 
     def __init__(self, host: Host, is_used: Callable[[int], bool] = lambda adapter_id: False) -> None:
-        """`is_used`: whether requests that `used` does not count are computed with an adapter."""
+        """`is_used`: whether further requests, not counted by `used`, are computed with an adapter."""
         self.current: LoadedAdapter | None = None
         """The adapter of new requests."""
         self._host = host
