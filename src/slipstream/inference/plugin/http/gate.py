@@ -1,8 +1,8 @@
-"""`Gate`: who may ask, how much, and for how long. ASGI, around the application of foreign clients.
+"""`Gate`: keys, and limits of a request. ASGI, around the application of foreign clients.
 
 Guarantees:
 - Without the key nothing is answered but `/health`, and no body is read. Keys are compared in constant time.
-- A body is read whole before anybody looks at it, within `MAX_BODY_BYTES` and `BODY_S`.
+- A body is read whole first, within `MAX_BODY_BYTES` and `BODY_S`.
 - While the engine is out of service a request gets 503. During an update it waits, for the first `QUIET_S` here and
   then in its handler: a stream has begun by then and stays alive.
 - Without a key requests must name this machine as their host, against DNS rebinding.
