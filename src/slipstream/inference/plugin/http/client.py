@@ -92,10 +92,10 @@ class GuestClient(_EngineClient):
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
         """See `EngineClient`. The id is the client's, and may be any text; vLLM gets one of ours."""
         params, recording = sampling_params, current()
+        self.check_admission(params.n)
         if recording is not None:
             length = self.model_config.max_model_len
             prompt, params = recording.prepare(prompt, params, max_model_len=length, text=self.renderer.get_tokenizer())
-        self.check_admission(params.n)
         exchange = exchange_of_task.get()
         guest = Guest(f"guest-{next(self._numbers)}", params.n)
         first = exchange.begin(params.n) if exchange is not None else 0
