@@ -382,7 +382,7 @@ def test_what_is_refused(episode, taught):
 
 def test_an_update_within_an_episode(episode, taught, tmp_path):
     """A request waits for it; each token has the version that sampled it."""
-    weights = dict(read_model_folder(taught))
+    weights = list(read_model_folder(taught))
     bridge = create_bridge("disk", folder=tmp_path / "weights", source=taught, engine=episode.live.engine)
 
     async def agent(address):

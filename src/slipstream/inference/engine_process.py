@@ -21,7 +21,7 @@ from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.plugin import start_marks
 from slipstream.inference.preimport import MODULE, EngineAhead, check_plugin, engine_environment
-from slipstream.inference.settings import SOCKET, EngineSettings
+from slipstream.inference.settings import INFERENCE_SOCKET, SOCKET, EngineSettings
 from slipstream.patience import Patience
 from slipstream.processes import exits, stacks
 from slipstream.processes.launchers import LOCAL, Child, Launcher, Resources
@@ -101,8 +101,8 @@ class EngineProcess:
         """Start the process without waiting for it."""
         check_plugin()
         model, socket = links_to_one_model(Path(self.settings.model), self._files / "model"), self._folder / SOCKET
-        with contextlib.suppress(FileNotFoundError):
-            socket.unlink()
+        for left in (socket, socket.with_name(INFERENCE_SOCKET)):
+            left.unlink(missing_ok=True)
         path = self._files / "settings.json"
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(self.settings, model=str(model))))
         process: Child | None = None
