@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.inference.lending import TOKEN_VARIABLE
 from slipstream.runlog import read_events, read_metrics
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.nodes.networks import networks
 from tests.waiting import until
 
@@ -157,3 +158,18 @@ def in_the_place_of(before, dies_in):
     finally:
         dying.process.kill()
         dying.process.wait(60)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("option", ["data_parallel", "tensor_parallel"])
+def test_a_server_with_several_workers(run_file, tmp_path, option):
+    """Two engine cores, each with a copy of the weights, or two workers with a part each."""
+    wide = new_model(tmp_path / "wide", hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, context_length=64)
+    one, folder = tmp_path / "one", tmp_path / "run"
+    path = ("--model.path", wide)
+    more = {"data_parallel": "replicas", "tensor_parallel": "tensor_parallel_size"}[option]
+    finish(train((), run_file, one, *path, "--weights.bridge", "broadcast", f"--inference.{more}", 2))
+    with servers(1, wide, **{option: 2}) as (((here, _), *_), started):
+        finish(train(here, run_file, folder, *path, *setting_of(*started)))
+    check_run(folder, steps=3)
+    assert figures(folder) == figures(one)

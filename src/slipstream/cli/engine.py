@@ -14,10 +14,10 @@ def engine(
     model: Annotated[str, Parameter(help="A model folder, a hub id, a run or a checkpoint.")],
     /,
     *,
-    host: Annotated[str, Parameter(help="Address for clients; one that others reach needs SLIPSTREAM_API_KEY.")] = (
+    host: Annotated[str, Parameter(help="Address for clients; beyond 127.0.0.1 it needs SLIPSTREAM_API_KEY.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, Parameter(help="Port for clients; where it is taken, the next free one.")] = 8000,
+    port: Annotated[int, Parameter(help="Port for clients; if taken, the next free one.")] = 8000,
     control: Annotated[
         str, Parameter(help="HOST:PORT or unix:/path for runs; HOST is this host's address towards them.")
     ] = "",
@@ -28,15 +28,15 @@ def engine(
     memory: Annotated[
         float | None, Parameter(help="GiB for the KV cache, on each GPU or in each process of a CPU.")
     ] = None,
-    tensor_parallel: Annotated[int, Parameter(help="GPUs that share the weights.")] = 1,
-    data_parallel: Annotated[int, Parameter(help="Copies of the weights, each on GPUs of its own.")] = 1,
+    tensor_parallel: Annotated[int, Parameter(help="GPUs with a part of the weights each.")] = 1,
+    data_parallel: Annotated[int, Parameter(help="Copies of the weights, on further GPUs each.")] = 1,
     tls_cert: Annotated[str, Parameter(help="PEM certificate of the control address.")] = "",
     tls_key: Annotated[str, Parameter(help="PEM key of the certificate.")] = "",
     trust_remote_code: TrustRemoteCode = False,
 ) -> NoReturn:
-    """Be an engine that runs train on: it starts before them and outlives them.
+    """Be an engine server for runs: it starts before them and outlives them.
 
-    Prints the lines of a run file that name it. Standard error gets vLLM's log. Others get completions at the port
+    Prints its lines for a run file. Standard error gets vLLM's log. Others get completions at the port
     meanwhile. A control address of TCP needs a token in SLIPSTREAM_ENGINE_TOKEN, but on 127.0.0.1. Ends at SIGTERM or
     Ctrl-C.
     """

@@ -1,4 +1,4 @@
-"""Becomes an engine that is a server (`inference/plugin/serving.py`), for runs that name its control address."""
+"""Becomes an engine server (`inference/plugin/serving.py`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _GPU_PART = 0.9
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Where to listen, and how to run vLLM."""
+    """Addresses, and options of vLLM."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     control: str = ""
-    """`unix:/path` or `HOST:PORT`; empty: a Unix socket by the port's name, which a restart keeps."""
+    """`unix:/path` or `HOST:PORT`; empty: a Unix socket by the port's name, kept over restarts."""
     dtype: str = "auto"
     max_length: int | None = None
     memory_gib: float | None = None
@@ -45,7 +45,7 @@ class EngineOptions:
 
 
 def become_engine(deployable: Deployable, options: EngineOptions) -> NoReturn:
-    """Replace this process with the server. Raises `ConfigError` for what cannot be served."""
+    """Replace this process with the server. Raises `ConfigError`."""
     check_plugin()
     if deployable.adapter is not None:
         raise ConfigError(
@@ -70,7 +70,7 @@ def become_engine(deployable: Deployable, options: EngineOptions) -> NoReturn:
 
 
 def engine_settings(deployable: Deployable, options: EngineOptions) -> EngineSettings:
-    """Those of the engine, without any `auto`."""
+    """Settings of the engine, without any `auto`."""
     asked = ServeOptions(max_model_len=options.max_length, trust_remote_code=options.trust_remote_code)
     settings = deployed_engine(deployable, asked)
     num_gpus = measure_gpus()[0]

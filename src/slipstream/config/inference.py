@@ -11,19 +11,19 @@ from slipstream.config.bounds import Auto, Section
 
 
 class InferenceServer(Section):
-    """An engine that `slipstream engine` started before the run, and that outlives it."""
+    """An engine server, started by `slipstream engine`."""
 
     url: str
     """Its control address, as it prints it: `http://host:port`, `https://host:port` or `unix:/path`."""
     token_variable: str = ""
-    """The environment variable that holds its token. Only a Unix socket needs none."""
+    """The environment variable with its token. Only a Unix socket needs none."""
 
 
 class InferenceConfig(Section):
     """The engine, or several of them."""
 
     servers: Annotated[tuple[InferenceServer, ...], Field(strict=False)] = ()
-    """Engines that are servers already (docs/servers.md): a table `[[inference.servers]]` for each, with `url` and
+    """Engine servers (docs/servers.md): a table `[[inference.servers]]` for each, with `url` and
     `token_variable`. The run starts no engines, and holds each of these until it ends."""
 
     replicas: bounds.Processes | Auto = "auto"
@@ -60,7 +60,7 @@ class InferenceConfig(Section):
     good, such as a prompt longer than its context, is not tried again."""
     max_restarts: bounds.UpToThousand = 1
     """How often each engine, once dead, is started again on the last published version before the run fails; how often
-    a server may be lost, for whose return the run waits `start_timeout_s`."""
+    a server may be lost. The run waits `start_timeout_s` for its return."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"
     """Which changes to vLLM are made in the engine's processes. `required`: those without which an update, a score or a
     seed would be wrong. `checked`: fast paths too, each where the source of the vLLM that is installed is one that it

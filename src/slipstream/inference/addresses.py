@@ -1,4 +1,4 @@
-"""The control address of an engine: the Unix socket of a run's own, or that of a server with its token."""
+"""The control address of an engine: a Unix socket, or the address of a server with its token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where an engine is controlled."""
+    """Of an engine."""
 
     url: str
     """`unix:/path`, `http://host:port` or `https://host:port`."""
@@ -25,12 +25,12 @@ class ControlAddress:
 
     @property
     def path(self) -> str:
-        """Of a Unix socket; empty for others."""
+        """The Unix socket's; empty for others."""
         return self.url.removeprefix("unix:") if self.url.startswith("unix:") else ""
 
     @property
     def base(self) -> str:
-        """What requests begin with."""
+        """The beginning of request URLs."""
         return "http://engine" if self.path else self.url.rstrip("/")
 
     @property
@@ -47,7 +47,7 @@ class ControlAddress:
 
     @property
     def own_host(self) -> str:
-        """This host's address towards it. Raises ConfigError where there is no way."""
+        """This host's address towards it. Raises ConfigError if there is no way."""
         if self.path:
             return "127.0.0.1"
         parts = urlsplit(self.url)
@@ -61,7 +61,7 @@ class ControlAddress:
 
 
 def addresses_of(servers: Sequence[InferenceServer]) -> tuple[ControlAddress, ...]:
-    """With their tokens. Raises ConfigError where a variable is not set."""
+    """With their tokens. Raises ConfigError if a variable is not set."""
     found: list[ControlAddress] = []
     for server in servers:
         token = os.environ.get(server.token_variable, "") if server.token_variable else ""
@@ -75,7 +75,7 @@ def addresses_of(servers: Sequence[InferenceServer]) -> tuple[ControlAddress, ..
 
 
 def own_host_of(servers: Sequence[ControlAddress]) -> str:
-    """This host's one address towards all of them. Raises ConfigError where there are several."""
+    """This host's one address towards all of them. Raises ConfigError for several."""
     hosts = {server.own_host: server.url for server in servers}
     if len(hosts) > 1:
         ways = ", ".join(f"{url} from {host}" for host, url in hosts.items())

@@ -64,7 +64,7 @@ class EngineClient:
         silence_s: float = SILENCE_S,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`address`: a Unix socket's path, or that of a server. `give_up` is called when the engine is silent for
+        """`address`: a Unix socket's path, or a server's. `give_up` is called when the engine is silent for
         `silence_s`, and may kill it; calls then fail as for a dead engine. `headers`: of each request."""
         own = ControlAddress(f"unix:{address}") if isinstance(address, str) else address
         self.socket = own.path or own.url

@@ -67,7 +67,7 @@ class RunEngine(Generates, TakesWeights, Protocol):
 
     @property
     def wants_weights(self) -> bool:
-        """Whether all that it lacks is a version, which the trainer has."""
+        """Whether it lacks nothing but a version of the trainer."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
@@ -125,12 +125,12 @@ class Member(RunEngine, Protocol):
         ...
 
     async def replace(self) -> bool:
-        """Have a dead engine back without its weights, where no file holds them; whether it has them all the same."""
+        """Have a dead engine back without its weights; whether it has them all the same."""
         ...
 
 
 class ParserFailures:
-    """Counts completions on which the tool parser raised."""
+    """Counts completions with a failure of the tool parser."""
 
     def __init__(self, parser: str, on_event: OnEvent) -> None:
         self._parser, self._on_event = parser, on_event

@@ -1,7 +1,7 @@
-"""What an engine that is a server and a run say to each other about the loan of the engine. Pure, but for a clock.
+"""Messages between an engine server and a run about the loan of the engine. Pure, but for a clock.
 
-One run holds the engine at a time, by a lease that it renews while it lives. A run that is silent for `SILENT_S` may be
-replaced by another.
+One run holds the engine at a time, by a lease, and renews it while it lives. After `SILENT_S` of silence another run
+may take its place.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ SILENT_S = 30.0
 RENEW_S = 3.0
 """How often a run renews its lease."""
 LEASE_HEADER = "x-slipstream-lease"
-"""The header with the id of a run, in each call that needs the lease."""
+"""The header with the id of a run, in each call under the lease."""
 TOKEN_VARIABLE = "SLIPSTREAM_ENGINE_TOKEN"
 """The environment variable of `slipstream engine` with the token of its control address."""
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What a run asks a server for: the engine, with these settings of the run's own."""
+    """A run asks for the engine, with these settings."""
 
     run: str
     """Its name for people."""
     id: str
     first_rank: int = 1
-    """See `EngineSettings`, as for those that follow."""
+    """See `EngineSettings`, as for the fields below."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
     tool_parser: str = ""
 
@@ -38,7 +38,7 @@ class Loan(msgspec.Struct, frozen=True):
     """The answer: the run has the engine."""
 
     instance: str
-    """Of the server's process: another one has lost the weights that the run gave it."""
+    """The server's process: another one has lost the run's weights."""
     world_size: int
 
 
@@ -47,7 +47,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     run: str
     silent_s: float
-    """Since that one has said anything."""
+    """Seconds since its last call."""
 
 
 class Sight(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Held(Exception):
 
 
 class Lease:
-    """Which run holds the engine."""
+    """Knows the run with the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.instance = secrets.token_hex(8)
@@ -99,11 +99,11 @@ class Lease:
         self._holder: Terms | None = None
         self._heard_at = 0.0
         self._last = ""
-        """The name of the run that gave the engine its weights."""
+        """The name of the run of its weights."""
 
     @property
     def holder(self) -> Terms | None:
-        """The run that has it, unless that is silent."""
+        """The run with the engine, unless it is silent."""
         return self._holder if self._silent_s <= SILENT_S else None
 
     @property
@@ -111,7 +111,7 @@ class Lease:
         return self._clock() - self._heard_at
 
     def take(self, terms: Terms) -> bool:
-        """Give it to a run, or renew that run's lease; whether it is new to the engine. Raises `Held`."""
+        """Give it to a run, or renew its lease; whether its terms are new. Raises `Held`."""
         holder = self.holder
         if holder is not None and holder.id != terms.id:
             raise Held(Refusal(holder.run, self._silent_s))
@@ -132,12 +132,12 @@ class Lease:
             self._last = self._holder.run
 
     def end(self, id_: str) -> None:
-        """The run has ended; nothing where it is not the holder."""
+        """The run has ended; nothing if it is not the holder."""
         if self._holder is not None and self._holder.id == id_:
             self._holder = None
 
     def describe(self) -> dict[str, str]:
-        """For `/health`: who holds the engine, and whose weights it has."""
+        """For `/health`: the holder, and the origin of the weights."""
         holder = self.holder
         return {
             "instance": self.instance,

@@ -6,9 +6,9 @@ version no request begins, so that no completion mixes in an older one; an engin
 dead engine's requests are sent to another once it is certain that no answer will come; a dead engine starts again in
 the background on its last verified version, and after too many deaths every call raises. Where no file holds its
 weights (`broadcast`) it stays out of service until the next version, which then comes whole. During an update that is
-so for the last one too: the trainer has the weights, and requests wait until it has repeated the update. A server that
-comes back is always so, unless files have its version; once none is left in service, requests wait for an update
-(`wants_weights`).
+so for the last one too: the trainer has the weights, and requests wait until it has repeated the update. A
+server is always blank after its return, unless files have its version; with none left in service, requests wait for an
+update (`wants_weights`).
 
 `aside` lends one engine to somebody, on the version that it has: it gets no other requests and no updates. When it is
 given back it takes the versions that it missed, proves the newest, and serves again.
@@ -265,7 +265,7 @@ class EngineReplicas:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether all that is missing is a version, which the trainer has: servers were lost, and are back."""
+        """Whether nothing but a version of the trainer is missing: lost servers are back."""
         blank = [replica for replica in self._replicas if replica.is_blank and replica.engine.is_server]
         return bool(blank) and self._settled.is_set() and not self.each and not self._restarts()
 
@@ -273,7 +273,7 @@ class EngineReplicas:
         """Bounded by the start timeout."""
         waits = self._restarts()
         if not waits and self.wants_weights:
-            # No deadline: the trainer gives them while it waits for what is asked here.
+            # No deadline: the trainer gives them while it waits for these requests.
             self._given.clear()
             await self._given.wait()
             return

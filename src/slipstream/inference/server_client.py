@@ -1,4 +1,4 @@
-"""HTTP client of an engine that is a server: that of a run's own engine, with a token and a lease."""
+"""HTTP client of an engine server, with a token and a lease."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slipstream.records import EngineHealth
 
 CALL_S = 5.0
 LEND_S = 60.0
-"""A loan waits for the end of an update that the run before began."""
+"""A loan waits for the end of an update by the run before."""
 _PAUSE_S = 0.5
 
 
 class Unreached(EngineError):
-    """Nobody answers, or nobody who may."""
+    """No usable answer."""
 
 
 class ServerClient(EngineClient):
@@ -57,8 +57,8 @@ class ServerClient(EngineClient):
     async def _explain(self, path: str, error: Exception) -> EngineError:
         if self._look is not None:
             await self._look()
-        what = "lost its connection" if self._is_alive() else "was lost"
-        return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")
+        fate = "lost its connection" if self._is_alive() else "was lost"
+        return EngineError(f"the engine {fate} during {path} ({error}): {self._describe()}")
 
     async def _call(self, path: str, body: bytes = b"", *, get: bool = False, timeout_s: float = CALL_S) -> bytes:
         """One short call. Raises `Unreached`, and `Held`."""
@@ -118,8 +118,8 @@ class ServerClient(EngineClient):
 def read_facts(
     servers: Sequence[InferenceServer], wait_s: float, folder: Path | None = None
 ) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
-    """Of all servers, each of which may take `wait_s` to load; and the addresses of those that do not see `folder`.
-    Raises ConfigError where one does not answer."""
+    """Of all servers, after up to `wait_s` of loading; and the addresses of those blind to `folder`. Raises ConfigError
+    for one without an answer."""
 
     async def read(address: ControlAddress) -> tuple[ServerFacts, bool]:
         client, until = ServerClient(address), time.monotonic() + wait_s

@@ -1,8 +1,8 @@
-"""`ServerEngine`: an engine that is a server, for a run that holds it by a lease.
+"""`ServerEngine`: an engine server, held by a lease.
 
 Guarantees: a lost server (killed, silent, or taken by another run) is found by the next call, or within seconds. Its
 return is awaited for `start_timeout_s`, at most `max_restarts` times. It then has its version again before it is asked
-anything: from files here, or by the next publication. A request whose connection broke is sent again, with its seed.
+anything: from files here, or by the next publication. After a broken connection a request is sent again, with its seed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ServerEngine:
         self._tickets: list[Ticket] = []
         """In files: a whole version, and the deltas after it."""
         self._held: Version | None = None
-        """The version that the run gave it last."""
+        """Its last version from this run."""
         self._in_memory = False
         self._keeping: asyncio.Task[None] | None = None
 
@@ -103,14 +103,14 @@ class ServerEngine:
 
     def describe(self) -> str:
         """The server, and why it is lost."""
-        where = f"the server at {self.address.url}"
-        return f"{where} is lost ({self._lost})" if self._lost and self._instance else where
+        name = f"the server at {self.address.url}"
+        return f"{name} is lost ({self._lost})" if self._lost and self._instance else name
 
     def launch(self) -> None:
         """Does nothing: it runs already."""
 
     async def wait_ready(self) -> EngineHealth:
-        """See `RunEngine`. Raises ConfigError where another run holds it."""
+        """See `RunEngine`. Raises ConfigError if another run holds it."""
         async with self._connecting:
             health = await self._connect()
         self._keeping = asyncio.create_task(self._keep())
@@ -128,7 +128,7 @@ class ServerEngine:
                 why = health.reason
             except Held as held:
                 why = f"the run {held.refusal.run} holds it"
-                # One that was killed is silent, and loses the engine.
+                # A killed one is silent, and loses the engine.
                 if held.refusal.silent_s < 2 * RENEW_S or time.monotonic() - began > SILENT_S + 2 * RENEW_S:
                     raise ConfigError(
                         f"the server at {self.address.url} is not free, as {why}: end that run, or give this one "
@@ -207,13 +207,13 @@ class ServerEngine:
         raise EngineError(self.describe())
 
     async def revive(self) -> None:
-        """See `Generates`: wait for the server, and give it its version again. Raises `EngineError` where no file has
-        that."""
+        """See `Generates`: wait for the server, and give it its version again. Raises `EngineError` if no file has
+        it."""
         if not await self.replace():
             raise EngineError(f"{self.describe()}, and no file holds its weights: use --resume")
 
     async def replace(self) -> bool:
-        """Wait for a lost server; whether it has its version, which files may give it again."""
+        """Wait for a lost server; whether it has its version, perhaps by files."""
         async with self._connecting:
             if self._lost:
                 await self._reconnect()
@@ -314,15 +314,15 @@ class ServerEngine:
         """Raises `EngineError`, as `sleep`."""
         raise self._not_here("inference.sleep")
 
-    def _not_here(self, what: str) -> EngineError:
-        return EngineError(f"the server at {self.address.url} does not go with {what}: leave it out")
+    def _not_here(self, setting: str) -> EngineError:
+        return EngineError(f"the server at {self.address.url} does not go with {setting}: leave it out")
 
     def take_metrics(self) -> dict[str, float]:
         """See `SupervisedEngine`."""
         return self._failures.take()
 
     async def stop(self) -> None:
-        """Give the engine back. It goes on with the weights that it has."""
+        """Give the engine back. It keeps its weights."""
         if self._keeping is not None:
             self._keeping.cancel()
         if self._instance:

@@ -47,7 +47,7 @@ class EnginePlace:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """An engine that is a server."""
+    """An engine server."""
 
     address: ControlAddress
     world_size: int
@@ -56,7 +56,7 @@ class ServerPlace:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What to start: one engine, or several alike, and how they are supervised."""
+    """One engine to start, or several alike, and how they are supervised."""
 
     settings: EngineSettings
     """Of each; of several, but for its GPUs and its rank in a group with the trainer."""
@@ -74,7 +74,7 @@ class EnginePlan:
     """How many are generated at once at most, by all engines together."""
     apply_timeout_s: float = 300.0
     servers: tuple[ServerPlace, ...] = ()
-    """Engines that are servers already; then none is started."""
+    """Engine servers; with them no engine is started."""
     inference_ports: tuple[int, ...] = ()
     """Each engine's port for foreign clients, if it has one."""
 
@@ -236,7 +236,7 @@ def create_engine(
 
 
 def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> EngineReplicas:
-    """Engines that are servers, for the run of this folder, whose next attempt gets them again."""
+    """Engine servers for the run of this folder. Its next attempt gets them again."""
     folder = log_folder.parent.resolve()
     run_id = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()[:32]
     engines: list[Member] = []

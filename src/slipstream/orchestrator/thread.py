@@ -51,7 +51,7 @@ def wait_for(
 ) -> T:
     """Wait for the result of work in another thread or process, and `attend` to other things meanwhile. A stop request
     (if it `may_stop`) or the deadline ends the wait and cancels the work. The deadline restarts whenever `activity` has
-    changed. Of a retriable failure after a stop request only the request counts: it may come of the same signal."""
+    changed. After a stop request a retriable failure does not count: both may have one signal as their cause."""
     silence, stopped = Silence(activity), f"stopped while waiting for {waits_for}: continue with --resume"
     while True:
         try:

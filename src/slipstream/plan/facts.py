@@ -189,7 +189,7 @@ class Facts:
     model: ModelFacts
     data: DataFacts
     model_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The model's `config.json`, where there are servers to compare it with."""
+    """The model's `config.json`, if there are servers."""
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
@@ -213,9 +213,9 @@ class Facts:
     disk: DiskFacts | None = None
     """None if not measured."""
     servers: tuple[ServerFacts, ...] = ()
-    """Engines that are servers (`inference.servers`)."""
+    """Of `inference.servers`."""
     blind_servers: tuple[str, ...] = ()
-    """The addresses of those that do not see the run folder, where they need to."""
+    """Addresses of servers without the run folder, if they need it."""
     shortages: tuple[Shortage, ...] = ()
     """Of the run that is planned again, the oldest first."""
     notices: tuple[str, ...] = ()

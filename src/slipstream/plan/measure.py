@@ -1,4 +1,4 @@
-"""Measures what a plan rests on: this machine, the model's shape, and the lengths of the tasks.
+"""Measures the facts of a plan: this machine, the model's shape, and the lengths of the tasks.
 
 Guarantees: reads, never changes anything; whatever cannot be read is a ConfigError. Importing it is cheap:
 torch, transformers and safetensors are imported when a fact needs them. The model's weights are not loaded.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_MEASURED = 1000
 START_S = 60.0
-"""How long a server may take to say what it is, where `inference.start_timeout_s` does not say."""
+"""Seconds for the answer of a server, if `inference.start_timeout_s` is `auto`."""
 NAMES_IN_CONFIG = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -41,7 +41,7 @@ NAMES_IN_CONFIG = {
 
 
 Gold = Callable[[Task], Sequence[Message]]
-"""The messages that should follow a task's prompt; none if that is not known."""
+"""The messages after a task's prompt; none if unknown."""
 
 
 def answer_turns(task: Task) -> list[Message]:
@@ -90,7 +90,7 @@ def gather_facts(
 
 
 def read_servers(config: RunConfig) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
-    """The facts of all servers, and which of them do not see the run folder, where weights go through it."""
+    """The facts of all servers, and the addresses of those without the run folder, if weights go through it."""
     if not config.inference.servers or not uses_engine(config):
         return (), ()
     from slipstream.inference.server_client import read_facts
@@ -306,7 +306,7 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     values = _config_values(path, trust_remote_code)
     shape = values.get("text_config") or values
     if folder.is_dir() and any(_first(shape, names) is None for names in NAMES_IN_CONFIG.values()):
-        # A config file may leave out what its class has as a default.
+        # A config file may leave out defaults of its class.
         values = _library_config(path, trust_remote_code)
         shape = values.get("text_config") or values
     num_parameters = _count_parameters(folder) if folder.is_dir() else None

@@ -1,4 +1,4 @@
-"""A plan with engines that are servers: their type, lengths and number, and the bridges that reach them. Pure."""
+"""A plan with engine servers: their type, lengths and number, and the bridges to them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.memory.split import sequences_wanted
 
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
-"""Keys of a model's configuration that say nothing of its weights."""
+"""Keys of a model's configuration without a meaning for its weights."""
 
 
 def plan_servers(builder: PlanBuilder) -> None:
@@ -21,7 +21,7 @@ def plan_servers(builder: PlanBuilder) -> None:
         return
     urls = [server.url for server in builder.original.inference.servers]
     dtype = _same(builder, lambda server: server.dtype, "--dtype")
-    builder.derive_auto("model.dtype", dtype, "that of the servers")
+    builder.derive_auto("model.dtype", dtype, "the type of the servers")
     if (asked := builder["model.dtype"]) != dtype:
         raise ConfigError(
             f'model.dtype = "{asked}", and the server at {urls[0]} was started with --dtype {dtype}: make them equal'
@@ -49,20 +49,20 @@ def plan_servers(builder: PlanBuilder) -> None:
 
 
 def check_server_bridge(builder: PlanBuilder) -> None:
-    """Raise ConfigError for a bridge that does not reach the servers."""
+    """Raise ConfigError for a bridge that cannot reach the servers."""
     if not builder.facts.servers:
         return
     bridge, lora = builder["weights.bridge"], builder.original.lora
     if builder.facts.blind_servers:
         raise ConfigError(
             f'weights.bridge = "{bridge}" brings weights by files, and the server at {builder.facts.blind_servers[0]} '
-            'does not see the run folder: put that on a disk of both (run.folder), or use "broadcast"'
+            'does not see the run folder: put it on a disk of both (run.folder), or use "broadcast"'
         )
     least = min(server.lora_rank for server in builder.facts.servers)
     if bridge == "lora" and lora is not None and least < lora.rank:
         raise ConfigError(
             f'weights.bridge = "lora" needs engines with room for adapters of rank {lora.rank}, and servers have none: '
-            'use "broadcast", which merges them'
+            'use "broadcast", with merged adapters'
         )
     if bridge == "broadcast" and lora is not None and builder.original.training.ranks > 1:
         raise ConfigError(
@@ -90,6 +90,6 @@ def _same(builder: PlanBuilder, value: Callable[[ServerFacts], str], option: str
 
 
 def _other_model(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """The first key by which two configurations differ; empty if they are of one model."""
+    """The first key with different values; empty for one model."""
     both = sorted(own.keys() & theirs.keys() - _VOLATILE)
     return next((key for key in both if own[key] != theirs[key]), "")

@@ -55,7 +55,7 @@ def become(arguments: Sequence[str], module: str) -> NoReturn:
 
 
 def become_module(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process (exec) with a Python that runs `module` in this environment."""
+    """Replace this process (exec) with `python -m module` in this environment."""
     prepare_exec()
     os.execve(sys.executable, [sys.executable, "-P", "-m", module, *arguments], dict(environment))
 

@@ -1,7 +1,7 @@
-"""A store for `rendezvous.meet` over TCP: what processes of a group tell each other before they are connected.
+"""A store for `rendezvous.meet` over TCP: messages of a group's processes before they are connected.
 
-torch's own TCPStore asks nobody who they are and lists its keys. Here a member proves by an HMAC (RFC 2104) over a
-nonce that it knows the group's secret, which is never sent. Messages are not encrypted. `abort` ends all waits at once.
+torch's own TCPStore has no authentication and lists its keys. Here a member proves its knowledge of the group's secret
+by an HMAC (RFC 2104) over a nonce. The secret is never sent. Messages are not encrypted. `abort` ends all waits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SLACK_S = 5.0
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
-    what: str
+    call: str
     keys: tuple[str, ...]
     value: bytes = b""
     seconds: float = 0.0
 
 
 class StoreServer:
-    """The store itself, in the process that made the group."""
+    """The store itself, in the process of rank 0."""
 
     def __init__(self, host: str) -> None:
         """Listens on a free port of `host`."""
@@ -47,7 +47,7 @@ class StoreServer:
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def abort(self) -> None:
-        """End all waits, and refuse what comes."""
+        """End all waits, and answer no further call."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -78,22 +78,22 @@ class StoreServer:
     def _answer(self, ask: _Ask) -> bytes | int | bool | None:
         """None: not in time."""
         with self._changed:
-            if ask.what == "set":
+            if ask.call == "set":
                 self._data[ask.keys[0]] = ask.value
-            elif ask.what == "add":
+            elif ask.call == "add":
                 total = int(self._data.get(ask.keys[0], b"0")) + int(ask.value)
                 self._data[ask.keys[0]] = str(total).encode()
                 self._changed.notify_all()
                 return total
-            elif ask.what == "delete":
+            elif ask.call == "delete":
                 return self._data.pop(ask.keys[0], None) is not None
-            elif ask.what == "count":
+            elif ask.call == "count":
                 return len(self._data)
-            elif ask.what == "check":
+            elif ask.call == "check":
                 return self._has(ask.keys)
             elif not self._changed.wait_for(lambda: self._is_over or self._has(ask.keys), ask.seconds) or self._is_over:
                 return None
-            elif ask.what == "get":
+            elif ask.call == "get":
                 return self._data[ask.keys[0]]
             self._changed.notify_all()
             return True
@@ -107,8 +107,8 @@ class TCPStore(torch.distributed.Store):
 
     def __init__(self, address: str, timeout_s: float) -> None:
         super().__init__()
-        where, _, secret = address.removeprefix("tcp://").rpartition("/")
-        host, _, port = where.rpartition(":")
+        place, _, secret = address.removeprefix("tcp://").rpartition("/")
+        host, _, port = place.rpartition(":")
         self._timeout_s, self._one = timeout_s, threading.Lock()
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout_s, _GREETING_S))
         self._channel = Channel(connection, _MOST_BYTES)
@@ -117,11 +117,11 @@ class TCPStore(torch.distributed.Store):
         except ChannelClosed as error:
             raise RuntimeError("the trainer's store has closed the connection") from error
 
-    def _ask(self, what: str, *keys: str, value: bytes = b"", seconds: float | None = None) -> bytes | int | bool:
+    def _ask(self, call: str, *keys: str, value: bytes = b"", seconds: float | None = None) -> bytes | int | bool:
         within = self._timeout_s if seconds is None else seconds
         with self._one:
             try:
-                self._channel.send(msgspec.msgpack.encode(_Ask(what, keys, value, within)), _GREETING_S)
+                self._channel.send(msgspec.msgpack.encode(_Ask(call, keys, value, within)), _GREETING_S)
                 found = msgspec.msgpack.decode(self._channel.receive(within + _SLACK_S), type=bytes | int | bool | None)
             except (ChannelClosed, OSError) as error:
                 raise RuntimeError("the trainer's store has closed the connection") from error

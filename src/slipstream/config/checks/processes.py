@@ -113,7 +113,7 @@ def _servers(config: RunConfig) -> Problems:
 
 
 def server_problem(server: InferenceServer) -> str:
-    """The fault of an address, or of its token's variable; empty if there is none."""
+    """The fault of an address, or of its token's variable; empty for none."""
     if problem := key_variable_problem("inference.servers.token_variable", server.token_variable):
         return problem
     parts = urlsplit(server.url)

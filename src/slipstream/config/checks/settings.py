@@ -104,7 +104,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         (
             bool(config.inference.servers),
             " ".join(("run.placement", *(f"inference.{name}" for name in _OF_STARTED))),
-            "has no effect with inference.servers, which were started with values of their own",
+            "has no effect with inference.servers: they were started with other values",
         ),
         *(
             (

@@ -1,7 +1,7 @@
-"""The control listener of an engine that is a server: the routes of a child engine, behind a token and a lease.
+"""The control listener of an engine server: the routes of a child engine, behind a token and a lease.
 
-Guarantees: without the token nothing is answered but the status; tokens are compared in constant time. A call that
-changes the engine, or asks it for completions, is made by the run that holds it.
+Guarantees: without the token nothing is answered but the status; tokens are compared in constant time. Only the
+holder of the lease changes the engine, or asks it for completions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.inference.plugin.server import EngineServer
 _FREE = frozenset(
     {"/health", "/facts", "/get_world_size", "/get_engine_type", "/lease", "/lease-end", "/sees", "/verify"}
 )
-"""Paths that need no lease."""
+"""Paths without the lease."""
 _MAX_SEEN_BYTES = 4096
 _SHUTDOWN_S = 2.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,7 +39,7 @@ async def listen_control(
     token: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> web.AppRunner:
-    """Answer a run on a socket that listens already."""
+    """Answer a run on a listening socket."""
     lease = Lease()
     app = application(server, [errors_as_text, _guard(token, lease), _proofs(server, lease)], lease.describe)
     app.add_routes(_routes(server, facts, lease))
@@ -107,7 +107,7 @@ def _sees(sight: Sight) -> bool:
 
 
 def _guard(token: str, lease: Lease) -> Handler:
-    """Refuses calls without the token, and those of runs that do not hold the engine."""
+    """Refuses calls without the token, and of runs without the lease."""
     wanted = hashlib.sha256(token.encode()).digest() if token else b""
 
     @web.middleware
@@ -132,7 +132,7 @@ def _guard(token: str, lease: Lease) -> Handler:
 
 
 def _proofs(server: EngineServer, lease: Lease) -> Handler:
-    """Notes whose weights the engine has."""
+    """Notes the origin of the weights."""
 
     @web.middleware
     async def noted(request: web.Request, handler: Handler) -> web.StreamResponse:

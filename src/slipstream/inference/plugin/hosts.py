@@ -388,6 +388,15 @@ class AsyncHost(Host):
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
         return await getattr(self._engine, method)(*args, **options)
 
+    async def rpc(self, method: str, *args: str) -> list[str]:
+        """See `Host`; of several engine cores (data parallel) vLLM itself answers for the first alone."""
+        client = self._engine.engine_core
+        calls = [
+            client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
+            for core in client.core_engines
+        ]
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
     async def _finished(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         final: Any = None
         async for output in self._engine.generate(prompt, params, request_id, **options):

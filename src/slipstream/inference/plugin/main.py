@@ -1,7 +1,7 @@
 """Entry point of an engine's process: vLLM behind an HTTP server on a private Unix socket, or at addresses of its own.
 
 Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for people and probes. A run's engine dies
-with its supervisor; one that is a server (`--serve`, see `serving.py`) ends at SIGTERM and SIGINT.
+with its supervisor; a server (`--serve`, see `serving.py`) ends at SIGTERM and SIGINT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.processes.exits import leave, private_folder
 from slipstream.processes.temporary import remove_temporary
 
 Open = Callable[[EngineServer, contextlib.AsyncExitStack], Awaitable[None]]
-"""Begins to answer; the stack ends that."""
+"""Begins to answer; the stack ends it."""
 
 
 async def serve(

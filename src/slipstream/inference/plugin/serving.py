@@ -1,4 +1,4 @@
-"""An engine that is a server: `python -m slipstream.inference.plugin.main --serve JSON`.
+"""An engine server: `python -m slipstream.inference.plugin.main --serve JSON`.
 
 Guarantees: both addresses are bound before vLLM is imported, and answer 503 until the files' weights are loaded and
 verified. The process ends at SIGTERM and SIGINT, or when vLLM dies or hangs.
@@ -36,7 +36,7 @@ _BUSY_S = 10.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """What `slipstream engine` starts."""
+    """Made by `slipstream engine`."""
 
     engine: EngineSettings
     control: str
@@ -51,10 +51,10 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class Doors:
-    """The two listening sockets of a server, and who answers on them while it starts."""
+    """The two listening sockets of a server, with an answer during its start."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Binds both. Raises `ConfigError` where that is not possible."""
+        """Binds both. Raises `ConfigError`."""
         self.settings = settings
         self.token, self.key = os.environ.pop(TOKEN_VARIABLE, ""), os.environ.pop(KEY_VARIABLE, "")
         host, _, port = settings.control.rpartition(":")
@@ -75,8 +75,8 @@ class Doors:
 
     def announce(self) -> None:
         """Print both addresses, the control address as a run file has it."""
-        inference, where = _shown(self.settings.host, self.inference), self.settings.port
-        taken = f" (port {where} is taken)" if where not in (0, self.inference.getsockname()[1]) else ""
+        inference, asked = _shown(self.settings.host, self.inference), self.settings.port
+        taken = f" (port {asked} is taken)" if asked not in (0, self.inference.getsockname()[1]) else ""
         lines = [f"inference at http://{inference}/v1{taken}; the lines of a run file:", "[[inference.servers]]"]
         lines.append(f'url = "{self.url}"')
         if self.token:
@@ -119,7 +119,7 @@ class Doors:
 
 
 def bound(host: str, port: int) -> sockets.socket:
-    """A socket that listens on this port of a host, or on one of the next where it is taken."""
+    """A listening socket at this port of a host, or at one of the next if it is taken."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     last: OSError | None = None
     for each in range(port, min(65_536, port + _FURTHER_PORTS)) if port else (0,):
@@ -140,7 +140,7 @@ def bound(host: str, port: int) -> sockets.socket:
 
 
 def _bound_unix(path: str) -> sockets.socket:
-    """The socket of a path, of mode 0600; one that nobody answers on is replaced."""
+    """The socket of a path, of mode 0600; a dead one is replaced."""
     with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
         probe.settimeout(1.0)
         probe.connect(path)
@@ -171,7 +171,7 @@ def _take_interface(host: str) -> None:
         os.environ[INTERFACE] = interface
     else:
         raise ConfigError(
-            f"no network interface has the address {host}, over which weights would come: give --control this host's "
+            f"no network interface has the address {host} for weights: give --control this host's "
             f"address, or set {INTERFACE}"
         )
 

@@ -14,8 +14,8 @@ from slipstream.records import Rollout, Version
 
 
 def oldest_version(step: int, staleness: int, first: int, every: int = 1) -> int:
-    """The version whose release the batch of `step` waits for, of those that are published: `every` so many, and
-    `first`, the version that the run or its resume began with."""
+    """The published version whose release the batch of `step` waits for: a multiple of `every`, or `first`, with which
+    the run or its resume began."""
     return max(first, -(-(step - staleness) // every) * every)
 
 

@@ -186,7 +186,7 @@ class Orchestrator:
         return answer.probe
 
     def mend(self, step: int) -> None:
-        """Publish the live weights once more, as version `step`, where servers that were lost are back without any."""
+        """Publish the live weights again, as version `step`, if lost servers are back without any."""
         if self.hooks.wants_weights():
             self.update(step)
 

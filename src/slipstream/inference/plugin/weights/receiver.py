@@ -156,8 +156,14 @@ class WorkerExtension:
         rendezvous = broadcast.rendezvous_of(ticket)
         if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
             self.slipstream_leave()
-            self._slipstream_group = broadcast.Group(rendezvous, rank=first_rank + self.rank)
+            self._slipstream_group = broadcast.Group(rendezvous, rank=first_rank + self._slipstream_number())
         return self._slipstream_group
+
+    def _slipstream_number(self) -> int:
+        """This worker's number over all engine cores (data parallel)."""
+        config = getattr(getattr(self, "vllm_config", None), "parallel_config", None)
+        core = getattr(config, "data_parallel_index", getattr(config, "data_parallel_rank", 0)) or 0
+        return core * getattr(config, "world_size", 1) + self.rank
 
     def _slipstream_receive(
         self, ticket: Ticket, first_rank: int, located: tensor_map.TensorMap
