@@ -3,7 +3,7 @@
     python benchmarks/serving.py [--shape 1.5b] [--streams 256] [--requests 1024] [--input 128] [--output 256]
                                  [--repeats 3]
 
-Both servers are alive at once, with half of the memory each, and are measured in turn by vLLM's own benchmark
+Both servers are alive at once, with the same memory for the KV cache, and are measured in turn by vLLM's own benchmark
 (`vllm.benchmarks.serve`, streamed completions of random prompts). Prints a Markdown table: medians and ranges.
 """
 
@@ -42,13 +42,8 @@ def commands(model: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     vllm += ["--served-model-name", "model", "--max-model-len", length, "--max-num-seqs", str(options.streams)]
     vllm += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     ours = [sys.executable, "-m", "slipstream.cli", "engine", str(model), "--dtype", "bfloat16", "--max-length", length]
-    if options.memory_gib:
-        vllm += ["--kv-cache-memory-bytes", str(int(options.memory_gib * 2**30))]
-        ours += ["--memory", str(options.memory_gib)]
-    else:
-        vllm += ["--gpu-memory-utilization", "0.4"]
-        ours += ["--memory", "0.4"]
-    return {"vllm serve": vllm, "slipstream engine": [*ours, "--max-sequences", str(options.streams)]}
+    vllm += ["--kv-cache-memory-bytes", str(int(options.memory_gib * 2**30))]
+    return {"vllm serve": vllm, "slipstream engine": [*ours, "--memory", str(options.memory_gib)]}
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> float:
@@ -89,7 +84,7 @@ def main() -> int:
     parser.add_argument("--shape", default="1.5b")
     for name, value in (("streams", 256), ("requests", 1024), ("input", 128), ("output", 256), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--memory-gib", type=float, default=0.0, help="KV cache, for CPUs")
+    parser.add_argument("--memory-gib", type=float, default=24.0, help="KV cache of each server")
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
