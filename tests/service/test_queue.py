@@ -37,7 +37,7 @@ def slipstream(capsys):
 
 
 def test_a_run_survives_its_supervisor_and_the_next_follows(place, slipstream):
-    code, out = slipstream("submit", place.run_file(2000), "--to", "local", "--json")
+    code, out = slipstream("submit", place.run_file(600), "--to", "local", "--json")
     first = json.loads(out)
     assert (code, first["state"]) == (0, "preparing")
     assert first["estimate"]["memory_gib"] > 0
@@ -55,12 +55,12 @@ def test_a_run_survives_its_supervisor_and_the_next_follows(place, slipstream):
     code, out = slipstream("logs", "-f", first["id"], "--json")
     *pieces, last = map(json.loads, out.splitlines())
     assert (code, last["state"]) == (0, "done")
-    assert "made all 2000 steps" in "".join(piece["output"] for piece in pieces)
-    assert "made all 2000 steps" in slipstream("logs", first["folder"])[1]
+    assert "made all 600 steps" in "".join(piece["output"] for piece in pieces)
+    assert "made all 600 steps" in slipstream("logs", first["folder"])[1]
     found = place.record(first["id"])
     assert [attempt.kind for attempt in found.attempts] == ["infrastructure", "finished"]
     assert found.attempts[0].decision.startswith("retry 1 of 3")
-    assert found.actual.steps == 2000
+    assert found.actual.steps == 600
     assert found.actual.seconds > found.actual.rest_s > 0
     assert (found.handle, found.worker, found.leases) == (None, None, ())
     assert read_exit(Path(first["folder"])).status == "finished"
