@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from slipstream.cli.commands import Overrides, RunFile
 from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.cli.service import (
+    Output,
     Where,
     as_values,
     default_place,
@@ -103,7 +104,7 @@ def submit(
         print_json({"job": job.id, "folder": str(folder)}, is_result=not follow)
     else:
         tell(f"job:        {job.id}\nrun folder: {folder}", flush=True)
-    return _follow(folder, job) if follow else 0
+    return _follow(folder, job, Output(as_json=False)) if follow else 0
 
 
 def status(
@@ -158,22 +159,23 @@ def logs(
     /,
     *,
     follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative="", help="Until the run ends.")] = False,
+    json: Json = False,
 ) -> int:
-    """Print the output of a submitted run.
+    """Print the output of a submitted run, with --json as lines with a field `output`.
 
     With -f the exit code is the run's. Ctrl-C then leaves the run alone.
     """
-    folder = Path(run)
+    folder, output = Path(run), Output(as_json=json)
     if not _is_job(folder):
         queue = queued_runs()
         if follow:
-            return follow_queued(queue, str(run))
-        print_log(queue, str(run), 0)
+            return follow_queued(queue, str(run), output)
+        print_log(queue, str(run), 0, output)
         return 0
     job = _job(folder)
     if follow:
-        return _follow(folder, job)
-    _copy(folder, 0)
+        return _follow(folder, job, output)
+    _copy(folder, 0, output)
     return 0
 
 
@@ -264,7 +266,7 @@ def _job(folder: Path) -> Job:
     return job
 
 
-def _copy(folder: Path, start: int) -> int:
+def _copy(folder: Path, start: int, output: Output) -> int:
     """Print the job's output from byte `start` on; the number of bytes so far."""
     from slipstream.clusters.slurm import OUTPUT
 
@@ -272,14 +274,14 @@ def _copy(folder: Path, start: int) -> int:
         with (folder / OUTPUT).open("rb") as file:
             file.seek(start)
             while data := file.read(_CHUNK):
-                tell(data.decode(errors="replace"), end="", flush=True)
+                output.write(data)
                 start += len(data)
     except FileNotFoundError:
         pass
     return start
 
 
-def _follow(folder: Path, job: Job) -> int:
+def _follow(folder: Path, job: Job, output: Output) -> int:
     """Print the job's output until it ends for good; the run's exit code, or 1."""
     from slipstream.clusters import slurm
     from slipstream.runlog import read_exit
@@ -287,7 +289,7 @@ def _follow(folder: Path, job: Job) -> int:
     place, asked, num_ended = 0, clock.monotonic(), 0
     try:
         while num_ended < 2:  # a job that is requeued may look ended for a moment
-            place = _copy(folder, place)
+            place = _copy(folder, place, output)
             clock.sleep(_POLL_S)
             if num_ended or clock.monotonic() - asked > _ASK_S:
                 state, asked = slurm.state_of(job), clock.monotonic()
@@ -295,7 +297,7 @@ def _follow(folder: Path, job: Job) -> int:
     except KeyboardInterrupt:
         tell(f"job {job.id} continues: slipstream status {shlex.quote(str(folder))}", file=sys.stderr)
         raise
-    _copy(folder, place)
+    _copy(folder, place, output)
     report, state = read_exit(folder), slurm.state_of(job)
     if state is not None and state.name != "COMPLETED":
         tell(f"job {job.id} ended: {state.name} {state.reason}".rstrip(), file=sys.stderr)

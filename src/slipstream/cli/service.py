@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shlex
 import shutil
@@ -149,7 +150,7 @@ def submit_locally(
         tell(f"run:        {run.id}\nrun folder: {run.folder}\nstate:      {run.state} {run.reason}".rstrip())
         time = "unknown" if run.estimated_s is None else f"about {as_duration(run.estimated_s)}"
         tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}", flush=True)
-    return follow_queued(queue, run.id) if follow else 0
+    return follow_queued(queue, run.id, Output(as_json=prints_json)) if follow else 0
 
 
 def line_of(run: Shown) -> dict[str, object]:
@@ -182,21 +183,34 @@ def _need_line(gpus: int, memory_gib: float) -> str:
     return f"{gpus} GPUs with {memory_gib:g} GiB" if gpus else f"the CPU with {memory_gib:g} GiB"
 
 
-def print_log(queue: Runs, name: str, place: int) -> int:
+class Output:
+    """Prints pieces of a run's output as text, or each as a line of JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes) -> None:
+        """Print a piece; a character may be cut by its end."""
+        text = self._decoder.decode(data)
+        print_json({"output": text}, is_result=False) if self.as_json else tell(text, end="", flush=True)
+
+
+def print_log(queue: Runs, name: str, place: int, output: Output) -> int:
     """Print a run's output from byte `place` on; the number of bytes so far."""
     while (chunk := queue.log(name, place)).data:
-        tell(chunk.data.decode(errors="replace"), end="", flush=True)
+        output.write(chunk.data)
         place = chunk.next
     return place
 
 
-def follow_queued(queue: Runs, name: str) -> int:
-    """Print a run's output until it has ended; its exit code."""
+def follow_queued(queue: Runs, name: str, output: Output) -> int:
+    """Print a run's output until it has ended, and with JSON then the run; its exit code."""
     place, looked = 0, clock.monotonic()
     try:
         while True:
             run = queue.one(name)
-            place = print_log(queue, name, place)
+            place = print_log(queue, name, place, output)
             if run.has_ended:
                 break
             clock.sleep(_POLL_S)
@@ -206,6 +220,8 @@ def follow_queued(queue: Runs, name: str) -> int:
     except KeyboardInterrupt:
         tell(f"{name} continues: slipstream status {shlex.quote(name)}", file=sys.stderr)
         raise
+    if output.as_json:
+        print_json(as_values(run))
     if run.state != "done":
         tell(f"{name} ended: {run.state} {run.reason}".rstrip(), file=sys.stderr)
     return run.exit_code
