@@ -241,13 +241,13 @@ def _shape(partition: str | None, *, is_needed: bool) -> NodeShape | None:
 def _per_node(config: RunConfig, gpus: int | None, shape: NodeShape | None) -> tuple[int, int | None]:
     """GPUs and cores to ask for on each node: by default the GPUs that the run uses, if the cluster has any, and their
     share of the cores."""
-    from slipstream.config.traits import engine_workers, shares_weights, starts_teacher, uses_engine
+    from slipstream.config.traits import engine_workers, shares_weights, starts_engines, starts_teacher
 
     asked, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     if gpus is None and isinstance(asked, int):
         gpus = asked
     if gpus is None:
-        beside = uses_engine(config) and not shares_weights(config) and config.run.placement != "shared"
+        beside = starts_engines(config) and not shares_weights(config) and config.run.placement != "shared"
         whole = config.training.ranks + (engine_workers(config) if beside else 0) + starts_teacher(config)
         gpus = max(-(-whole // nodes), config.inference.tensor_parallel_size if beside else 1)
         gpus = 0 if shape is not None and not shape.gpus else gpus

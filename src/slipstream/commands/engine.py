@@ -55,7 +55,7 @@ def become_engine(deployable: Deployable, options: EngineOptions) -> NoReturn:
     settings = engine_settings(deployable, options)
     server = ServerSettings(
         engine=settings,
-        control=options.control or _usual_socket(options.port),
+        control=options.control or f"unix:{_socket_folder()}/",
         host=options.host,
         port=options.port,
         name=deployable.name,
@@ -98,9 +98,9 @@ def engine_settings(deployable: Deployable, options: EngineOptions) -> EngineSet
     )
 
 
-def _usual_socket(port: int) -> str:
+def _socket_folder() -> Path:
+    """Private to this user."""
     try:
-        folder = private_folder(cache_root(os.environ) / "servers")
+        return private_folder(cache_root(os.environ) / "servers")
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"there is no folder for the control socket ({error}): give --control unix:/path") from error
-    return f"unix:{Path(folder) / str(port)}.sock"

@@ -229,14 +229,14 @@ def _plan_engine(builder: PlanBuilder) -> None:
         plan_server_sizes(builder)
     else:
         (plan_cpu_cache if builder.on_cpu else plan_gpu_memory)(builder)
-    builder.derive_auto(
-        "inference.enforce_eager",
-        builder.on_cpu,
-        "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
-    )
+        builder.derive_auto(
+            "inference.enforce_eager",
+            builder.on_cpu,
+            "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
+        )
+        plan_patches(builder)
     if isinstance(builder.original.algorithm, RLConfig):
         plan_beside(builder)
-    plan_patches(builder)
     plan_tool_parser(builder)
     plan_deadlines(builder)
 

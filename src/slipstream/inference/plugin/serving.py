@@ -40,7 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
     engine: EngineSettings
     control: str
-    """`unix:/path`, or `HOST:PORT`."""
+    """`unix:/path`, or `HOST:PORT`; after a path with `/` at its end comes the port of `inference`."""
     host: str
     port: int
     name: str
@@ -65,8 +65,9 @@ class Doors:
         self.tls = _tls(settings)
         self.inference = bound(settings.host, settings.port)
         if is_unix:
-            self.control = _bound_unix(settings.control.removeprefix("unix:"))
-            self.url = settings.control
+            own = f"{self.inference.getsockname()[1]}.sock" if settings.control.endswith("/") else ""
+            self.url = settings.control + own
+            self.control = _bound_unix(self.url.removeprefix("unix:"))
         else:
             self.control = bound(host, int(port))
             scheme = "https" if self.tls else "http"
@@ -255,11 +256,14 @@ def with_digests(settings: EngineSettings) -> EngineSettings:
 
 
 def _facts(settings: ServerSettings) -> ServerFacts:
-    import torch
     from vllm.platforms import current_platform
 
     engine, on_gpu = settings.engine, not current_platform.is_cpu()
-    gpus = tuple(str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count()))
+    world_size = engine.tensor_parallel_size * settings.data_parallel_size
+    gpus: tuple[str, ...] = ()
+    if on_gpu:  # by NVML: this process has no use for a CUDA context
+        with contextlib.suppress(Exception):
+            gpus = tuple(str(current_platform.get_device_uuid(each)) for each in range(world_size))
     return ServerFacts(
         model=settings.name,
         config=json.loads((Path(engine.model) / "config.json").read_text()),
@@ -267,9 +271,9 @@ def _facts(settings: ServerSettings) -> ServerFacts:
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         kv_cache_bytes=engine.kv_cache_bytes or 0,
-        world_size=engine.tensor_parallel_size * settings.data_parallel_size,
+        world_size=world_size,
         on_gpu=on_gpu,
-        gpus=gpus if on_gpu else (),
+        gpus=gpus,
         enforce_eager=engine.enforce_eager,
         fp32_head=engine.fp32_head,
         fp32_residual=engine.fp32_residual,

@@ -27,7 +27,7 @@ from slipstream.inference.addresses import addresses_of, own_host_of
 from slipstream.inference.lending import ServerFacts
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, Orchestrator
-from slipstream.orchestrator.deadlines import waits_of
+from slipstream.orchestrator.deadlines import START_GRACE_S, waits_of
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.matching.schedule import generates_for
@@ -203,7 +203,7 @@ def _publisher(
         ).version
 
     def joined() -> int:
-        start_s = config.inference.start_timeout_s
+        start_s = config.inference.start_timeout_s + (START_GRACE_S if servers else 0.0)  # they name themselves
         return caller.call(commands.AskJoined(), commands.Joined, start_s, "dead engines to start again").count
 
     def leave() -> None:
@@ -244,7 +244,8 @@ def _are_others(servers: Sequence[ServerFacts]) -> bool:
     """Whether no server is on the trainer's GPU, where NCCL would refuse the two."""
     import torch
 
-    return str(torch.cuda.get_device_properties(0).uuid) not in {gpu for server in servers for gpu in server.gpus}
+    own = str(torch.cuda.get_device_properties(0).uuid)
+    return own not in {gpu.removeprefix("GPU-") for server in servers for gpu in server.gpus}
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:
