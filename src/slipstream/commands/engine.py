@@ -22,7 +22,7 @@ from slipstream.processes.exits import become_module
 from slipstream.processes.launchers import Resources
 from slipstream.processes.temporary import cache_root, private_folder
 
-_GPU_PART = 0.9
+_GPU_PART, _LEAST_PART = 0.9, 0.05
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def engine_settings(deployable: Deployable, options: EngineOptions) -> EngineSet
         settings,
         dtype=dtype,
         kv_cache_bytes=int(options.memory_gib * GIB) if options.memory_gib is not None else memory,
-        gpu_memory_utilization=_GPU_PART,
+        gpu_memory_utilization=_GPU_PART if options.memory_gib is None else _LEAST_PART,
         tensor_parallel_size=options.tensor_parallel,
         fp32_head=closer,
         fp32_residual=closer and not settings.enforce_eager,

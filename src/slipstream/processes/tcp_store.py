@@ -139,9 +139,9 @@ class TCPStore(torch.distributed.Store):
         assert isinstance(found, bytes)
         return found
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """See torch's `Store`."""
-        return int(self._ask("add", key, value=str(amount).encode()))
+        return int(self._ask("add", key, value=str(value).encode()))
 
     def check(self, keys: list[str]) -> bool:
         """See torch's `Store`."""

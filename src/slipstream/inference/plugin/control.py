@@ -106,7 +106,7 @@ def _sees(sight: Sight) -> bool:
         return hmac.compare_digest(hashlib.sha256(file.read(_MAX_SEEN_BYTES)).hexdigest(), sight.sha256)
 
 
-def _guard(token: str, lease: Lease) -> Handler:
+def _guard(token: str, lease: Lease) -> Any:
     """Refuses calls without the token, and of runs without the lease."""
     wanted = hashlib.sha256(token.encode()).digest() if token else b""
 
@@ -131,7 +131,7 @@ def _guard(token: str, lease: Lease) -> Handler:
     return guard
 
 
-def _proofs(server: EngineServer, lease: Lease) -> Handler:
+def _proofs(server: EngineServer, lease: Lease) -> Any:
     """Notes the origin of the weights."""
 
     @web.middleware

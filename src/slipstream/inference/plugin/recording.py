@@ -92,6 +92,10 @@ class Recording:
         self._versions: list[VersionSpan] | None = None
         self._experts: ExpertChoices | None = None
         self._takes_pieces = self._is_recorded = False
+        self._tokenizer: Any = None
+        self._skips_special = True
+        self._is_whole = False
+        """Whether its client reads nothing before the end: vLLM then gives all tokens at once, without text."""
 
     @property
     def is_urgent(self) -> bool:
@@ -159,6 +163,7 @@ class Recording:
                 f"This model's maximum context length is {max_model_len} tokens, and the conversation has {len(ids)}"
             )
         self._prompt_ids, self._takes_pieces = list(ids), params.output_kind.name == "DELTA"
+        self._tokenizer = text
         # A text would be tokenized again.
         replaced = {name: value for name, value in prompt.items() if name not in ("prompt", "prompt_token_offsets")}
         return {**replaced, "prompt_token_ids": self._prompt_ids}, self._sampling(params, room)
@@ -169,6 +174,10 @@ class Recording:
         if params.n != 1:
             raise Refusal(f"n = {params.n} cannot be recorded: send the request as often")
         limits = [ours.max_tokens, room, *([params.max_tokens] if params.max_tokens is not None else [])]
+        stop = [*ours.stop, *(params.stop or ())]
+        self._is_whole = params.output_kind.name == "FINAL_ONLY" and not stop and params.logprobs is None
+        self._skips_special = params.skip_special_tokens
+        whole: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if self._is_whole else {}
         return type(params)(
             max_tokens=min(limits),
             temperature=ours.temperature,
@@ -176,13 +185,14 @@ class Recording:
             top_k=ours.top_k,
             min_p=ours.min_p,
             seed=self._session.seed(self._prompt_ids or []),
-            stop=[*ours.stop, *(params.stop or ())] or None,
+            stop=stop or None,
             stop_token_ids=[*dict.fromkeys((*ours.stop_token_ids, *(params.stop_token_ids or ())))] or None,
             include_stop_str_in_output=params.include_stop_str_in_output,
             logprobs=max(0, params.logprobs or 0),
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             output_kind=params.output_kind,
+            **whole,
         )
 
     def take(self, output: Any) -> None:
@@ -196,6 +206,8 @@ class Recording:
         else:
             self._token_ids, self._logprobs = token_ids, logprobs
         self._finish = out.finish_reason or self._finish
+        if self._is_whole and output.finished:
+            out.text, out.logprobs = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special), None
         if output.finished and getattr(out, "routed_experts", None) is not None:
             self._experts = expert_choices(out.routed_experts, len(self._prompt_ids or ()) + len(self._token_ids))
 

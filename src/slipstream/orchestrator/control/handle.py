@@ -224,8 +224,9 @@ class Orchestrator:
     def _evaluated(self, step: int, answer: Future[commands.AnyAnswer], how: str = "") -> dict[str, float]:
         """Wait for the answer; returns the metrics."""
         waits_for = f"the evaluation of step {step}{how}"
-        limit_s, options = self.waits.rollouts_s, {"while_silent": True, "attend": partial(self.mend, step)}
-        found = self.caller.wait(answer, commands.Evaluated, limit_s, waits_for, **options).evaluation
+        limit_s, mend = self.waits.rollouts_s, partial(self.mend, step)
+        done = self.caller.wait(answer, commands.Evaluated, limit_s, waits_for, while_silent=True, attend=mend)
+        found = done.evaluation
         self.last_evaluation = found
         self.hooks.version_evaluated(step, found)
         return found.metrics()
