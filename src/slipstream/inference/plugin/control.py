@@ -14,6 +14,7 @@ import socket as sockets
 import ssl
 import stat
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
