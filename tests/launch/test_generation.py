@@ -83,7 +83,7 @@ def test_an_update_is_repeated_where_one_engine_of_several_died(bridge, orchestr
     log = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
     config = SimpleNamespace(
         weights=SimpleNamespace(bridge=bridge, apply_timeout_s=60.0),
-        inference=SimpleNamespace(replicas=replicas, sleep=False),
+        inference=SimpleNamespace(replicas=replicas, servers=(), sleep=False),
         run=SimpleNamespace(orchestrators=orchestrators),
     )
     caller = SimpleNamespace(engine_state=lambda settles: EngineState(is_up, True))

@@ -72,7 +72,7 @@ def test_only_the_attempts_of_one_command_count():
 )
 def test_what_an_engines_death_is_the_reason_of(monkeypatch, error, is_up, in_memory, expected):
     monkeypatch.setattr(engine, "_DYING_S", 0.05)
-    executor = executor_of(SimpleNamespace(is_up=is_up, is_in_memory_only=in_memory))
+    executor = executor_of(SimpleNamespace(is_up=is_up, is_in_memory_only=in_memory, wants_weights=False))
     caller = SimpleNamespace(engine_state=executor.engine_state)
     assert has_lost_weights(error, caller) is expected
     assert not has_lost_weights(error, None)

@@ -18,7 +18,7 @@ PARAMETERS = (ParameterSpec("w", (2,), "float32", "ff"),)
 class Engine:
     """One that lives, and whose `share` fails so."""
 
-    is_in_memory_only = False
+    is_in_memory_only = wants_weights = False
 
     def __init__(self, error=None, *, is_up=True):
         self.error, self.is_up = error, is_up
@@ -43,7 +43,7 @@ async def test_the_state_of_the_engine_is_looked_at_in_another_thread():
     threads = []
 
     class State:
-        is_in_memory_only = True
+        is_in_memory_only, wants_weights = True, False
 
         @property
         def is_up(self):

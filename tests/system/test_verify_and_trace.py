@@ -127,7 +127,7 @@ def test_a_rollout_is_followed_to_weights_and_batch(run, slipstream):
     assert found["carries_loss"] is True
     assert found["token"] == {
         "number": 0, "sequence": 0, "position": start, "token_id": sequence["token_ids"][start],
-        "logprob": sequence["logprobs"][0], "version": "0.2",
+        "logprob": sequence["logprobs"][0], "version": "0.2", "request": 0,
     }  # fmt: skip
 
 
