@@ -66,22 +66,20 @@ def packed_attention(
         raise ConfigError(f"{name} needs {what}, which packed attention does not do: set training.packing = false")
     if not torch.compiler.is_compiling():
         segments.windows_seen.add(sliding_window or 0)
-    if (context := segments.context) is None:
-        return _whole_row(query, key, value, segments, scaling, sliding_window), None
-    query, key, value = gather_heads(context, segments.layout_id, query, key, value)
-    output = _whole_row(query, key, value, segments, scaling, sliding_window)
-    return scatter_heads(context, segments.layout_id, output), None
-
-
-def _whole_row(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentLayout, scaling: float | None, window: int | None
-) -> Tensor:
+    context, window = segments.context, sliding_window or 0
+    if context is not None:
+        query, key, value = gather_heads(context, segments.layout_id, query, key, value)
+    # In this function, since the compiler stops at `_padded` and compiles each function around it separately.
     if not _has_kernel(query) or segments.has_blocks:
-        return _padded(query, key, value, segments, scaling, window)  # pyright: ignore[reportCallIssue]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query_THD, key_TKD, value_TKD = (_as_row(states) for states in (query, key, value))
-    output_THD, _ = ragged_attention(query_THD, key_TKD, value_TKD, segments.layout_id, scale, window or 0)
-    return output_THD.unsqueeze(0)
+        output = _padded(query, key, value, segments, scaling, window)  # pyright: ignore[reportCallIssue]
+    else:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query_THD, key_TKD, value_TKD = (_as_row(states) for states in (query, key, value))
+        output_THD, _ = ragged_attention(query_THD, key_TKD, value_TKD, segments.layout_id, scale, window)
+        output = output_THD.unsqueeze(0)
+    if context is not None:
+        output = scatter_heads(context, segments.layout_id, output)
+    return output, None
 
 
 def _as_row(states: Tensor) -> Tensor:
@@ -101,7 +99,7 @@ def _padded(
     value: Tensor,
     segments: SegmentLayout,
     scaling: float | None,
-    window: int | None,
+    window: int,
 ) -> Tensor:
     """Attention over buckets of right-padded segments, for any device and dtype."""
     query, key, value = (_as_row(states) for states in (query, key, value))
@@ -110,7 +108,7 @@ def _padded(
     key_sizes = [bucket.keys_BJ.numel() for bucket in layout.buckets]
     queries = take_slots(query, layout.queries).split(query_sizes)
     keys, values = (take_slots(state, layout.keys).split(key_sizes) for state in (key, value))
-    masks = segments.masks(window or 0, query.dtype)
+    masks = segments.masks(window, query.dtype)
     outputs: list[Tensor] = []
     for bucket, mask, *parts in zip(layout.buckets, masks, queries, keys, values, strict=True):
         num_blocks = bucket.queries_BQ.shape[0]
