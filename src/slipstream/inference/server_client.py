@@ -26,7 +26,11 @@ _PAUSE_S = 0.5
 
 
 class Unreached(EngineError):
-    """No usable answer."""
+    """No usable answer, for the reason `why`."""
+
+    def __init__(self, server: str, why: str) -> None:
+        super().__init__(f"{server} {why}")
+        self.why = why
 
 
 class ServerClient(EngineClient):
@@ -47,12 +51,13 @@ class ServerClient(EngineClient):
         super().__init__(
             address,
             is_alive=is_alive,
-            describe=describe or (lambda: f"the server at {address.url}"),
+            describe=describe or (lambda: self._name),
             silence_s=silence_s,
             headers={LEASE_HEADER: run_id},
             **({} if give_up is None else {"give_up": give_up}),
         )
         self._look = look
+        self._name = f"the server at {address.url}"
 
     async def _explain(self, path: str, error: Exception) -> EngineError:
         if self._look is not None:
@@ -69,15 +74,15 @@ class ServerClient(EngineClient):
                 async with asked as response:
                     answer, status = await response.read(), response.status
         except (TimeoutError, OSError) as error:
-            raise Unreached(f"{self._describe()} does not answer ({type(error).__name__}: {error})") from error
+            raise Unreached(self._name, f"does not answer ({type(error).__name__}: {error})") from error
         except Exception as error:
-            raise Unreached(f"{self._describe()} does not answer ({error})") from error
+            raise Unreached(self._name, f"does not answer ({error})") from error
         if status == 423:
             raise Held(msgspec.json.decode(answer, type=Refusal))
         if status == 401:
-            raise ConfigError(f"{self._describe()} refuses the token: give its own by token_variable")
+            raise ConfigError(f"{self._name} refuses the token: give its own by token_variable")
         if status != 200:
-            raise Unreached(f"{self._describe()} answers with status {status}: {answer[:200].decode(errors='replace')}")
+            raise Unreached(self._name, f"answers with status {status}: {answer[:200].decode(errors='replace')}")
         return answer
 
     async def lend(self, terms: Terms) -> Loan:
@@ -109,9 +114,9 @@ class ServerClient(EngineClient):
             async with asyncio.timeout(CALL_S):
                 health = await self._ask_health()
         except TimeoutError as error:
-            raise Unreached(f"{self._describe()} said nothing for {CALL_S:g} s") from error
+            raise Unreached(self._name, f"said nothing for {CALL_S:g} s") from error
         if health is None:
-            raise Unreached(f"{self._describe()} does not answer")
+            raise Unreached(self._name, "does not answer")
         return health
 
 

@@ -165,7 +165,7 @@ class ServerEngine:
             except (Unreached, ConfigError) as error:
                 is_gone = isinstance(error.__cause__, ConnectionError)
                 if is_gone or time.monotonic() - heard > min(SILENT_S, self._silence_s):
-                    self._lose(one_line(error))
+                    self._lose(f"it {error.why}" if isinstance(error, Unreached) else one_line(error))
             else:
                 heard = time.monotonic()
                 if loan.instance != self._instance:
@@ -180,7 +180,7 @@ class ServerEngine:
         try:
             health = await self.client.known_health()
         except Unreached as error:
-            self._lose(one_line(error))
+            self._lose(f"it {error.why}")
         else:
             if health.info.get("instance", self._instance) != self._instance:
                 self._lose("it was started again")
