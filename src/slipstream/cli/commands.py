@@ -148,8 +148,9 @@ def _train(
 
         watch = SupervisorWatch()
     if (start := own_start(os.environ)) is not None and (folder := loaded.config.run.folder) is not None:
-        start.await_earlier(folder, loaded.config.run.grace_s + START_SLACK_S, tell)
-        start.follow(folder, tell)
+        warn = partial(tell, file=sys.stderr, flush=True)
+        start.await_earlier(folder, loaded.config.run.grace_s + START_SLACK_S, warn)
+        start.follow(folder, warn)
     from slipstream.launch.start import run_training
 
     try:
