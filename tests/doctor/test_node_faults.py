@@ -1,6 +1,7 @@
 """Real faults of nodes: network namespaces with an agent each. Each fault is named with its remedy."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -134,7 +135,7 @@ def test_a_broken_pair_and_a_slow_node_are_named(files):
     is_named(found, "collectives", "fault", "no collective between node-1 (net0) and node-2 (net0)", "firewall")
     for other in (0, 1, 2):
         pair = next(each for each in found if f"node-{other}" in each["reason"] and "node-3" in each["reason"])
-        assert "the median of all pairs is" in pair["reason"]
+        assert "the median of the nodes' best pairs is" in pair["reason"]
         assert pair["verdict"] == "warning"
     assert len(found) == 4
 
@@ -183,7 +184,20 @@ def test_a_slow_pair_is_named_with_both_rates():
     rates = {("a", "b"): 1e9, ("a", "c"): 9e8, ("b", "c"): 5e7}
     (found,) = judge([PairResult(pair, rate) for pair, rate in rates.items()], dict.fromkeys("abc", "ib0"), 3, "runs")
     assert found.verdict == "warning"
-    assert "b (ib0) and c (ib0) all-reduce 50 MB/s, and the median of all pairs is 900 MB/s" in found.reason
+    assert "b (ib0) and c (ib0) all-reduce 50 MB/s, and the median of the nodes' best pairs is 1 GB/s" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("names", "broken"), [("abc", []), ("abcd", []), ("abcd", [PairResult(("a", "b"), error="cut")])]
+)
+def test_a_slow_node_is_named_in_a_small_cluster(names, broken):
+    """Most pairs are slow then."""
+    slow, cut = names[-1], {each.pair for each in broken}
+    pairs = [pair for pair in itertools.combinations(names, 2) if pair not in cut]
+    results = [PairResult(pair, 1e7 if slow in pair else 5e8) for pair in pairs]
+    named = [each.reason for each in judge(results + broken, {}, len(names), "runs") if each.verdict == "warning"]
+    assert len(named) == len(names) - 1
+    assert all(slow in reason for reason in named)
 
 
 def test_pairs_that_cannot_meet_are_told_of_the_file_system():

@@ -33,9 +33,9 @@ _VALUES = 1 << 20
 """Numbers of four bytes in a message."""
 _REPEATS = 3
 _SLOW = 5.0
-"""A pair is slow if the median of all is so many times as fast. Pairs of a round share switches."""
-_LEAST_PAIRS = 3
-"""Pairs of which a median is known."""
+"""A pair is slow if the usual rate is so many times as high. Pairs of a round share switches."""
+_LEAST_NODES = 3
+"""Nodes with a usual rate."""
 _TRIES = 2
 """Pairs without success, after which a node takes no further part."""
 _PLACE = re.compile(r"\[[^\]]*/gloo/[^\]]*\] ")
@@ -117,12 +117,22 @@ def hopeless(results: Sequence[PairResult]) -> set[str]:
     return {name for name, number in failed.items() if number >= _TRIES} - fine
 
 
+def usual_rate(results: Sequence[PairResult]) -> float:
+    """The median over all nodes of the rate of their best pair; 0 for few nodes. One slow node slows most pairs of a
+    small cluster, so their own median would be slow."""
+    best = dict[str, float]()
+    for each in results:
+        for name in each.pair if not each.error else ():
+            best[name] = max(best.get(name, 0.0), each.bytes_per_s)
+    return statistics.median(best.values()) if len(best) >= _LEAST_NODES else 0.0
+
+
 def judge(
     results: Sequence[PairResult], interfaces: Mapping[str, str], num_nodes: int, folder: object
 ) -> Iterator[Finding]:
     """Name broken and slow pairs. `folder`: of the run."""
     fine = [each for each in results if not each.error]
-    median = statistics.median([each.bytes_per_s for each in fine]) if len(fine) >= _LEAST_PAIRS else 0.0
+    usual = usual_rate(results)
     alone = hopeless(results) if num_nodes > 2 else set[str]()
     found = [*(_of_node(name, results, interfaces, folder) for name in sorted(alone))]
     found += [
@@ -131,10 +141,10 @@ def judge(
         if each.error and not alone.intersection(each.pair)
     ]
     for each in fine:
-        if each.bytes_per_s * _SLOW < median:
+        if each.bytes_per_s * _SLOW < usual:
             reason = (
-                f"{_named(each.pair, interfaces)} all-reduce {_rate(each.bytes_per_s)}, and the median of all pairs is "
-                f"{_rate(median)}"
+                f"{_named(each.pair, interfaces)} all-reduce {_rate(each.bytes_per_s)}, and the median of the "
+                f"nodes' best pairs is {_rate(usual)}"
             )
             remedy = "compare the two links (ethtool, ip -s link), or leave a node out"
             found.append(Finding(CHECK, "warning", reason, remedy))
@@ -168,4 +178,4 @@ def _named(pair: Pair, interfaces: Mapping[str, str]) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:.3g} MB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 9.995e8 else f"{bytes_per_s / 1e9:.3g} GB/s"
