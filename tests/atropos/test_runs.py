@@ -76,7 +76,8 @@ def test_a_run_trains_on_groups_that_programs_push(model, programs, command):  #
     changes = [event["change"] for event in read_events(run.folder, kinds=("atropos_environment",))]
     assert changes == ["connected"]
     samples = read_samples(run.folder)
-    assert all(sample["prompt"].startswith("say ") or sample["completion"] for sample in samples)
+    assert all("say " in sample["prompt"] for sample in samples)
+    assert any(sample["completion"] for sample in samples), "one that ends at once has no text"
 
 
 @pytest.mark.servers
