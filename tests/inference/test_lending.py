@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import ssl
 import subprocess
@@ -176,8 +177,12 @@ async def test_a_second_run_is_refused_by_the_name_of_the_first():
         holder = client(url, run_id="0")
         await holder.lend(Terms("first", "0"))
         second, _ = engine(url)
+        refused = asyncio.create_task(second.wait_ready())
+        await asyncio.sleep(2.0)
+        assert not refused.done(), "the first may have been killed"
+        await holder.lend(Terms("first", "0"))
         with pytest.raises(ConfigError, match=f"{url} is not free, as the run first holds it: end that run"):
-            await second.wait_ready()
+            await refused
         await holder.end_lease()
         assert (await second.wait_ready()).status == "ready"
         await second.stop()

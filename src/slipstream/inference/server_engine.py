@@ -118,7 +118,7 @@ class ServerEngine:
 
     async def _connect(self) -> EngineHealth:
         """Take the lease, and wait until the server is in service."""
-        began, until, why = time.monotonic(), time.monotonic() + self._start_timeout_s, ""
+        until, why, heard_at = time.monotonic() + self._start_timeout_s, "", 0.0
         while time.monotonic() < until or not why:
             try:
                 loan = await self.client.lend(self._terms)
@@ -128,8 +128,9 @@ class ServerEngine:
                 why = health.reason
             except Held as held:
                 why = f"the run {held.refusal.run} holds it"
-                # A killed one is silent, and loses the engine.
-                if held.refusal.silent_s < 2 * RENEW_S or time.monotonic() - began > SILENT_S + 2 * RENEW_S:
+                said_at = time.monotonic() - held.refusal.silent_s
+                heard_at = heard_at or said_at
+                if said_at > heard_at + RENEW_S / 2:  # it lives; a killed one is silent, and loses the engine
                     raise ConfigError(
                         f"the server at {self.address.url} is not free, as {why}: end that run, or give this one "
                         "another server"
@@ -208,9 +209,10 @@ class ServerEngine:
 
     async def revive(self) -> None:
         """See `Generates`: wait for the server, and give it its version again. Raises `EngineError` if no file has
-        it."""
-        if not await self.replace():
-            raise EngineError(f"{self.describe()}, and no file holds its weights: use --resume")
+        it: the trainer publishes it again."""
+        if self._lost and not self._tickets:
+            raise EngineError(f"{self.describe()}, and no file holds its weights: start it again")
+        await self.replace()
 
     async def replace(self) -> bool:
         """Wait for a lost server; whether it has its version, perhaps by files."""
