@@ -198,6 +198,7 @@ def test_a_run_file_is_planned(tmp_path):
         command = [sys.executable, "-m", "slipstream.cli", *arguments]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     file = tmp_path / "first" / "sft.toml"
-    assert [each.verdict for each in check_run(file)] == ["ok"]
+    found = [(each.check, each.verdict) for each in check_run(file)]
+    assert found == [("run sft.toml", "ok"), ("rewards", "ok")]
     (found,) = check_run(file, ["--training.learning_rate", "-1"])
     assert (found.verdict, "learning_rate" in found.reason) == ("fault", True)
