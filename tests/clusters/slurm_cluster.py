@@ -130,7 +130,7 @@ class Cluster:
         for each in self.init.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = each.cmdline()
-                is_ours = (words[:1] and words[0].startswith("slurmstepd")) or any("slipstream" in word for word in words)
+                is_ours = any("slipstream" in word or word.startswith("slurmstepd") for word in words)
                 if is_ours and each.status() != psutil.STATUS_ZOMBIE:
                     found.append(each)
         return found
