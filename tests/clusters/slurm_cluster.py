@@ -125,11 +125,13 @@ class Cluster:
         return run
 
     def ours(self):
-        """Processes of Slipstream on all nodes."""
+        """Processes of Slipstream on all nodes, and those of Slurm that hold them."""
         found = []
         for each in self.init.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if any("slipstream" in word for word in each.cmdline()) and each.status() != psutil.STATUS_ZOMBIE:
+                words = each.cmdline()
+                is_ours = any("slipstream" in word or word.startswith("slurmstepd") for word in words)
+                if is_ours and each.status() != psutil.STATUS_ZOMBIE:
                     found.append(each)
         return found
 

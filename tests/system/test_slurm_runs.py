@@ -163,7 +163,7 @@ def test_a_failure_of_the_run_is_one_requeue(slurm, run_file, tmp_path):
 @pytest.mark.cluster
 def test_a_signal_in_the_first_seconds_is_one_requeue(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 20)
-    until(slurm.ours)
+    until((run.folder / "slurm/start").exists)
     slurm.run("scancel", "--signal=USR1", "--batch", run.job)
     assert not (run.folder / "run.lock").exists(), "the run does not listen yet"
     run.check_whole(tmp_path, restarts=1)
