@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,28 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 def spread(values: list[float]) -> tuple[float, float, float]:
     """Median, smallest, largest."""
     return (statistics.median(values), min(values), max(values)) if values else (0.0, 0.0, 0.0)
+
+
+def figures(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Seconds of a run's phases and steps, and its probes, each as `spread`."""
+    found: dict[str, Any] = {phase: spread([row.get(f"time/{phase}_s", 0.0) for row in rows]) for phase in PHASES}
+    found["step"] = spread([sum(row.get(f"time/{phase}_s", 0.0) for phase in PHASES) for row in rows])
+    return found | {"probe": spread([row.get("probe/abs_logprob_diff", 0.0) for row in rows])}
+
+
+def small_table(results: list[dict[str, Any]], more: str, cell: Callable[[dict[str, Any]], str]) -> str:
+    """The results of `figures` in Markdown, with a further column `more`."""
+    heads = ("case", "s a step", "generate", "train", "update", "largest probe", more)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for result in results:
+        if "step" not in result:
+            lines.append(f"| {result['case']} | failed with code {result['code']} | | | | | |")
+            continue
+        middle, low, high = result["step"]
+        parts = " | ".join(f"{result[phase][0]:.3f}" for phase in ("batch", "train", "update"))
+        step, probe = f"{middle:.3f} ({low:.3f} to {high:.3f})", f"{result['probe'][2]:.5f}"
+        lines.append(f"| {result['case']} | {step} | {parts} | {probe} | {cell(result)} |")
+    return "\n".join(lines)
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu import ENVIRONMENT, PHASES, WARM_UP, run_file, spread
+from gpu import ENVIRONMENT, WARM_UP, figures, run_file, small_table
 from shapes import shaped_model
 
 ADDRESS, RUN_ID = "127.0.0.1:29450", "nodes"
@@ -77,30 +77,7 @@ def read(case: str, run: Path, code: int) -> dict[str, Any]:
             log.name: log.read_text(errors="replace")[-3000:] for log in sorted((run / "logs").glob("*.log"))
         }
     rows = every[WARM_UP:]
-    result |= {phase: spread([row.get(f"time/{phase}_s", 0.0) for row in rows]) for phase in PHASES}
-    result["step"] = spread([sum(row.get(f"time/{phase}_s", 0.0) for phase in PHASES) for row in rows])
-    result["probe"] = spread([row.get("probe/abs_logprob_diff", 0.0) for row in rows])
-    result["losses"] = [row["train/loss"] for row in every]
-    return result
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """The results in Markdown."""
-    lines = [
-        "| case | s a step | generate | train | update | largest probe | last loss |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        if "step" not in result:
-            lines.append(f"| {result['case']} | failed with code {result['code']} | | | | | |")
-            continue
-        middle, low, high = result["step"]
-        parts = " | ".join(f"{result[phase][0]:.3f}" for phase in ("batch", "train", "update"))
-        lines.append(
-            f"| {result['case']} | {middle:.3f} ({low:.3f} to {high:.3f}) | {parts} | {result['probe'][2]:.5f} | "
-            f"{result['losses'][-1]:.8f} |"
-        )
-    return "\n".join(lines)
+    return result | figures(rows) | {"losses": [row["train/loss"] for row in every]}
 
 
 def main() -> int:
@@ -143,7 +120,7 @@ def main() -> int:
             for case in options.cases or (SFT_CASES if options.sft else GRPO_CASES):
                 results.append(measure(case, file, folder / f"{case.replace(' ', '-')}-{repeat}", options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    print(table(results))
+    print(small_table(results, "last loss", lambda result: f"{result['losses'][-1]:.8f}"))
     return 1 if any("step" not in result for result in results) else 0
 
 

@@ -31,6 +31,7 @@ LAYERS = {
                 "sinks",
                 "weights",
                 "openai_client",
+                "http_listener",
                 "clusters",
             ),
             ("inference", "trainer", "envs"),

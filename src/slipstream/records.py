@@ -52,6 +52,8 @@ AbortCause = Literal[
 NON_FINITE = "non_finite"
 """Metric of a rollout or batch: how many metrics were left out because they were not finite."""
 TRAINABLE_OUTCOMES: frozenset[str] = frozenset({"done", "truncated"})
+REQUEST_HEADER = "x-slipstream-request"
+"""HTTP header with the number of an agent's request in its episode."""
 IMAGE_MARK = "<image>"
 """Stands in a message's content at the place of each of its images."""
 

@@ -14,6 +14,7 @@ from slipstream.atropos.api import Desk, serve
 from slipstream.atropos.environments import Environments
 from slipstream.atropos.groups import Terms, rollouts_of
 from slipstream.atropos.protocol import RegisterEnv, Registration
+from slipstream.config.addresses import url_of
 from slipstream.orchestrator.batches.arrivals import Arrivals
 from slipstream.records import Version
 
@@ -92,7 +93,7 @@ async def both(programs):  # noqa: F811
     ours = Ours()
     api = await serve(ours.desk, host="127.0.0.1", port=0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-        yield Both(session, ours, api.url, await asyncio.to_thread(programs.run_api))
+        yield Both(session, ours, url_of("127.0.0.1", api.port), await asyncio.to_thread(programs.run_api))
     for task in ours.waiting:
         task.cancel()
     await api.close()
@@ -285,7 +286,8 @@ def test_a_lease_ends_and_begins_again():
 async def test_a_token_is_asked_for(headers, status):
     api = await serve(Ours().desk, host="127.0.0.1", port=0, token="token")
     try:
-        async with aiohttp.ClientSession() as session, session.get(f"{api.url}/info", headers=headers) as answer:
+        url = f"{url_of('127.0.0.1', api.port)}/info"
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
             assert answer.status == status
     finally:
         await api.close()
@@ -294,13 +296,14 @@ async def test_a_token_is_asked_for(headers, status):
 async def test_other_names_and_large_bodies_are_refused(monkeypatch):
     monkeypatch.setattr("slipstream.atropos.api.MAX_BODY_BYTES", 1 << 20)
     api = await serve(Ours().desk, host="127.0.0.1", port=0)
+    url = url_of("127.0.0.1", api.port)
     bomb = gzip.compress(b" " * (8 << 20))
     try:
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"{api.url}/info", headers={"Host": "evil.example"}) as answer:
+            async with session.get(f"{url}/info", headers={"Host": "evil.example"}) as answer:
                 assert answer.status == 421
             for body, more in ((bomb, {"content-encoding": "gzip"}), (b" " * (2 << 20), {})):
-                async with session.post(f"{api.url}/scored_data", data=body, headers=more) as answer:
+                async with session.post(f"{url}/scored_data", data=body, headers=more) as answer:
                     assert answer.status == 413
     finally:
         await api.close()

@@ -10,6 +10,7 @@ import socket
 import aiohttp
 import pytest
 
+from slipstream import http_listener
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin.guests import exchange_of_task
 from slipstream.inference.plugin.http import gate as gates
@@ -89,7 +90,7 @@ def server():
 
 @contextlib.asynccontextmanager
 async def listening(server, app, key="", *, is_local=True):
-    bound = listeners.tcp_socket("", 0)
+    bound = http_listener.tcp_socket("", 0)
     listener = await listeners.serve(gates.Gate(app, server, key, is_local=is_local), bound)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{listener.port}", connector=connector) as client:
@@ -177,8 +178,8 @@ async def test_versions_are_in_the_last_event_and_a_stream_that_waits_stays_aliv
 async def test_bodies_headers_and_connections_have_limits(server, monkeypatch):
     monkeypatch.setattr(gates, "MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr(gates, "BODY_S", 0.3)
-    monkeypatch.setattr(listeners, "HEADER_S", 1.0)
-    monkeypatch.setattr(listeners, "UNREAD_S", 0.3)
+    monkeypatch.setattr(http_listener, "HEADER_S", 1.0)
+    monkeypatch.setattr(http_listener, "UNREAD_S", 0.3)
     app = App()
 
     async def pieces():

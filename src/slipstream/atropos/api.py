@@ -10,30 +10,27 @@ import asyncio
 import base64
 import contextlib
 import hmac
-import socket
 import uuid
 import zlib
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from slipstream.atropos.environments import Environments, UnknownEnvironment
 from slipstream.atropos.groups import Refused
 from slipstream.atropos.protocol import EnvIdentifier, RegisterEnv, Registration, ScoredData
-from slipstream.config.addresses import family_of, is_loopback, names_this_machine, url_of
+from slipstream.config.addresses import is_loopback, names_this_machine
 from slipstream.errors import ConfigError
-from slipstream.patience import lasting
+from slipstream.http_listener import Listener, replaying, tcp_socket
+from slipstream.http_listener import serve as serve_app
 
 MAX_BODY_BYTES = 256 << 20
 """Largest body, packed and unpacked."""
 _BODY_S = 60.0
-_START_S = 30.0
-_SHUTDOWN_S = 1
 _NOTHING = {
     name: list[Any]()
     for name in (
@@ -196,7 +193,7 @@ class Door:
         left_out = (b"content-length", b"content-encoding", b"transfer-encoding")
         kept = [(name, value) for name, value in scope["headers"] if name not in left_out]
         kept.append((b"content-length", str(len(body)).encode()))
-        await self._app({**scope, "headers": kept}, _replaying(body, receive), send)
+        await self._app({**scope, "headers": kept}, replaying(body, receive), send)
 
     def _refusal(self, headers: dict[bytes, bytes]) -> Any:
         if self._token:
@@ -250,70 +247,15 @@ async def _read(headers: dict[bytes, bytes], receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    is_read = False
-
-    async def replay() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        """The process has its own handlers."""
-        yield
-
-
-class Api:
-    """The API while it listens."""
-
-    def __init__(self, url: str, server: _Server, task: asyncio.Task[None]) -> None:
-        self.url = url
-        self._server, self._task = server, task
-
-    async def close(self) -> None:
-        """Answer nobody any more."""
-        self._server.should_exit = True
-        await self._task
-
-
-async def serve(desk: Desk, *, host: str, port: int, token: str = "") -> Api:
+async def serve(desk: Desk, *, host: str, port: int, token: str = "") -> Listener:
     """Listen. Raises `ConfigError` for an address in use, and for other machines without a token."""
     if not token and not is_loopback(host):
         raise ConfigError(f"environment.settings.host = {host!r} needs a token: set token_variable")
-    listening = socket.socket(family_of(host), socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
+        listening = tcp_socket(host, port)
     except OSError as error:
-        listening.close()
         raise ConfigError(
             f"environment.settings.port = {port}: nothing can listen on that port of {host} ({error.strerror}): name "
             "another one, or 0 for any that is free"
         ) from error
-    config = uvicorn.Config(
-        Door(create_app(desk), token),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=1024,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
-    server = _Server(config)
-    task = lasting(server.serve([listening]))
-    async with asyncio.timeout(_START_S):
-        while not server.started:
-            if task.done():
-                task.result()
-                raise OSError(f"nobody listens on {host}:{port}")
-            await asyncio.sleep(0.01)
-    return Api(url_of(host, listening.getsockname()[1]), server, task)
+    return await serve_app(Door(create_app(desk), token), listening)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ CALL_S = 5.0
 LEND_S = 60.0
 """A loan waits for the end of an update by the run before."""
 _PAUSE_S = 0.5
+T = TypeVar("T")
 
 
 class Unreached(EngineError):
@@ -85,11 +87,15 @@ class ServerClient(EngineClient):
             raise Unreached(self._name, f"answers with status {status}: {answer[:200].decode(errors='replace')}")
         return answer
 
+    def _decoded(self, answer: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.msgpack.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise Unreached(self._name, "answers, and is no control address of slipstream engine") from error
+
     async def lend(self, terms: Terms) -> Loan:
         """Take the engine, or renew the lease."""
-        return msgspec.msgpack.decode(
-            await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=LEND_S), type=Loan
-        )
+        return self._decoded(await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=LEND_S), Loan)
 
     async def end_lease(self) -> None:
         """Give the engine back."""
@@ -97,7 +103,7 @@ class ServerClient(EngineClient):
 
     async def facts(self) -> ServerFacts:
         """How the engine was started."""
-        return msgspec.msgpack.decode(await self._call("/facts", get=True), type=ServerFacts)
+        return self._decoded(await self._call("/facts", get=True), ServerFacts)
 
     async def sees(self, folder: Path) -> bool:
         """Whether the server sees this folder. A file is made in it for a moment."""
@@ -106,7 +112,7 @@ class ServerClient(EngineClient):
             file.write(content)
             file.flush()
             sight = Sight(file.name, hashlib.sha256(content).hexdigest())
-            return msgspec.msgpack.decode(await self._call("/sees", msgspec.msgpack.encode(sight)), type=bool)
+            return self._decoded(await self._call("/sees", msgspec.msgpack.encode(sight)), bool)
 
     async def known_health(self) -> EngineHealth:
         """The health. Raises `Unreached`."""

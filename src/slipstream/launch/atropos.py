@@ -6,11 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from slipstream.atropos.environments import Environments, Holding
 from slipstream.atropos.groups import Refused, Terms, rollouts_of
 from slipstream.atropos.protocol import Registration, ScoredData
 from slipstream.config import needs_engine_logprobs
+from slipstream.config.addresses import url_of
 from slipstream.config.atropos import AtroposSettings, atropos_settings
 from slipstream.config.traits import asks_teacher
 from slipstream.errors import ConfigError
@@ -18,6 +20,9 @@ from slipstream.launch.children import Children, Context
 from slipstream.orchestrator.batches.arrivals import Arrivals
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Rollout
+
+if TYPE_CHECKING:
+    from slipstream.http_listener import Listener
 
 _FAREWELL_S = 2.0
 Count = Callable[[str, Sequence[Rollout]], None]
@@ -28,14 +33,12 @@ class Entrance:
 
     def __init__(self, context: Context, versions: Versions, settings: AtroposSettings, count: Count) -> None:
         """`count` gets the reason and the rollouts of each dropped group."""
-        from slipstream.atropos.api import Api
-
         config, prepared = context.config, context.prepared
         assert config.environment is not None
         assert config.algorithm.kind != "sft"
         self._context, self._versions, self._settings, self._count = context, versions, settings, count
         self._token = token_of(settings)
-        self._api: Api | None = None
+        self._api: Listener | None = None
         self._told = set[str]()
         self._is_ending = False
         group_size = config.algorithm.group_size
@@ -81,7 +84,7 @@ class Entrance:
             )
             self._desk.has_registered = True
             self._api = await serve(self._desk, host=settings.host, port=settings.port, token=self._token)
-            url = self._api.url
+            url = url_of(settings.host, self._api.port)
         command = self._command(url, model_urls)
         log.event("atropos", api=url, models=list(model_urls), command=command)
         self._context.progress.message(f"to start an environment of Atropos: {command}")

@@ -32,11 +32,10 @@ from slipstream.config.traits import agent_settings, serves_agents
 from slipstream.engine_protocols import RecordsAgents
 from slipstream.envs.base import Address
 from slipstream.errors import EngineError
-from slipstream.records import SamplingParams, SessionOpening, SessionTurn
+from slipstream.records import REQUEST_HEADER, SamplingParams, SessionOpening, SessionTurn
 
 MODEL = "policy"
 """The model's name in requests of agents."""
-REQUEST_HEADER = "x-slipstream-request"
 MAX_BODY_BYTES = 16 * 2**20
 _ROUTES = frozenset(
     {
@@ -221,7 +220,7 @@ class Gateway:
             if running := [*session.running]:
                 for task in running:
                     task.cancel()
-                await asyncio.wait(running)
+                await asyncio.wait(running, timeout=_GRACE_S)
             try:
                 session.take(await engine.close_session(key))
             except EngineError as error:

@@ -40,10 +40,18 @@ def tick(store: Store, provider: Provider) -> None:
             _note(folder, record, choice.waits.get(name, record.reason), choice.overtaken.get(name, 0))
         for start in choice.starts:
             folder, _ = swept[start.id]
-            with contextlib.suppress(SlipstreamError, OSError):
+            with contextlib.suppress(SlipstreamError, OSError):  # a removed folder: the next pass looks again
                 record = update(folder, lambda now, start=start: _decided(now, start))
                 if record.state == "preparing":
-                    provider.submit(folder, record)
+                    _start(provider, folder, record)
+
+
+def _start(provider: Provider, folder: Path, record: Record) -> None:
+    try:
+        provider.submit(folder, record)
+    except OSError as error:  # the next pass queues it again, as nobody has claimed the attempt
+        reason = f"its supervisor did not start: {error}"
+        update(folder, lambda now: msgspec.structs.replace(now, reason=reason))
 
 
 def _decided(record: Record, start: Start) -> Record:

@@ -1,4 +1,4 @@
-"""Records the answers of vLLM's handlers to agents: a middleware around them, and hooks within.
+"""Records the answers of vLLM's handlers to agents, by hooks within them; `http/recorder.py` stands around them.
 
 A request's key (`Authorization: Bearer`, `x-api-key`) names its session; requests without one pass through untouched.
 Within a session the run's sampling holds, and the prompt's tokens continue the recorded ones (`sessions.py`). An answer
@@ -27,16 +27,8 @@ from slipstream.inference.plugin.sessions import (
 from slipstream.inference.plugin.wire_answers import Answer, answers_in
 from slipstream.records import Completion, ExpertChoices, SessionOpening, SessionTurn, VersionSpan
 
-Scope = Mapping[str, Any]
-Event = dict[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-REQUEST_HEADER = "x-slipstream-request"
-"""The gateway's number of a request."""
-MAX_BODY_BYTES = 64 * 2**20
-_CURRENT: ContextVar[Recording | None] = ContextVar("slipstream_recording", default=None)
+CURRENT: ContextVar[Recording | None] = ContextVar("slipstream_recording", default=None)
+"""The recording of this task's request; set by `http/recorder.py`."""
 
 
 class Refusal(ValueError):
@@ -68,11 +60,6 @@ class Sessions:
             if key in self._open:
                 return self._open[key]
         return None
-
-
-def current() -> Recording | None:
-    """The recording of this task's request; None outside of sessions."""
-    return _CURRENT.get()
 
 
 class Recording:
@@ -256,114 +243,10 @@ def hook_renderer(renderer: Any) -> None:
         return
 
     async def render_messages_async(messages: Any, params: Any) -> Any:
-        recording = _CURRENT.get()
+        recording = CURRENT.get()
         if recording is None:
             return await render(messages, params)
         return await recording.render(render, messages, params, renderer.get_tokenizer())
 
     render_messages_async.records = True  # type: ignore[attr-defined]
     renderer.render_messages_async = render_messages_async
-
-
-class Recorder:
-    """ASGI middleware around vLLM's handlers."""
-
-    def __init__(self, app: App, sessions: Sessions, model: str) -> None:
-        """`model`: what vLLM's handlers call it."""
-        self._app, self._sessions, self._model = app, sessions, model
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
-        session = self._sessions.of(scope["headers"]) if scope["type"] == "http" else None
-        if session is None and any(name == REQUEST_HEADER.encode() for name, _ in scope.get("headers", ())):
-            await _refuse(send, 410, "the episode of this key has ended")
-            return
-        if session is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        body = await _body(receive)
-        if body is None:
-            await _refuse(send, 413, f"a body of more than {MAX_BODY_BYTES} bytes")
-            return
-        try:
-            fields: dict[str, Any] = json.loads(body)
-            headers = dict(scope["headers"])
-            number = int(headers.get(REQUEST_HEADER.encode(), b"-1"))
-            recording = Recording(session, number, scope["path"], fields)
-        except (ValueError, AttributeError, TypeError):  # vLLM says what is wrong with it
-            await self._app(scope, _replay(body, receive), send)
-            return
-        is_changed = _lets_choose(fields)
-        if fields.get("model") in session.opening.names:
-            fields["model"], is_changed = self._model, True
-        if is_changed:
-            body = json.dumps(fields).encode()
-            length = (b"content-length", str(len(body)).encode())
-            scope = {**scope, "headers": [*(each for each in scope["headers"] if each[0] != length[0]), length]}
-        session.num_running += 1
-        token = _CURRENT.set(recording)
-        try:
-            await self._app(scope, _replay(body, receive), _Answering(recording, send))
-        finally:
-            _CURRENT.reset(token)
-            session.num_running -= 1
-
-
-class _Answering:
-    """Sends a response, and shows it to its recording before each piece goes out."""
-
-    def __init__(self, recording: Recording, send: Send) -> None:
-        self._recording, self._send = recording, send
-        self._parts: list[bytes] = []
-        self._is_good = self._is_stream = False
-
-    async def __call__(self, event: Event) -> None:
-        if event["type"] == "http.response.start":
-            self._is_good = event["status"] == 200
-            kinds = [value for name, value in event.get("headers", ()) if name.lower() == b"content-type"]
-            self._is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
-        elif event["type"] == "http.response.body" and self._is_good:
-            self._parts.append(event.get("body", b""))
-            if self._recording.is_complete:
-                body = b"".join(self._parts)
-                self._recording.answer(body, is_stream=self._is_stream, is_whole=not event.get("more_body", False))
-        await self._send(event)
-
-
-def _lets_choose(fields: dict[str, Any]) -> bool:
-    """Make a forced call of a tool the model's choice, since force would change its distribution; whether one was."""
-    choice = fields.get("tool_choice")
-    if choice in (None, "auto", "none") or (isinstance(choice, dict) and choice.get("type") in ("auto", "none")):
-        return False
-    fields["tool_choice"] = (
-        {"type": "auto"} if isinstance(choice, dict) and choice.get("type") != "function" else "auto"
-    )
-    return True
-
-
-async def _body(receive: Receive) -> bytes | None:
-    parts: list[bytes] = []
-    while True:
-        event = await receive()
-        if event["type"] != "http.request":
-            return b""
-        parts.append(event.get("body", b""))
-        if sum(map(len, parts)) > MAX_BODY_BYTES:
-            return None
-        if not event.get("more_body", False):
-            return b"".join(parts)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    waiting: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Event:
-        return waiting.pop() if waiting else await receive()
-
-    return replay
-
-
-async def _refuse(send: Send, status: int, text: str) -> None:
-    body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "code": status}}).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})

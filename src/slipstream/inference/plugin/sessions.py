@@ -67,8 +67,6 @@ class Session:
     def __init__(self, opening: SessionOpening) -> None:
         self.opening = opening
         self.turns: list[SessionTurn] = []
-        self.num_running = 0
-        """Requests under way."""
         self._given: dict[str, list[_Given]] = {}
         """By the digest of the whole conversation before the answer."""
         self._num_asked: Counter[bytes] = Counter()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+
+from starlette.types import Message, Send
 
 from slipstream.inference.plugin.guests import Exchange
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 _KEEP_ALIVE = b": keep-alive\n\n"
 _EVENT_END = b"}\n\n"
 
@@ -30,11 +30,11 @@ class Answer:
         self._send = send
         self._is_idle = False
         self._is_open = True
-        self._held: dict[str, Any] | None = None
+        self._held: Message | None = None
         """The beginning of a JSON answer; or, after a stream's last token, its last event so far."""
         self._beat: asyncio.Task[None] | None = None
 
-    def send(self, message: dict[str, Any]) -> Awaitable[None]:
+    def send(self, message: Message) -> Awaitable[None]:
         """As ASGI's `send`."""
         self._is_idle = False
         if self._exchange.is_complete or self._held is not None:
@@ -64,11 +64,11 @@ class Answer:
         except Exception:  # noqa: BLE001 (the answer has ended meanwhile, or its client has gone)
             self._is_open = False
 
-    def _begin(self, message: dict[str, Any]) -> None:
+    def _begin(self, message: Message) -> None:
         self.has_begun = True
         self.is_stream = (b"text/event-stream") in dict(message["headers"]).get(b"content-type", b"")
 
-    async def _send_last(self, message: dict[str, Any]) -> None:
+    async def _send_last(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._begin(message)
             if self.is_stream or message["status"] != 200:

@@ -21,7 +21,7 @@ from vllm import exceptions
 from vllm.engine.protocol import EngineClient
 
 from slipstream.inference.plugin.guests import Guest, exchange_of_task
-from slipstream.inference.plugin.recording import Recording, current
+from slipstream.inference.plugin.recording import CURRENT, Recording
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService
 
@@ -91,7 +91,7 @@ class GuestClient(_EngineClient):
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
         """See `EngineClient`. The id is the client's, and may be any text; vLLM gets one of ours."""
-        params, recording = sampling_params, current()
+        params, recording = sampling_params, CURRENT.get()
         self.check_admission(params.n)
         if recording is not None:
             length = self.model_config.max_model_len
@@ -204,7 +204,7 @@ class GuestClient(_EngineClient):
 
 def _refused(name: str) -> Any:
     async def method(*arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{name} is no matter of a client of this engine")
+        raise NotImplementedError(f"{name} controls the engine, and clients of this listener only ask it")
 
     return method
 

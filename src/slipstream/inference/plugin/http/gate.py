@@ -15,13 +15,15 @@ import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from slipstream.config.addresses import names_this_machine
+from slipstream.http_listener import replaying
 from slipstream.inference.plugin.guests import Exchange, exchange_of_task
-from slipstream.inference.plugin.http.answers import Answer, Send
+from slipstream.inference.plugin.http.answers import Answer
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService
 
@@ -34,7 +36,6 @@ REQUEST_S = 3600.0
 _UNREAD = (401, 408, 413, 421)
 """Refusals before the body is read."""
 _log = logging.getLogger("slipstream.http")
-Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Refusal(Exception):
@@ -58,7 +59,7 @@ class Gate:
         self._key = sha256(key.encode()).digest() if key else b""
         self._checks_host = is_local
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             return
@@ -76,9 +77,14 @@ class Gate:
             return
         except ConnectionError:
             return
-        await self._answer(scope, _replaying(body, receive), send, Exchange(key))
+        await self._answer(scope, replaying(body, receive), send, Exchange(key))
 
-    async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send, exchange: Exchange) -> None:
+    def beat(self) -> None:
+        """Give each waiting stream a sign of life."""
+        for answer in list(self.answers):
+            answer.beat()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         answer = Answer(exchange, self._server.digests, send)
         self.answers.add(answer)
         exchange_of_task.set(exchange)
@@ -115,7 +121,7 @@ class Gate:
         except OutOfService as error:
             raise Refusal(503, "service_unavailable", f"the engine is out of service: {error}") from error
 
-    async def _tell_health(self, scope: dict[str, Any], send: Send) -> None:
+    async def _tell_health(self, scope: Scope, send: Send) -> None:
         service, version = self._server.service, self._server.version
         found = {"status": service.status, "reason": service.reason, "version": version.name if version else ""}
         body = b"" if scope["method"] == "HEAD" else json.dumps(found).encode()
@@ -153,19 +159,6 @@ async def _read(headers: list[tuple[bytes, bytes]], receive: Receive) -> bytes:
                     return b"".join(parts)
     except TimeoutError as error:
         raise Refusal(408, "request_timeout", f"the body did not arrive within {BODY_S:.0f} s") from error
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    is_read = False
-
-    async def replay() -> dict[str, Any]:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
 
 
 async def _send_error(send: Send, refusal: Refusal) -> None:
