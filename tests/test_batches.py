@@ -78,7 +78,7 @@ def test_a_file_is_private_and_says_what_made_it(tmp_path):
 def test_what_training_changes_afterwards_is_not_kept(tmp_path):
     kept, batch = Kept(tmp_path, 2), batch_of(0)
     kept.keeper.keep(batch)
-    batch.rollouts[0].sequences[0].advantages = [1.0] * 3
+    batch.rollouts[0].sequences[0].put("advantages", [1.0] * 3)
     kept.keeper.close()
     assert read_batch(tmp_path, 0)[0] == batch_of(0)
 

@@ -5,7 +5,7 @@ import copy
 import msgspec
 import pytest
 
-from slipstream.records import Batch, Rollout, Sequence, Version, decode, encode, encode_kept, encode_rollouts
+from slipstream.records import Batch, Rollout, Sequence, Stream, Version, decode, encode, encode_kept, encode_rollouts
 
 BATCH = Batch(1, Version(0, 1), [Rollout("r", "t", "g", [Sequence([1], [True])], 1.0, "done")])
 
@@ -29,6 +29,18 @@ def test_another_schema_is_refused(change):
     change(batch)
     with pytest.raises(msgspec.ValidationError):
         decode(msgspec.msgpack.encode(batch), Batch)
+
+
+def test_a_batch_of_schema_1_is_read():
+    batch = msgspec.msgpack.decode(encode(BATCH)) | {"schema": 1}
+    (sequence,) = batch["rollouts"][0]["sequences"]
+    del sequence["streams"]
+    sequence |= {"token_ids": [1, 2, 3], "mask": [False, True, True]}
+    sequence |= {"advantages": [0.0, 0.5, -0.1], "teacher_logprobs": None}
+    found = decode(msgspec.msgpack.encode(batch), Batch)
+    assert found.rollouts[0].sequences[0].streams == {"advantages": Stream.of([0.5, -0.1])}
+    assert found.rollouts[0].sequences[0].values("advantages") == [0.5, -0.1]
+    assert decode(encode(found), Batch) == found
 
 
 def test_bytes_that_rollouts_keep_are_those_of_encode():

@@ -57,7 +57,7 @@ def make_step(generator, *, is_first_update):
     def noisy(logprobs_N, size):
         return logprobs_N + size * torch.randn(logprobs_N.shape, generator=generator)
 
-    batch = StepBatch([], [], None if is_first_update else [], [])
+    batch, old, reference = StepBatch([], []), [], []
     logits_of_sequence = []
     for length in LENGTHS:
         logits_NV = torch.randn(length, VOCABULARY, generator=generator)
@@ -69,10 +69,17 @@ def make_step(generator, *, is_first_update):
         )
         batch.advantages.append(torch.randn((), generator=generator).item())
         if not is_first_update:
-            batch.old_logprobs.append(noisy(logprobs_N, 0.4))
-        batch.reference_logprobs.append(noisy(logprobs_N, 0.5))
+            old.append(noisy(logprobs_N, 0.4))
+        reference.append(noisy(logprobs_N, 0.5))
         logits_of_sequence.append(logits_NV.requires_grad_())
+    if not is_first_update:
+        batch.fill("old_logprobs", old)
+    batch.fill("reference_logprobs", reference)
     return batch, logits_of_sequence
+
+
+def joined(batch, name):
+    return torch.tensor([value for sequence in batch.sequences for value in sequence.values(name)])
 
 
 def twins_loss(twin, batch, logits_of_sequence, settings):
@@ -82,9 +89,9 @@ def twins_loss(twin, batch, logits_of_sequence, settings):
     return twin.grpo_loss(
         settings,
         logprobs_N,
-        logprobs_N.detach() if batch.old_logprobs is None else torch.cat(batch.old_logprobs),
+        joined(batch, "old_logprobs") if "old_logprobs" in batch.sequences[0].streams else logprobs_N.detach(),
         torch.tensor([logprob for sequence in batch.sequences for logprob in sequence.logprobs[2:]]),
-        torch.cat(batch.reference_logprobs) if settings.kl_coef > 0 else None,
+        joined(batch, "reference_logprobs") if settings.kl_coef > 0 else None,
         torch.tensor(batch.advantages).repeat_interleave(lengths),
         torch.arange(len(LENGTHS)).repeat_interleave(lengths),
     )

@@ -10,14 +10,19 @@ continues in a new sequence: tokens are never re-made from text.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import compress
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of batches. 1 had fields for advantages and the teacher's log-probabilities; it is read."""
 
+StreamType = Literal["float64", "float32", "int64"]
+_CODES: dict[StreamType, Literal["d", "f", "q"]] = {"float64": "d", "float32": "f", "int64": "q"}
 Role = Literal["system", "user", "assistant", "tool"]
 Outcome = Literal[
     "done",  # ended by itself; trained on
@@ -219,6 +224,27 @@ class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // max(1, self.token_bytes)
 
 
+class Stream(msgspec.Struct, frozen=True, array_like=True):
+    """Values of a sequence's trained tokens: `width` numbers for each true place of its `mask`. `data`: the numbers,
+    little-endian, token by token. float64 becomes float32 in a row of the trainer, not before."""
+
+    data: bytes
+    dtype: StreamType = "float64"
+    width: int = 1
+
+    @classmethod
+    def of(cls, values: Iterable[float], dtype: StreamType = "float64", width: int = 1) -> Stream:
+        """A stream of these numbers."""
+        return cls(array(_CODES[dtype], values).tobytes(), dtype, width)
+
+    def tolist(self) -> list[float]:
+        """All numbers."""
+        return list(memoryview(self.data).cast(_CODES[self.dtype]))
+
+    def __len__(self) -> int:
+        return len(self.data) // (array(_CODES[self.dtype]).itemsize * self.width)
+
+
 class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     """One contiguous run of tokens. All lists have one entry per token."""
 
@@ -228,12 +254,10 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: list[float] | None = None
     """Behaviour log-probability of each sampled token, as processed by the sampler; 0.0 elsewhere."""
     versions: list[VersionSpan] = []
-    advantages: list[float] | None = None
-    """Per-token advantages, if the rollout's maker has computed them; otherwise the trainer computes them."""
+    streams: dict[str, Stream] = {}
+    """More values of the trained tokens, by name. `advantages` stand before those that the trainer computes;
+    `teacher_logprobs` are of the sampling temperature. A loss reads any of them."""
     media: list[Media] = []
-    teacher_logprobs: list[float] | None = None
-    """Under distillation, the teacher's log-probability of each sampled token at the sampling temperature; 0.0
-    elsewhere."""
     detection: DetectionTarget | None = None
     """Under rollout matching; `mask` is then true where a token has a weight or is a box's coordinate."""
     experts: ExpertChoices | None = None
@@ -246,6 +270,14 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     def num_trainable(self) -> int:
         """Number of tokens that carry loss."""
         return self.mask.count(True)
+
+    def values(self, name: str) -> list[float] | None:
+        """The numbers of a stream; None without it."""
+        return self.streams[name].tolist() if name in self.streams else None
+
+    def put(self, name: str, values: Iterable[float]) -> None:
+        """Set a stream to those of the `values` that belong to trained tokens; there is one for each token."""
+        self.streams[name] = Stream.of(compress(values, self.mask))
 
     def ages(self, step: int) -> Counter[int]:
         """Number of sampled tokens by how many versions they are behind `step`."""
@@ -528,7 +560,26 @@ def encode_kept(record: Any) -> bytes:
 def decode(data: bytes, kind: type[RecordT]) -> RecordT:
     """Decodes a record of type `kind`; raises `msgspec.ValidationError` for anything else, and for a batch of another
     schema."""
-    record = msgspec.msgpack.decode(data, type=kind)
-    if isinstance(record, Batch) and record.schema != SCHEMA_VERSION:
-        raise msgspec.ValidationError(f"a batch of schema {record.schema}, and this Slipstream reads {SCHEMA_VERSION}")
-    return record
+    if not issubclass(kind, Batch):
+        return msgspec.msgpack.decode(data, type=kind)
+    schema = msgspec.msgpack.decode(data, type=_Numbered).schema
+    if schema == 1:
+        return msgspec.convert(_upgraded(msgspec.msgpack.decode(data)), kind)
+    if schema != SCHEMA_VERSION:
+        raise msgspec.ValidationError(f"a batch of schema {schema}, and this Slipstream reads 1 and {SCHEMA_VERSION}")
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+class _Numbered(msgspec.Struct):
+    schema: int = SCHEMA_VERSION
+
+
+def _upgraded(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of schema 1 as one of today's."""
+    for rollout in batch["rollouts"]:
+        for sequence in rollout["sequences"]:
+            given = {name: sequence.pop(name, None) for name in ("advantages", "teacher_logprobs")}
+            sequence["streams"] = {
+                name: Stream.of(compress(values, sequence["mask"])) for name, values in given.items() if values
+            }
+    return batch | {"schema": SCHEMA_VERSION}

@@ -47,6 +47,11 @@ class Problem:
         return total, torch.cat(gradients).double(), objective.summarize(sums, divisors)
 
 
+def stream(batch, name):
+    """Each sequence's values."""
+    return [torch.tensor(sequence.values(name)) for sequence in batch.sequences]
+
+
 def make_problem():
     """Ratios from a tenth to ten, advantages of both signs."""
     generator = torch.Generator().manual_seed(5)
@@ -54,7 +59,7 @@ def make_problem():
     def noisy(logprobs_N, size):
         return logprobs_N + size * torch.randn(logprobs_N.shape, generator=generator)
 
-    batch, all_logits = StepBatch([], [], [], []), []
+    batch, all_logits, old, reference = StepBatch([], []), [], [], []
     for length in LENGTHS:
         logits_NV = torch.randn(length, VOCABULARY, generator=generator)
         target_ids_N = torch.randint(VOCABULARY, (length,), generator=generator)
@@ -64,7 +69,9 @@ def make_problem():
             records.Sequence([1, 2, *target_ids_N.tolist()], [False] * 2 + [True] * length, [0.0] * 2 + behaviour)
         )
         batch.advantages.append(torch.randn((), generator=generator).item())
-        batch.old_logprobs.append(noisy(logprobs_N, 0.5))
-        batch.reference_logprobs.append(noisy(logprobs_N, 0.5))
+        old.append(noisy(logprobs_N, 0.5))
+        reference.append(noisy(logprobs_N, 0.5))
         all_logits.append(logits_NV.double().requires_grad_())
+    batch.fill("old_logprobs", old)
+    batch.fill("reference_logprobs", reference)
     return Problem(batch, all_logits)

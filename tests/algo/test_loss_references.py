@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
+from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem, stream
 
 from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_shares
 from slipstream.algo.surrogate_losses import LOSSES, LossInputs
@@ -34,8 +34,8 @@ def paper(problem, config):
             new.append(log_p[sequence.token_ids[2 + t]])
             entropy.append(-sum(torch.exp(x) * x for x in log_p))
         behaviour = [torch.tensor(x).item() for x in sequence.logprobs[2:]]
-        old = behaviour if config.old_policy == "engine" else batch.old_logprobs[s].tolist()
-        reference = batch.reference_logprobs[s].tolist()
+        old = behaviour if config.old_policy == "engine" else sequence.values("old_logprobs")
+        reference = sequence.values("reference_logprobs")
         for t in range(length):
             term = token_loss(config, new, old, advantage, t)
             term = term * correction(config, old, behaviour, t)
@@ -133,7 +133,7 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(name):
 def test_metrics_by_value(problem):
     batch = problem.batch
     _, _, metrics = problem.ours(RLConfig(importance_sampling="masked", clip_dual=1.5))
-    old = torch.cat(batch.old_logprobs).double()
+    old = torch.cat(stream(batch, "old_logprobs")).double()
     behaviour = torch.tensor([x for s in batch.sequences for x in s.logprobs[2:]], dtype=torch.float64)
     targets = [torch.tensor(s.token_ids[2:]) for s in batch.sequences]
     new = torch.cat([x.detach().log_softmax(-1) for x in problem.logits])

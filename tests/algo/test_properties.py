@@ -42,13 +42,15 @@ def step_of(lengths, seed, *, padding=0):
                 [1, 2, *tokens.tolist(), *[3] * padding],
                 [False] * 2 + [True] * length + [False] * padding,
                 [0.0, 0.0, *behaviour, *rest],
-                teacher_logprobs=[0.0, 0.0, *teacher, *rest],
+                streams={"teacher_logprobs": records.Stream.of(teacher)},
             )
         )
         logits.append(drawn)
         old.append((exact + noise[2]).float())
     advantages = torch.randn(len(lengths), generator=generator).tolist()
-    return StepBatch(sequences, advantages, old), logits
+    batch = StepBatch(sequences, advantages)
+    batch.fill("old_logprobs", old)
+    return batch, logits
 
 
 def gradients(config, batch, logits, *, room=4096, packing=True, teacher_coef=None):
@@ -72,9 +74,7 @@ def test_cut_order_and_tokens_after_the_last_trained_one(
     wanted = gradients(config, batch, logits, teacher_coef=teacher_coef)
     batch, _ = step_of(lengths, seed, padding=padding)
     order = random.sample(range(len(lengths)), len(lengths))
-    shuffled = StepBatch(
-        *([values[i] for i in order] for values in (batch.sequences, batch.advantages, batch.old_logprobs))
-    )
+    shuffled = StepBatch(*([values[i] for i in order] for values in (batch.sequences, batch.advantages)))
     moved = [logits[i] for i in order]
     ours = gradients(config, shuffled, moved, room=room, packing=packing, teacher_coef=teacher_coef)
     for one, i in zip(ours, order, strict=True):

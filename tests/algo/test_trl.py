@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
+from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem, stream
 from tests.trainer.test_credit_assignment import batch_of
 
 from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
@@ -90,9 +90,9 @@ class _Scripted:
     def _get_per_token_logps_and_entropies(self, model, *_, **__):
         batch = self.problem.batch
         if model == "reference":
-            return padded(batch.reference_logprobs), None, None
+            return padded(stream(batch, "reference_logprobs")), None, None
         if not torch.is_grad_enabled():
-            return padded(batch.old_logprobs), None, None
+            return padded(stream(batch, "old_logprobs")), None, None
         rows = [x.log_softmax(-1) for x in self.problem.logits]
         ids = [torch.tensor(s.token_ids[2:])[:, None] for s in batch.sequences]
         logps = [row.gather(1, index)[:, 0] for row, index in zip(rows, ids, strict=True)]
@@ -127,8 +127,8 @@ def inputs_of(problem, config):
         "completion_ids": ids,
         "completion_mask": mask,
         "advantages": torch.tensor(batch.advantages),
-        "old_per_token_logps": padded(batch.old_logprobs).double(),
-        "ref_per_token_logps": padded(batch.reference_logprobs).double(),
+        "old_per_token_logps": padded(stream(batch, "old_logprobs")).double(),
+        "ref_per_token_logps": padded(stream(batch, "reference_logprobs")).double(),
         "num_items_in_batch": mask.sum(),
     }
 
@@ -199,7 +199,9 @@ def test_rloos_kl_in_the_reward(problem):
     rollouts = batch_of(REWARDS, 2)
     for rollout, sequence in zip(rollouts.rollouts, batch.sequences, strict=True):
         rollout.sequences = [sequence]
-    penalties, _ = kl_penalties_of(rollouts, batch.old_logprobs, batch.reference_logprobs, "k1", 0.1)
+    penalties, _ = kl_penalties_of(
+        rollouts, stream(batch, "old_logprobs"), stream(batch, "reference_logprobs"), "k1", 0.1
+    )
     credit = assign_credit(rollouts, resolved(RLConfig(kind="rloo", kl_coef=0.1)), MAX_TOKENS, penalties)
     torch.testing.assert_close(torch.tensor(credit.advantages), output["advantages"], rtol=1e-5, atol=1e-5)
 
@@ -231,7 +233,7 @@ def test_importance_corrections(ours, theirs, floor, problem):
     batch, index = problem.batch, torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     behaviour = torch.tensor([x for s in batch.sequences for x in s.logprobs[2:]])
     weights, _ = importance_weights(
-        torch.cat(batch.old_logprobs), behaviour, index, len(LENGTHS), ours, floor or 0.0, 1.4
+        torch.cat(stream(batch, "old_logprobs")), behaviour, index, len(LENGTHS), ours, floor or 0.0, 1.4
     )
     mask = padded([torch.ones(length) for length in LENGTHS]).bool()
     torch.testing.assert_close(weights, ratio[mask])

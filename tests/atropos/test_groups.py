@@ -8,7 +8,7 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.records import Batch, TurnSpan, Version
 from slipstream.trainer.credit_assignment import assign_credit
-from slipstream.trainer.packing import make_step_batches
+from slipstream.trainer.packing import make_step_batches, micro_batches
 
 TERMS = Terms(max_tokens=6, vocab_size=100, temperature=1.0, needs_logprobs=True, decode=lambda ids: f"{list(ids)}")
 TOKENS = [[1, 2, 3, 4, 5], [1, 2, 9]]
@@ -33,15 +33,15 @@ def test_a_group_becomes_rollouts():
     assert (first.reward, first.outcome, first.num_turns, first.source) == (1.0, "done", 2, "letter_0")
     assert (first.prompt, first.completion) == ("say 1", "[2][4, 5]")
     assert (second.prompt, second.completion) == ("[1, 2]", "[9]")
-    assert first.sequences[0].advantages is None
+    assert "advantages" not in first.sequences[0].streams
 
 
 def test_advantages_and_overrides():
     first, second = rollouts(
         advantages=[[1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0]], overrides=[{}, {"set_advantage_to_zero": True}]
     )
-    assert first.sequences[0].advantages == [0.0, 2.0, 0.0, 4.0, 5.0]
-    assert second.sequences[0].advantages == [0.0, 0.0, 0.0]
+    assert first.sequences[0].values("advantages") == [2.0, 4.0, 5.0]
+    assert not any(second.sequences[0].values("advantages"))
 
 
 def test_absent_fields_come_as_empty_lists():
@@ -57,7 +57,7 @@ def test_a_teacher_from_outside():
     ids = [[[token, 7] for token in own] for own in TOKENS]
     values = [[[-0.1 * token, -9.0] for token in own] for own in TOKENS]
     first, _ = rollouts(terms, distill_token_ids=ids, distill_logprobs=values)
-    assert first.sequences[0].teacher_logprobs == pytest.approx([0.0, -0.2, 0.0, -0.4, -0.5])
+    assert first.sequences[0].values("teacher_logprobs") == pytest.approx([-0.2, -0.4, -0.5])
     ids[0][3] = [8, 7]
     for changes in ({}, {"distill_token_ids": ids, "distill_logprobs": values}):
         with pytest.raises(Refused) as refused:
@@ -109,7 +109,8 @@ def test_token_advantages_are_trained_on_and_zeros_are_not():
     credit = assign_credit(batch, resolved(RLConfig(kind="grpo")), max_tokens=6)
     assert credit.has_signal
     (step,) = make_step_batches(batch, credit.advantages, updates_per_batch=1, carries_loss=credit.carries_loss)
-    assert step.token_advantages == [[0.0, 0.5, 0.0, 0.5, 0.5], [0.0, 0.0, 0.0]]
+    rows = list(micro_batches(step, 100, packing=False))
+    assert [row.streams["advantages"].tolist() for row in rows] == [[0.5] * 3, [0.0]]
     for rollout in made:
-        rollout.sequences[0].advantages = None
+        rollout.sequences[0].streams.clear()
     assert not assign_credit(batch, resolved(RLConfig(kind="grpo")), max_tokens=6).has_signal

@@ -9,7 +9,7 @@ from slipstream.algo.logprobs import token_statistics
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.distributed.context import ContextGroup, shard_targets, shard_tokens
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.packing import StepBatch, ValueTargets, dummy_micro_batch, micro_batches
+from slipstream.trainer.packing import StepBatch, dummy_micro_batch, micro_batches
 from tests.launch.test_ranks import BATCHES, GRPO, GSPO, PPO, SAMPLING, make_config, one_step, trained
 
 SFT = {"kind": "sft"}
@@ -107,7 +107,8 @@ def test_a_critic(model, tmp_path):
             sequences = BATCHES[0].sequences
             step = StepBatch(sequences)
             zeros = [torch.zeros(each.num_trainable) for each in sequences]
-            step.value_targets = [ValueTargets(each, each + 1.0) for each in zeros]
+            step.fill("old_values", zeros)
+            step.fill("returns", [each + 1.0 for each in zeros])
             rows = [parts.critic.train([step]) for _ in range(3)]
             found.append((rows, torch.cat(parts.critic.learner.values(sequences))))
     for row, expected in zip(found[1][0], found[0][0], strict=True):

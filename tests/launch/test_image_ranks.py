@@ -8,7 +8,7 @@ from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import planned_config
 from slipstream.launch.build import build_objective
 from slipstream.orchestrator.matching.targets import matched
-from slipstream.trainer.packing import StepBatch, ValueTargets
+from slipstream.trainer.packing import StepBatch
 from slipstream.weights.fingerprint import describe
 from tests.launch.matching_runs import answer_ids, new_detector, rollout
 from tests.launch.test_ranks import GRPO, PPO, RATE, SAMPLING, make_config, one_step, trained
@@ -48,7 +48,8 @@ def test_images_over_ranks(family, algorithm, changes, tmp_path):
             for batch in batches:
                 if parts.critic is not None:
                     values = parts.critic.learner.values(batch.sequences)
-                    batch.value_targets = [ValueTargets(value, value + 1.0) for value in values]
+                    batch.fill("old_values", values)
+                    batch.fill("returns", [value + 1.0 for value in values])
                     rows.append(parts.critic.train([batch]))
                 rows.append(one_step(parts, config, batch))
             scores = parts.learner.forward(batches[0].sequences, SAMPLING)

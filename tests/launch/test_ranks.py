@@ -23,7 +23,7 @@ from slipstream.processes import heartbeat, stacks
 from slipstream.records import SamplingParams
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
-from slipstream.trainer.packing import StepBatch, ValueTargets
+from slipstream.trainer.packing import StepBatch
 from slipstream.weights.fingerprint import describe
 from tests.trainer.test_vision_towers import save_with_tower
 
@@ -289,7 +289,8 @@ def test_a_critic_over_ranks(model, tmp_path):
             rows = []
             for _ in range(3):
                 values = [value[0] for value in parts.critic.values(batch)]
-                step.value_targets = [ValueTargets(value, torch.ones_like(value)) for value in values]
+                step.fill("old_values", values)
+                step.fill("returns", [torch.ones_like(value) for value in values])
                 rows.append(parts.critic.train([step]))
             parts.critic.save(tmp_path / f"critic-{ranks}")
             assert learner.step == 3

@@ -73,8 +73,8 @@ async def test_a_teacher_is_asked_for_what_was_sampled_and_what_is_before_it():
     rollout, source = Rollout("a", "t", "g", sequences, 1.0, "done"), Asked()
     await score(source, rollout)
     assert source.asked == [[0, 1, 2, 3], [0], [0, 1]]
-    scores = [sequence.teacher_logprobs for sequence in sequences]
-    assert scores == [[0.0, -2.0, 0.0, -4.0, 0.0], [0.0, 0.0], [-1.0], [0.0, -2.0]]
+    scores = [sequence.values("teacher_logprobs") for sequence in sequences]
+    assert scores == [[-2.0, -4.0], [], [-1.0], [-2.0]]
     assert (rollout.outcome, rollout.error) == ("done", "")
 
 

@@ -10,7 +10,6 @@ from tests.trainer.loops import SAMPLING, Learner, batch_of, planned, sequence
 from slipstream.errors import MismatchError, ZeroGradientError
 from slipstream.records import Sequence
 from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
-from slipstream.trainer.packing import ValueTargets
 
 
 class Critic:
@@ -192,7 +191,7 @@ def test_a_critic_is_trained_first_and_alone_while_it_warms_up():
         assert result.metrics.get("value/warmup") == (1.0 if is_alone else None)
         assert bool(trainer.learner.steps) == (not is_alone)
         ((planned_step,),) = critic.trained
-        assert all(isinstance(each, ValueTargets) for each in planned_step.value_targets)
+        assert all({"old_values", "returns"} <= each.streams.keys() for each in planned_step.sequences)
         assert (result.no_signal, result.credit.is_per_token) == (None, True)
 
 

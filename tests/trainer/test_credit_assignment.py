@@ -116,7 +116,7 @@ def test_truncated_ones_that_are_not_trained_on_make_the_baseline_only():
     batch.rollouts[2].outcome = "truncated"
     by_turn = credit_of(batch, credit="turn", **settings)
     assert by_turn.carries_loss == [True, True, False]
-    assert [any(rollout.sequences[0].advantages) for rollout in batch.rollouts] == by_turn.carries_loss
+    assert [any(rollout.sequences[0].values("advantages")) for rollout in batch.rollouts] == by_turn.carries_loss
 
 
 def test_failed_rollouts_have_no_part_in_it():
@@ -164,10 +164,10 @@ def test_turns_get_the_credit_of_what_follows_them():
     batch = batch_from(group)
     credit = credit_of(batch, scale_rewards="none", credit="turn")
     first, second = (1.5 + 2.0 + 1.0) / 3, (1.0 + 2.0) / 2
-    values = [rollout.sequences[0].advantages for rollout in group]
-    assert values[0] == pytest.approx([0, 0, 1.5 - first, 1.5 - first, 0, 0, 1.0 - second])
-    assert values[1] == pytest.approx([0, 0, 2.0 - first, 0, 0, *[2.0 - second] * 3])
-    assert values[2] == pytest.approx([0, 0, *[1.0 - first] * 2])
+    values = [rollout.sequences[0].values("advantages") for rollout in group]
+    assert values[0] == pytest.approx([1.5 - first, 1.5 - first, 1.0 - second])
+    assert values[1] == pytest.approx([2.0 - first, *[2.0 - second] * 3])
+    assert values[2] == pytest.approx([1.0 - first] * 2)
     assert credit.has_signal
     assert credit.carries_loss == [True] * 3
 
@@ -204,7 +204,8 @@ def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_adva
     penalties = [[torch.ones(2, dtype=torch.float64)], [torch.zeros(2, dtype=torch.float64)]]
     credit = credit_of(batch, penalties, kind="reinforce_pp", credit="turn")
     assert not credit.has_signal
-    assert same[0].sequences[0].advantages[-1] == -same[1].sequences[0].advantages[-1] != 0.0
+    first, second = (rollout.sequences[0].values("advantages") for rollout in same)
+    assert first[-1] == -second[-1] != 0.0
     assert credit.of(0) == {"carries_loss": True}
 
 
@@ -216,7 +217,6 @@ def test_metrics_are_those_of_the_terms_that_are_set():
     assert credit.has_signal
     assert credit.advantages == pytest.approx([-5e-10, 5e-10])
     assert credit.of(1) == {"advantage": credit.advantages[1], "carries_loss": True}
-    assert credit.value_targets is None
     right = credit_of(batch, reward_threshold=1.0)
     assert right.metrics == {"reward/signal_fraction": 0.0}
     longest = credit_of(batch, kind="dapo")
@@ -243,7 +243,7 @@ def test_a_batch_of_failures_is_refused():
 def test_a_teacher_is_a_signal_where_rewards_agree():
     batch = batch_of([1.0, 1.0], 2, [2, 2])
     assert not credit_of(batch).has_signal
-    batch.rollouts[1].sequences[0].teacher_logprobs = [0.0, -1.0, -1.0]
+    batch.rollouts[1].sequences[0].put("teacher_logprobs", [0.0, -1.0, -1.0])
     assert credit_of(batch).has_signal
 
 
@@ -270,8 +270,8 @@ def test_turns_of_rollouts_that_carry_no_loss_get_no_credit_and_each_sequence_it
     penalties = [[torch.tensor([0.25, 0.25]), torch.tensor([0.5])], [torch.zeros(2)]]
     credit = credit_of(batch_from(group), penalties, scale_rewards="none", credit="turn", best_of=1)
     # Returns are 3 - 1 and 2.5 - 0.5 against 0 and 0.
-    assert [each.advantages for each in group[0].sequences] == [[0.0, 0.0, 1.0, 1.0], [0.0, 1.0]]
-    assert group[1].sequences[0].advantages == [0.0] * 6
+    assert [each.values("advantages") for each in group[0].sequences] == [[1.0, 1.0], [1.0]]
+    assert group[1].sequences[0].values("advantages") == [0.0] * 2
     assert credit.carries_loss == [True, False]
     assert credit.has_signal
     assert credit.advantages == [0.0, 0.0]

@@ -16,7 +16,7 @@ from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import OptimStats
-from slipstream.trainer.packing import ValueTargets, make_step_batches
+from slipstream.trainer.packing import make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
 CLIP = 0.2
@@ -49,9 +49,9 @@ def make_targets(make_batch):
         batch = make_batch(seed=seed, advantages=False, **options)
         generator = torch.Generator().manual_seed(seed)
         counts = [sequence.num_trainable for sequence in batch.sequences]
-        batch.value_targets = [
-            ValueTargets(*(0.3 + 0.3 * torch.randn(2, count, generator=generator))) for count in counts
-        ]
+        drawn = [0.3 + 0.3 * torch.randn(2, count, generator=generator) for count in counts]
+        for place, name in enumerate(("old_values", "returns")):
+            batch.fill(name, [each[place] for each in drawn])
         return batch
 
     return make
@@ -62,10 +62,10 @@ def plain(folder, batch, head):
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").model
     weight, bias = (tensor.detach().double().requires_grad_() for tensor in (head.weight, head.bias))
     total = 0.0
-    for sequence, targets in zip(batch.sequences, batch.value_targets, strict=True):
+    for sequence in batch.sequences:
         hidden = network(input_ids=torch.tensor([sequence.token_ids])).last_hidden_state[0]
         values = (hidden @ weight[0] + bias)[:-1][torch.tensor(sequence.mask)[1:]]
-        old, returns = targets.old_values.double(), targets.returns.double()
+        old, returns = (torch.tensor(sequence.values(name)).double() for name in ("old_values", "returns"))
         bounded = torch.minimum(torch.maximum(values, old - CLIP), old + CLIP)
         errors = torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
         loss = 0.5 * errors.sum() / batch.num_tokens
@@ -117,7 +117,8 @@ def test_values_are_those_before_each_token(make_critic, make_batch, model_folde
 def test_a_fresh_critic_expects_nothing_and_leaves_out_steps_without_error(make_critic, make_targets):
     critic, batch = make_critic(head=False), make_targets()
     assert not torch.cat([v for own in critic.values(batch_of([batch.sequences], [1.0])) for v in own]).any()
-    batch.value_targets = [ValueTargets(0 * t.returns, 0 * t.returns) for t in batch.value_targets]
+    for name in ("old_values", "returns"):
+        batch.fill(name, [torch.zeros(sequence.num_trainable) for sequence in batch.sequences])
     assert critic.train([batch]) == {"value/skipped_updates": 1.0}
     assert critic.learner.step == 0
 
@@ -197,14 +198,14 @@ def test_the_reward_is_at_the_last_token_of_the_last_turn():
     batch = batch_of([[turn(2), turn(1)], [turn(2)]], [1.0, 0.0])
     credit = credit_of(batch, critic=Fixed(0.25, gamma=0.5, gae_lambda=1.0), **PPO)
     first, second = batch.rollouts[0].sequences
-    assert first.advantages == [0.0, 0.0, 0.0, 0.25]
-    assert second.advantages == [0.0, 0.0, 0.75]
+    assert first.values("advantages") == [0.0, 0.25]
+    assert second.values("advantages") == [0.75]
     assert credit.advantages == [0.0, 0.0]
-    assert [t.returns.tolist() for t in credit.value_targets[0]] == [[0.25, 0.5], [1.0]]
+    assert (first.values("returns"), second.values("returns")) == ([0.25, 0.5], [1.0])
     assert credit.has_signal
     assert credit.metrics["value/mean"] == 0.25
-    steps = make_step_batches(batch, credit.advantages, value_targets=credit.value_targets, updates_per_batch=1)
-    assert len(steps[0].value_targets) == len(steps[0].sequences) == 3
+    steps = make_step_batches(batch, credit.advantages, updates_per_batch=1)
+    assert [s.values("old_values") for s in steps[0].sequences] == [[0.25] * 2, [0.25], [0.25] * 2]
     assert steps[0].has_signal
 
 
@@ -213,8 +214,8 @@ def test_advantages_are_whitened_over_the_tokens_that_carry_loss():
     batch.rollouts[2].outcome, batch.rollouts[3].outcome = "truncated", "reward_error"
     credit = credit_of(batch, critic=Fixed(0.0, gae_lambda=1.0), kind="ppo", train_on_truncated=False)
     assert credit.carries_loss == [True, True, False, False]
-    assert batch.rollouts[2].sequences[0].advantages is None
-    found = torch.tensor([a for r in batch.rollouts[:2] for a in r.sequences[0].advantages[2:]])
+    assert batch.rollouts[2].sequences[0].streams == {}
+    found = torch.tensor([a for r in batch.rollouts[:2] for a in r.sequences[0].values("advantages")])
     assert found.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5])
 
 
@@ -222,7 +223,7 @@ def test_a_batch_in_which_all_is_as_expected_teaches_the_policy_nothing():
     batch = batch_of([[turn(3)], [turn(1)]], [1.0, 1.0])
     credit = credit_of(batch, critic=Fixed(0.0, gae_lambda=1.0), kind="ppo")
     assert not credit.has_signal
-    assert credit.value_targets[0][0].returns.tolist() == [1.0] * 3
+    assert batch.rollouts[0].sequences[0].values("returns") == [1.0] * 3
 
 
 def test_what_a_critic_explains_is_told_where_there_is_something_to_explain():
@@ -239,7 +240,8 @@ def test_what_a_critic_explains_is_told_where_there_is_something_to_explain():
         rollout.outcome = "truncated"
     credit = credit_of(nothing, critic=Fixed(0.25), kind="ppo", train_on_truncated=False)
     assert (credit.metrics, credit.carries_loss) == ({"reward/signal_fraction": 1.0}, [False, False])
-    assert (credit.value_targets, credit.has_signal) == ([[], []], False)
+    assert not credit.has_signal
+    assert [rollout.sequences[0].streams for rollout in nothing.rollouts] == [{}, {}]
 
 
 def test_advantages_by_a_critic_that_are_no_numbers_are_refused():
@@ -250,9 +252,8 @@ def test_advantages_by_a_critic_that_are_no_numbers_are_refused():
 def test_a_rollout_without_tokens_takes_no_penalty():
     batch = batch_of([[], [turn(1)]], [1.0, 1.0])
     penalties = [[], [torch.tensor([0.5]).double()]]
-    credit = credit_of(batch, penalties, Fixed(0.0), **PPO)
-    assert credit.value_targets[0] == []
-    assert batch.rollouts[1].sequences[0].advantages[2:] == [0.5]
+    credit_of(batch, penalties, Fixed(0.0), **PPO)
+    assert batch.rollouts[1].sequences[0].values("advantages") == [0.5]
 
 
 def test_only_the_best_of_a_group_train_the_critic():
@@ -261,7 +262,7 @@ def test_only_the_best_of_a_group_train_the_critic():
         rollout.group_id = "g"
     credit = credit_of(batch, critic=Fixed(0.0, gae_lambda=1.0), **PPO, best_of=1)
     assert credit.carries_loss == [False, True]
-    assert [len(each) for each in credit.value_targets] == [0, 1]
+    assert ["returns" in rollout.sequences[0].streams for rollout in batch.rollouts] == [False, True]
     assert credit.metrics["value/return"] == 1.0
 
 
@@ -297,5 +298,5 @@ def test_steps_of_a_critic_are_averaged_and_those_without_error_passed_over():
 
 
 def test_without_targets_a_critic_refuses_to_learn(make_critic, make_batch):
-    with pytest.raises(TrainingError, match="give value targets for each sequence"):
+    with pytest.raises(TrainingError, match="give each the streams old_values and returns"):
         make_critic().learner.forward_backward(make_batch(), ValueObjective(CLIP))

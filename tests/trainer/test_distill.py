@@ -34,12 +34,12 @@ def every_sequence():
     return torch.stack([grid.flatten() for grid in grids], -1)
 
 
-def sequence(tokens, teacher_PV, temperature, advantages=None):
+def sequence(tokens, teacher_PV, temperature):
     logprobs = (teacher_PV / temperature).log_softmax(-1)
     scores = [logprobs[place, token].item() for place, token in enumerate(tokens)]
     return records.Sequence(
         [0, *tokens], [False] + [True] * len(tokens), [0.0] * (1 + len(tokens)),
-        advantages=advantages, teacher_logprobs=[0.0, *scores],
+        streams={"teacher_logprobs": records.Stream.of(scores)},
     )  # fmt: skip
 
 

@@ -87,8 +87,8 @@ def test_it_trains_as_a_plain_one(lora, make, make_batch):
     ours, plain = (make(sharded, lora=lora) for sharded in (True, False))
     for seed in range(2):
         batch = make_batch(seed=seed)
-        batch.old_logprobs = [torch.full((each.num_trainable,), -4.4) for each in batch.sequences]
-        batch.reference_logprobs = [each - 0.2 for each in batch.old_logprobs]
+        for name, value in (("old_logprobs", -4.4), ("reference_logprobs", -4.6)):
+            batch.fill(name, [torch.full((each.num_trainable,), value) for each in batch.sequences])
         (metrics, stats), (expected, wanted) = (
             advance(each, copy.deepcopy(batch), objective(kl_coef=0.1)) for each in (ours, plain)
         )

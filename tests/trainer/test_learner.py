@@ -70,7 +70,7 @@ def test_old_logprobs_are_filled_once_for_several_updates(make_learner, make_bat
     learner, batch = make_learner(), make_batch(num=4)
     single = [StepBatch(batch.sequences, batch.advantages)]
     learner.fill_old_logprobs(single, SAMPLING)
-    assert single[0].old_logprobs is None
+    assert "old_logprobs" not in single[0].sequences[0].streams
     twice = [single[0], single[0]]
     learner.fill_old_logprobs(twice, SAMPLING)
     objective = PolicyObjective(resolved(RLConfig(importance_sampling="none")), SAMPLING)
@@ -89,7 +89,8 @@ def test_one_update_needs_no_old_logprobs(make_learner, make_batch, gradients_of
     objective, batch, found = PolicyObjective(resolved(RLConfig()), SAMPLING), make_batch(), []
     for is_explicit in (False, True):
         learner = make_learner()
-        batch.old_logprobs = learner.forward(batch.sequences, SAMPLING).logprobs if is_explicit else None
+        if is_explicit:
+            batch.fill("old_logprobs", learner.forward(batch.sequences, SAMPLING).logprobs)
         found.append((learner.forward_backward(batch, objective), gradients_of(learner)))
     (first, gradients), (second, others) = found
     assert first == second

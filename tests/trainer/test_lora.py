@@ -140,7 +140,7 @@ def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, gro
     kl = []
     for reference in (separate, same_memory):
         batch = StepBatch(group, [1.0, -1.0] * 4)
-        batch.reference_logprobs = reference
+        batch.fill("reference_logprobs", reference)
         objective = PolicyObjective(resolved(RLConfig(kl_coef=0.1)), sampling)
         kl.append(learner.forward_backward(batch, objective)["kl_reference"])
     assert kl[0] == kl[1] > 0.01

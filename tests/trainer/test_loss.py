@@ -36,7 +36,10 @@ def step_batch(advantages=(2.0, -1.0), behaviour=BEHAVIOUR, **fields):
         records.Sequence([6, 2], [False, True], [0.0, behaviour[2]]),
     ]
     old, reference = ([torch.tensor(values[:2]), torch.tensor(values[2:])] for values in (OLD, REFERENCE))
-    return StepBatch(sequences, list(advantages), old, reference, **fields)
+    batch = StepBatch(sequences, list(advantages), **fields)
+    batch.fill("old_logprobs", old)
+    batch.fill("reference_logprobs", reference)
+    return batch
 
 
 def of(batch, temperature=1.0, max_tokens=4, teacher_coef=None, **config):
@@ -153,9 +156,9 @@ def test_ratios_without_bound_stay_finite():
     _, metrics, _ = of(step_batch(behaviour=[500.0] * 3), importance_sampling="none")
     assert metrics["effective_sample_size"] == near(1.0)
     taught = step_batch(advantages=(0.0, 0.0))
-    taught.old_logprobs = [torch.full((2,), -500.0), torch.full((1,), -500.0)]
+    taught.fill("old_logprobs", [torch.full((2,), -500.0), torch.full((1,), -500.0)])
     for sequence in taught.sequences:
-        sequence.teacher_logprobs = [0.0] * len(sequence)
+        sequence.put("teacher_logprobs", [0.0] * len(sequence))
     _, metrics, _ = of(taught, importance_sampling="none", old_policy="trainer", teacher_coef=1.0)
     assert metrics["teacher/kl_k3"] == near(math.exp(20.0))
 
@@ -177,7 +180,7 @@ def test_the_clip_of_a_configuration_is_used():
 def test_a_teachers_distance_is_told_over_tokens():
     batch = step_batch()
     for sequence, values in zip(batch.sequences, ([0.0, -0.5, -2.5], [0.0, -1.0]), strict=True):
-        sequence.teacher_logprobs = values
+        sequence.put("teacher_logprobs", values)
     logprobs, _ = ours()
     loss, metrics, _ = of(batch, importance_sampling="none", loss="policy_gradient", teacher_coef=0.5)
     apart = [0.5, -0.5, -0.5]
@@ -241,8 +244,9 @@ def test_a_rank_without_a_row_makes_one_forward_pass():
 def test_differences_are_told_by_the_place_of_the_token_itself():
     size = 66
     sequence = records.Sequence([1] * (size + 1), [False] + [True] * size, [0.0] + [-2.0] * size)
-    batch = StepBatch([sequence], [1.0], [torch.full((size,), -2.0)])
-    batch.old_logprobs[0][62], batch.old_logprobs[0][63] = -1.0, -4.0  # of the tokens at 63 and 64
+    batch, old = StepBatch([sequence], [1.0]), torch.full((size,), -2.0)
+    old[62], old[63] = -1.0, -4.0  # of the tokens at 63 and 64
+    batch.fill("old_logprobs", [old])
     objective = PolicyObjective(resolved(RLConfig()), records.SamplingParams(max_tokens=size))
     (micro,) = micro_batches(batch, 100)
     _, sums = objective.terms(Table(torch.zeros(size, 3)), micro, objective.counts(batch))
@@ -255,7 +259,7 @@ def test_a_loss_gets_all_that_is_known_and_may_return_the_tokens_losses_alone(mo
     given = []
     monkeypatch.setitem(LOSSES, "clip", lambda inputs: given.append(inputs) or -inputs.logprobs_N)
     batch = step_batch()
-    batch.reference_logprobs = None
+    batch.fill("hints", [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])])
     settings = {"clip_low": 0.1, "clip_high": 0.4, "clip_dual": 3.0}
     loss, metrics, _ = of(batch, loss="clip", importance_sampling="none", **settings)
     logprobs, _ = ours()
@@ -265,6 +269,9 @@ def test_a_loss_gets_all_that_is_known_and_may_return_the_tokens_losses_alone(mo
     assert inputs.logprobs_N.tolist() == near(logprobs)
     assert inputs.old_logprobs_N.tolist() == OLD
     assert inputs.behaviour_logprobs_N.tolist() == BEHAVIOUR
+    assert inputs.streams["reference_logprobs"].tolist() == near(REFERENCE)
+    assert inputs.streams["hints"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert inputs.entropy_N.requires_grad
     assert inputs.advantages_N.tolist() == [2.0, 2.0, -1.0]
     assert (inputs.sequence_index_N.tolist(), inputs.num_sequences) == ([0, 0, 1], 2)
     assert {name: getattr(inputs, name) for name in settings} == settings

@@ -9,6 +9,7 @@ from slipstream.config import RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.records import Batch, Rollout, SamplingParams, Sequence, Version
 from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
+from slipstream.trainer.packing import StepBatch
 
 SAMPLING = SamplingParams(max_tokens=4)
 SEQUENCE = Sequence([1, 2, 3], [False, True, True], [0.0, -0.5, -0.5])
@@ -29,7 +30,7 @@ class Model:
 
 
 def step():
-    return SimpleNamespace(sequences=[SEQUENCE], reference_logprobs=None)
+    return StepBatch([SEQUENCE])
 
 
 @pytest.mark.parametrize(("old_policy", "expected"), [("trainer", 2), ("engine", 0)])
@@ -42,7 +43,8 @@ def test_the_trainer_computes_them_unless_they_are_the_engines(old_policy, expec
 def test_the_reference_is_asked_where_the_loss_has_the_kl_term():
     first, algorithm = step(), resolved(RLConfig(kl_coef=0.1, kl_in="loss"))
     fill_logprobs([first, first], algorithm, Model(-1.0), Model(-2.0), SAMPLING)
-    assert [values.tolist() for values in first.reference_logprobs] == [[-2.0, -2.0]]
+    assert first.sequences[0].values("reference_logprobs") == [-2.0, -2.0]
+    assert SEQUENCE.streams == {}
     batch = Batch(0, Version(0, 0), [])
     assert reward_kl_penalties(batch, algorithm, Model(-1.0), Model(-2.0), SAMPLING) == (None, {})
 
@@ -50,7 +52,7 @@ def test_the_reference_is_asked_where_the_loss_has_the_kl_term():
 def test_a_kl_term_in_the_reward_is_taken_from_it_and_not_from_the_loss_too():
     first, algorithm = step(), resolved(RLConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1"))
     fill_logprobs([first], algorithm, Model(-1.0), Model(-2.0), SAMPLING)
-    assert first.reference_logprobs is None
+    assert first.sequences[0].streams == {}
     rollout = Rollout("0.0.0", "t", "0.0", [SEQUENCE], 1.0, "done")
     penalties, metrics = reward_kl_penalties(
         Batch(0, Version(0, 0), [rollout]), algorithm, Model(-1.0), Model(-2.0), SAMPLING

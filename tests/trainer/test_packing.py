@@ -9,7 +9,6 @@ from slipstream import records
 from slipstream.errors import TrainingError
 from slipstream.trainer.packing import (
     StepBatch,
-    ValueTargets,
     dummy_micro_batch,
     even_rows,
     make_step_batches,
@@ -157,60 +156,71 @@ def test_a_dummy_row_has_one_prediction():
 def test_a_row_holds_what_each_target_is_given():
     """Values that tell their sequence and place, over every cut of the batch."""
     rng = random.Random(3)
-    sequences, lists = [], {name: [] for name in ("old", "reference", "values", "returns")}
+    sequences, lists = [], {name: [] for name in ("old_logprobs", "reference_logprobs", "old_values", "returns")}
     for number in range(8):
         size, prompt = rng.randint(2, 9), [number % 3] * rng.randint(1, 6)
         mask = [False] * len(prompt) + [place % 3 != 1 for place in range(size)]
         at = [float(100 * number + place) for place in range(len(mask))]
-        behaviour, teacher = [-value for value in at], [value / 2 for value in at]
-        sequences.append(records.Sequence([*map(int, at)], mask, behaviour, teacher_logprobs=teacher))
+        sequences.append(records.Sequence([*map(int, at)], mask, [-value for value in at]))
+        sequences[-1].put("teacher_logprobs", [value / 2 for value in at])
         own = torch.tensor([value for value, is_trained in zip(at, mask, strict=True) if is_trained])
         for factor, values in enumerate(lists.values(), start=2):
             values.append(own * factor)
-    targets = [ValueTargets(*each) for each in zip(lists["values"], lists["returns"], strict=True)]
-    sequences[4].advantages = [4.0] * len(sequences[4])
-    batch = StepBatch(sequences, [0.0, 1.0, 2.0, 3.0, -9.0, 5.0, 6.0, 7.0], lists["old"], lists["reference"], targets)
+    sequences[4].put("advantages", [4.0] * len(sequences[4]))
+    batch = StepBatch(sequences, [0.0, 1.0, 2.0, 3.0, -9.0, 5.0, 6.0, 7.0])
+    for name, values in lists.items():
+        batch.fill(name, values)
+    batch.fill("pairs", [torch.stack([own.long(), own.long() + 1], 1) for own in lists["old_values"]])
+    assert "old_values" not in sequences[0].streams, "records of others stay as they are"
     for cut in ({"packing": False}, {}):
         seen = 0
         for micro in micro_batches(batch, 20, **cut):
             at = micro.target_ids_N.float()
             seen += len(at)
-            assert torch.equal(micro.behaviour_logprobs_N, -at)
-            assert torch.equal(micro.teacher_logprobs_N, at / 2)
-            assert torch.equal(micro.old_logprobs_N, at * 2)
-            assert torch.equal(micro.reference_logprobs_N, at * 3)
-            assert torch.equal(micro.old_values_N, at * 4)
-            assert torch.equal(micro.returns_N, at * 5)
-            assert micro.advantages_N.tolist() == [float(target // 100) for target in micro.target_ids_N.tolist()]
-            assert {micro.behaviour_logprobs_N.dtype, micro.advantages_N.dtype} == {torch.float32}
+            expected = {"behaviour_logprobs": -1, "teacher_logprobs": 0.5, "old_logprobs": 2, "reference_logprobs": 3}
+            for name, factor in (expected | {"old_values": 4, "returns": 5}).items():
+                assert torch.equal(micro.streams[name], at * factor)
+            advantages = micro.streams["advantages"]
+            assert advantages.tolist() == [float(target // 100) for target in micro.target_ids_N.tolist()]
+            assert advantages.dtype == torch.float32
+            assert torch.equal(micro.streams["pairs"], 4 * micro.target_ids_N[:, None] + torch.tensor([0, 1]))
         assert seen == batch.num_tokens == batch.num_computed
-    sequences[5].logprobs = sequences[5].teacher_logprobs = None
+    batch.sequences[5].logprobs = None
+    del batch.sequences[5].streams["teacher_logprobs"]
     micros = {index: micro for micro in micro_batches(batch, 20, packing=False) for index in micro.sequences}
-    assert [index for index, micro in micros.items() if micro.behaviour_logprobs_N is None] == [5]
-    assert [index for index, micro in micros.items() if micro.teacher_logprobs_N is None] == [5]
-    assert micros[5].returns_N is not None
+    assert [index for index, micro in micros.items() if "behaviour_logprobs" not in micro.streams] == [5]
+    assert [index for index, micro in micros.items() if "teacher_logprobs" not in micro.streams] == [5]
+    assert "returns" in micros[5].streams
     (plain,) = micro_batches(StepBatch([of([1, 2], 2)]), 20)
-    names = ("behaviour_logprobs_N", "advantages_N", "old_logprobs_N", "old_values_N", "returns_N", "boxes", "experts")
-    assert [getattr(plain, name) for name in names] == [None] * 7
+    assert (plain.streams, plain.boxes, plain.experts) == ({}, None, None)
+
+
+def test_streams_that_do_not_fit_are_refused():
+    first, second = of([1], 2), of([2], 3)
+    first.streams["x"], second.streams["x"] = records.Stream.of([1.0, 2.0]), records.Stream.of([1.0, 2.0])
+    with pytest.raises(TrainingError, match=r"the stream 'x' does not fit: .*\[2, 2\]"):
+        list(micro_batches(StepBatch([first, second]), 20))
+    second.streams["x"] = records.Stream.of([1, 2, 3], "int64")
+    with pytest.raises(TrainingError, match="'int64'"):
+        list(micro_batches(StepBatch([first, second]), 20))
 
 
 def test_a_batch_is_divided_by_tasks_with_all_that_it_knows():
     sequences = [of([1], size) for size in (1, 2, 3)] + [records.Sequence([1], [False])]
-    targets = [ValueTargets(torch.ones(n), torch.zeros(n)) for n in (1, 2, 3, 0)]
-    given = [torch.full((n,), float(n)) for n in (1, 2, 3, 0)]
-    batch = StepBatch(sequences, [1.0, 2.0, 3.0, 4.0], None, given, targets, tasks=["b", "a", "b", "c"])
+    batch = StepBatch(sequences, [1.0, 2.0, 3.0, 4.0], tasks=["b", "a", "b", "c"])
     first, second = batch.by_task()
     assert (first.sequences, second.sequences) == ([sequences[1]], [sequences[0], sequences[2]])
     assert (first.advantages, second.advantages) == ([2.0], [1.0, 3.0])
-    assert (second.old_logprobs, second.reference_logprobs) == (None, [given[0], given[2]])
-    assert (first.value_targets, second.value_targets) == ([targets[1]], [targets[0], targets[2]])
 
 
 def test_what_counts_as_a_signal():
-    plain, own, taught = of([1], 1), of([1], 1, advantages=[0.0, 0.5]), of([1], 1, teacher_logprobs=[0.0, -1.0])
+    def having(**streams):
+        return of([1], 1, streams={name: records.Stream.of(values) for name, values in streams.items()})
+
+    plain, own, taught = of([1], 1), having(advantages=[0.5]), having(teacher_logprobs=[-1.0])
     assert not StepBatch([plain]).has_signal
     assert not StepBatch([plain], [0.0]).has_signal
-    assert not StepBatch([of([1], 1, advantages=[0.0, 0.0])], [0.0]).has_signal
+    assert not StepBatch([having(advantages=[0.0])], [0.0]).has_signal
     assert StepBatch([plain, plain], [0.0, -1.0]).has_signal
     assert StepBatch([plain, own], [0.0, 0.0]).has_signal
     assert StepBatch([plain, taught], [0.0, 0.0]).has_signal
@@ -232,27 +242,22 @@ def batch_of(*rollouts):
 
 def test_rollouts_that_carry_no_loss_are_left_out_with_their_targets():
     batch = batch_of(("a", "done"), ("a", "done"), ("b", "truncated"), ("b", "reward_error"), ("c", "done"))
-    targets = [
-        [ValueTargets(torch.full((n + 1,), float(part)), torch.zeros(n + 1)) for part in (0, 1)] for n in range(5)
-    ]
     carries = [True, False, True, True, True]
-    steps = make_step_batches(
-        batch, [1.0, 2.0, 3.0, 4.0, 5.0], updates_per_batch=2, carries_loss=carries, value_targets=targets
-    )
+    steps = make_step_batches(batch, [1.0, 2.0, 3.0, 4.0, 5.0], updates_per_batch=2, carries_loss=carries)
     assert [step.advantages for step in steps] == [[1.0, 1.0, 3.0, 3.0], [5.0, 5.0]]
     assert [step.num_sequences for step in steps] == [4, 2]
-    assert steps[0].value_targets == [*targets[0], *targets[2]]
     assert (steps[0].tasks, steps[0].silent) == (None, [])
     (whole,) = make_step_batches(batch)
-    assert (whole.advantages, whole.value_targets, whole.num_sequences) == (None, None, 8)
+    assert (whole.advantages, whole.num_sequences) == (None, 8)
     with pytest.raises(TrainingError, match="4 advantages for 5 rollouts of batch 4"):
         make_step_batches(batch, [1.0] * 4)
 
 
 def test_one_of_eight_silent_rollouts_is_computed_and_those_with_a_signal_of_their_own_are_not_silent():
     batch = batch_of(*[("a", "done")] * 12)
+    own = {"advantages": records.Stream.of([1.0, 1.0])}
     for number in (9, 10):
-        batch.rollouts[number].sequences = [of([1], 2, advantages=[0.0, 1.0, 1.0]), of([1], 1)]
+        batch.rollouts[number].sequences = [of([1], 2, streams=own), of([1], 1)]
     advantages = [0.0] * 11 + [1.0]
     (step,) = make_step_batches(batch, advantages, ignores_silent=True)
     computed = [0, 0, 8, 8, 9, 9, 10, 10, 11, 11]

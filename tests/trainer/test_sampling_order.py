@@ -134,8 +134,8 @@ def test_a_critics_credit_follows_the_order_of_sampling(seed, credit, with_kl, g
         config=CriticConfig(gamma=gamma, gae_lambda=gae_lambda),
     )
     settings = {"kind": "ppo", "scale_rewards": "none", "credit": credit}
-    found = credit_of(batch, penalties if with_kl else None, critic, **settings)
-    for (rollout, turns), targets in zip(played, found.value_targets, strict=True):
+    credit_of(batch, penalties if with_kl else None, critic, **settings)
+    for rollout, turns in played:
         flat = [token for tokens in turns for token in tokens]
         rewards = {token: -fraction("penalty", token) if with_kl else 0.0 for token in flat}
         rewards[flat[-1]] += rollout.reward
@@ -146,14 +146,13 @@ def test_a_critics_credit_follows_the_order_of_sampling(seed, credit, with_kl, g
         values = [fraction("value", token) for token in flat]
         expected = generalized([rewards[token] for token in flat], values, gamma, gae_lambda)
         advantage = dict(zip(flat, expected, strict=True))
-        for sequence, target in zip(rollout.sequences, targets, strict=True):
+        for sequence in rollout.sequences:
             trained = [t for t, m in zip(sequence.token_ids, sequence.mask, strict=True) if m]
-            own = [a for a, m in zip(sequence.advantages, sequence.mask, strict=True) if m]
-            assert own == pytest.approx([advantage[token] for token in trained], abs=1e-9)
+            assert sequence.values("advantages") == pytest.approx([advantage[token] for token in trained], abs=1e-9)
             old = [fraction("value", token) for token in trained]
-            assert target.old_values.tolist() == old
+            assert sequence.values("old_values") == old
             returns = [advantage[token] + value for token, value in zip(trained, old, strict=True)]
-            assert target.returns.tolist() == pytest.approx(returns, abs=1e-5)
+            assert sequence.values("returns") == pytest.approx(returns, abs=1e-5)
 
 
 @settings(deadline=None, max_examples=40)
@@ -174,8 +173,9 @@ def test_credit_of_turns_without_a_critic_follows_the_order_of_sampling(seed, wi
             own = to_go(rollout, turns, number) - sum(others) / len(others)
             expected |= dict.fromkeys(tokens, own)
         for sequence in rollout.sequences:
-            for token, advantage, trained in zip(sequence.token_ids, sequence.advantages, sequence.mask, strict=True):
-                assert not trained or advantage == pytest.approx(expected[token], abs=1e-5)
+            tokens = itertools.compress(sequence.token_ids, sequence.mask)
+            wanted = [expected[token] for token in tokens]
+            assert sequence.values("advantages") == pytest.approx(wanted, abs=1e-5)
 
 
 def side(spans):

@@ -16,7 +16,7 @@ from slipstream.config.schema import RLConfig
 from slipstream.trainer.distributed.worker import Answer, decode, encode, rank_batch_of
 from slipstream.trainer.learner import add_gradients, row_predictions
 from slipstream.trainer.loss import PolicyObjective
-from slipstream.trainer.packing import StepBatch, ValueTargets, even_rows, micro_batches_of
+from slipstream.trainer.packing import StepBatch, even_rows, micro_batches_of
 
 SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
 OBJECTIVES = st.builds(
@@ -43,14 +43,15 @@ def make_groups(seed, prompts, size):
             length = rng.choice((0, 1, 3, 11, 25))
             ids = prompt + [rng.randrange(1, 90) for _ in range(length)]
             mask = [False] * len(prompt) + [True] * length
-            logprobs, taught = [-3.0 * trained for trained in mask], [-2.5 * trained for trained in mask]
-            sequences.append(records.Sequence(ids, mask, logprobs, teacher_logprobs=taught))
+            taught = {"teacher_logprobs": records.Stream.of([-2.5] * length)}
+            sequences.append(records.Sequence(ids, mask, [-3.0 * trained for trained in mask], streams=taught))
     counts = [sequence.num_trainable for sequence in sequences]
     batch = StepBatch(sequences, [rng.gauss(0, 1) for _ in sequences])
-    batch.old_logprobs = [torch.full((count,), -4.5) + 0.1 * torch.rand(count, generator=noise) for count in counts]
-    batch.reference_logprobs = [values - 0.2 for values in batch.old_logprobs]
-    values = [torch.rand(2, count, generator=noise) for count in counts]
-    batch.value_targets = [ValueTargets(*both) for both in values]
+    old = [torch.full((count,), -4.5) + 0.1 * torch.rand(count, generator=noise) for count in counts]
+    batch.fill("old_logprobs", old)
+    batch.fill("reference_logprobs", [values - 0.2 for values in old])
+    for name in ("old_values", "returns"):
+        batch.fill(name, [torch.rand(count, generator=noise) for count in counts])
     return batch
 
 
@@ -123,8 +124,8 @@ def test_a_rank_gets_all_that_a_row_is_trained_on_and_not_where_it_is_from():
     image = records.Media("image", "file", "0" * 64, 1, 1)
     own = records.Sequence(
         [5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], [records.VersionSpan(1, "0.3")],
-        advantages=[0.0, 0.5, 1.0], media=[image],
-        teacher_logprobs=[0.0, -0.5, -0.25], detection=records.DetectionTarget([1.0, 2.0, 3.0], []),
+        {"advantages": records.Stream.of([0.5, 1.0]), "ids": records.Stream.of([3, 4, 5, 6], "int64", 2)},
+        media=[image], detection=records.DetectionTarget([1.0, 2.0, 3.0], []),
     )  # fmt: skip
     other = records.Sequence([1, 2], [False, True])
     batch = StepBatch([other, own, other], [1.0, 2.0, 3.0])
@@ -132,7 +133,6 @@ def test_a_rank_gets_all_that_a_row_is_trained_on_and_not_where_it_is_from():
     assert chosen == [1, 2]
     found = share.batch
     assert found.advantages == [2.0, 3.0]
-    assert (found.old_logprobs, found.reference_logprobs, found.value_targets) == (None, None, None)
     assert found.sequences[0] == msgspec.structs.replace(own, versions=[])
     assert share.rows == [[[0]], [[1]]]
     bare, _ = rank_batch_of(StepBatch([own]), [[[0]]])

@@ -74,7 +74,7 @@ def test_a_step_of_silent_rollouts_keeps_a_sample_and_has_no_signal():
 def test_whatever_else_teaches_them_keeps_them():
     batch, advantages = batch_of(num_groups=2)
     for rollout in batch.rollouts:
-        rollout.sequences[0].teacher_logprobs = [0.0] * len(rollout.sequences[0].token_ids)
+        rollout.sequences[0].put("teacher_logprobs", [0.0] * len(rollout.sequences[0]))
     (step,) = make_step_batches(batch, advantages, ignores_silent=True)
     assert not step.silent
     for config, coef in (

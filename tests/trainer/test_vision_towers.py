@@ -24,7 +24,7 @@ from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.lora import blank_adapter
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.vision_towers import in_modules, names_in_towers
-from slipstream.trainer.packing import StepBatch, ValueTargets
+from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
 TEXT = SMALL | {"head_dim": 8}
@@ -178,9 +178,8 @@ def test_a_critic_of_such_a_model(folders):
     critic = Critic(learner_of(model), CriticConfig(learning_rate=1e-2, value_clip=0.0))
     assert not any("visual" in name for name in critic.learner.optimizer.masters())
     step = StepBatch(SEQUENCES)
-    step.value_targets = [
-        ValueTargets(torch.zeros(sequence.num_trainable), torch.ones(sequence.num_trainable)) for sequence in SEQUENCES
-    ]
+    for name, value in (("old_values", 0.0), ("returns", 1.0)):
+        step.fill(name, [torch.full((sequence.num_trainable,), value) for sequence in SEQUENCES])
     losses = [critic.train([step])["value/loss"] for _ in range(5)]
     assert losses[0] == 0.5
     assert losses[-1] < losses[0]

@@ -70,11 +70,14 @@ def check_user_function(kind: Kind, name: str) -> None:
     logprobs_N = torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.2], requires_grad=True)
     old_N = logprobs_N.detach() + 0.05
     advantages_N, index_N = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.5]), torch.tensor([0, 0, 0, 1, 1, 2])
+    entropy_N = torch.linspace(0.2, 1.2, 6, requires_grad=True)
+    streams = {"behaviour_logprobs": old_N - 0.02}
+    made_up = LossInputs(logprobs_N, old_N, advantages_N, index_N, 3, 0.2, 0.28, None, streams, entropy_N)
     try:
         if kind == "advantage":
             result = function(torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1]))
         else:
-            result = function(LossInputs(logprobs_N, old_N, advantages_N, index_N, 3, 0.2, 0.28, None, old_N - 0.02))
+            result = function(made_up)
     except Exception as error:  # the user's code, whatever it raises
         raise ConfigError(
             f"{setting} raised {one_line(error)} on six made-up tokens ({place_of(error)}): correct it"

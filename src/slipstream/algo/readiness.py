@@ -124,7 +124,7 @@ def group_has_signal(
     usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
     if not trains_truncated and all(rollout.outcome == "truncated" for rollout in usable):
         return False
-    if any(any(sequence.advantages or ()) for rollout in usable for sequence in rollout.sequences):
+    if any(any(sequence.values("advantages") or ()) for rollout in usable for sequence in rollout.sequences):
         return True  # its maker has compared them
     if by_turns:
         return turns_have_signal(

@@ -8,7 +8,7 @@ a run file to losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,8 +32,15 @@ class LossInputs:
     clip_low: float
     clip_high: float
     clip_dual: float | None = None
-    behaviour_logprobs_N: Tensor | None = None
-    """By the behaviour policy, if the engine returned them."""
+    streams: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """All per-token values of the micro-batch by name, `[N]` or `[N, k]`."""
+    entropy_N: Tensor | None = None
+    """Of the policy; it has a gradient."""
+
+    @property
+    def behaviour_logprobs_N(self) -> Tensor | None:
+        """By the behaviour policy, if the engine returned them."""
+        return self.streams.get("behaviour_logprobs")
 
     def sequence_means(self, values_N: Tensor) -> Tensor:
         """The mean over a token's own sequence, `[N]`; differentiable."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from slipstream import records
@@ -91,18 +92,18 @@ def _rollout(data: ScoredData, index: int, terms: Terms, source: str) -> Rollout
     tokens = data.tokens[index]
     mask = _mask(tokens, data.masks[index], terms)
     override = data.overrides[index] if data.overrides else {}
-    advantages = None
+    advantages: list[float] | None = None
     if override.get("set_advantage_to_zero"):
         advantages = [0.0] * len(tokens)
     elif data.advantages:
-        advantages = [value if trained else 0.0 for value, trained in zip(data.advantages[index], mask, strict=True)]
-        if not all(map(math.isfinite, advantages)):
+        advantages = data.advantages[index]
+        if not all(map(math.isfinite, compress(advantages, mask))):
             raise Refused("shape", "an advantage is not finite")
-    sequence = records.Sequence(
-        tokens, mask, _logprobs(data, index, mask, terms), advantages=advantages, teacher_logprobs=None
-    )
+    sequence = records.Sequence(tokens, mask, _logprobs(data, index, mask, terms))
+    if advantages is not None:
+        sequence.put("advantages", advantages)
     if terms.needs_teacher:
-        sequence.teacher_logprobs = _teacher_logprobs(data, index, tokens, mask)
+        sequence.put("teacher_logprobs", _teacher_logprobs(data, index, tokens, mask))
     spans = list(_turns(mask))
     first = spans[0].start if spans else len(tokens)
     said = data.messages[index] if data.messages else []

@@ -39,17 +39,15 @@ class Source(Protocol):
 
 
 async def score(source: Source, rollout: Rollout) -> None:
-    """Write `teacher_logprobs` into every sequence, 0.0 for tokens that are not trained on. A rollout that the teacher
+    """Give every sequence the stream `teacher_logprobs`. A rollout that the teacher
     refuses gets the outcome `engine_error`, and is not trained on."""
     try:
         for sequence in rollout.sequences:
             end = max((index + 1 for index, trained in enumerate(sequence.mask) if trained), default=0)
             values = await source.logprobs(sequence.token_ids[:end]) if end else []
-            values += [0.0] * (len(sequence) - end)
-            kept = [value if trained else 0.0 for value, trained in zip(values, sequence.mask, strict=True)]
-            if not all(map(math.isfinite, kept)):
+            if not all(map(math.isfinite, itertools.compress(values, sequence.mask))):
                 raise Refused("gave a log-probability that is not finite")
-            sequence.teacher_logprobs = kept
+            sequence.put("teacher_logprobs", values)
     except Refused as refusal:
         rollout.outcome, rollout.error = "engine_error", f"the teacher {refusal}"
 

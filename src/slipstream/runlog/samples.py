@@ -84,7 +84,7 @@ def _tokens_of(sequence: Sequence) -> Row:
     which they sampled; log-probabilities, and advantages where each token has its own, are those of the sampled
     tokens."""
     logprobs = itertools.compress(sequence.logprobs or (), sequence.mask)
-    advantages = [round(value, 4) for value in itertools.compress(sequence.advantages or (), sequence.mask)]
+    advantages = [round(value, 4) for value in sequence.values("advantages") or ()]
     return {
         "token_ids": sequence.token_ids,
         "sampled": list(_runs(sequence.mask)),

@@ -153,7 +153,6 @@ class BatchTrainer:
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
             carries_loss=credit.carries_loss if credit else None,
-            value_targets=credit.value_targets if credit else None,
             ignores_silent=self.critic is None and self.objective.ignores_silent,
             by_task=self._combines_tasks,
         )

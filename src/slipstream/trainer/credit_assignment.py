@@ -2,7 +2,8 @@
 rollouts contribute to the loss.
 
 Guarantees: rollouts' rewards are not modified; rollouts that may not be trained on enter no baseline. A critic's
-advantages are written to `records.Sequence.advantages`, which take precedence over the rollout's."""
+advantages are the stream `advantages` of sequences, which takes precedence over the rollout's; `old_values` and
+`returns` are streams, too."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from slipstream.algo.gae import explained_variance, generalized_advantages, whit
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.packing import ValueTargets
+from slipstream.trainer.packing import stream_of
 from slipstream.trainer.turn_credit import (
     check_turns,
     token_rewards,
@@ -48,8 +49,6 @@ class Credit:
     metrics: dict[str, float]
     has_signal: bool
     """Whether any advantage is nonzero because of the rewards; a KL term alone does not count."""
-    value_targets: list[list[ValueTargets]] | None = None
-    """The critic's targets, per rollout and sequence; None without a critic."""
     is_per_token: bool = False
     """Whether tokens have advantages of their own: from a critic, or by turns."""
 
@@ -107,11 +106,10 @@ def assign_credit(
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if carries else 0.0, carries
-    taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
-    taught |= not gives_turns and any(any(s.advantages or ()) for rollout in rollouts for s in rollout.sequences)
-    has_signal &= any(advantages) or (
-        gives_turns and any(any(s.advantages or ()) for r in rollouts for s in r.sequences)
-    )
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    has_own = any(any(sequence.values("advantages") or ()) for sequence in sequences)
+    taught = any("teacher_logprobs" in sequence.streams for sequence in sequences) or (has_own and not gives_turns)
+    has_signal &= any(advantages) or (has_own and gives_turns)
     return Credit(advantages, carries_loss, metrics, taught or has_signal, is_per_token=gives_turns)
 
 
@@ -157,21 +155,17 @@ def _by_critic(
     returns_N = advantages_N + values_N
     scaled_N = whitened(advantages_N) if config.scale_rewards == "whiten" else advantages_N
     _check_finite(scaled_N, batch, config)
-    targets: list[list[ValueTargets]] = [[] for _ in batch.rollouts]
     start = 0
     for i in trained:
         for sequence, old_values in zip(batch.rollouts[i].sequences, all_values[i], strict=True):
             end = start + len(old_values)
-            own = iter(scaled_N[start:end].tolist())
-            sequence.advantages = [next(own) if is_trained else 0.0 for is_trained in sequence.mask]
-            targets[i].append(ValueTargets(old_values, returns_N[start:end].float()))
+            own = {"advantages": scaled_N[start:end], "old_values": old_values, "returns": returns_N[start:end]}
+            sequence.streams |= {name: stream_of(values) for name, values in own.items()}
             start = end
     metrics |= _value_metrics(values_N, returns_N)
     has_signal = bool(scaled_N.any())
     nothing = [0.0] * len(batch.rollouts)
-    return Credit(
-        nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, targets, is_per_token=True
-    )
+    return Credit(nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, is_per_token=True)
 
 
 def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:

@@ -86,12 +86,13 @@ class ValueObjective(OneForward):
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See the class; raises TrainingError when a sequence has no targets."""
-        if micro.old_values_N is None or micro.returns_N is None:
-            raise TrainingError("a sequence has nothing for the critic to learn: give value targets for each sequence")
+        old_values_N, returns_N = micro.streams.get("old_values"), micro.streams.get("returns")
+        if old_values_N is None or returns_N is None:
+            raise TrainingError("a sequence teaches the critic nothing: give each the streams old_values and returns")
         logits_N1 = model.logits(micro)
         assert isinstance(logits_N1, Tensor)
         values_N = logits_N1[:, 0]
-        loss_N, clipped_N = value_loss(values_N, micro.old_values_N, micro.returns_N, self._clip)
+        loss_N, clipped_N = value_loss(values_N, old_values_N, returns_N, self._clip)
         loss = loss_N.sum() / divisors["tokens"]
         return loss, {"loss": loss.detach(), "clip_fraction": clipped_N.sum()}
 

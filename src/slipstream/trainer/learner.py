@@ -250,13 +250,13 @@ class Learner:
         return predicted(self.model, sequences, sampling, micro_batch_tokens)
 
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
-        """Set `old_logprobs`, the denominator of the importance ratio, before the first of several updates.
+        """Fill the stream `old_logprobs`, the denominator of the importance ratio, before the first of several updates.
 
         A single update needs none: its ratio is 1 by construction.
         """
         if len(steps) > 1:
             for step in {id(step): step for step in steps}.values():
-                step.old_logprobs = self.forward(step.sequences, sampling).logprobs
+                step.fill("old_logprobs", self.forward(step.sequences, sampling).logprobs)
 
     def forward_backward(
         self, batch: StepBatch, objective: Objective, *, by_task: str | None = None

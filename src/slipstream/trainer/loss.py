@@ -134,7 +134,7 @@ class PolicyObjective(OneForward):
         """See the class; raises TrainingError when advantages or needed log-probabilities are missing."""
         config = self.config
         logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, self.sampling)
-        inputs = self._inputs(micro, logprobs_N)
+        inputs = self._inputs(micro, logprobs_N, entropy_N)
         policy = self._loss(inputs)
         if not isinstance(policy, PolicyLoss):
             policy = PolicyLoss(policy, inputs.logprobs_N.detach() - inputs.old_logprobs_N)
@@ -147,21 +147,21 @@ class PolicyObjective(OneForward):
             "ratio_histogram": log_ratio_histogram(policy.log_ratio_N),
             **{name: mask_N.sum() for name, mask_N in policy.counts.items()},
         }
-        if self._teacher_coef is not None and micro.teacher_logprobs_N is not None:
-            sums |= _teacher_sums(micro.teacher_logprobs_N, old_N)
-        if micro.behaviour_logprobs_N is not None:
-            sums |= _behaviour_sums(micro.behaviour_logprobs_N, logprobs_N.detach(), old_N)
+        if self._teacher_coef is not None:
+            sums |= _teacher_sums(micro.streams["teacher_logprobs"], old_N)
+        if (behaviour_N := micro.streams.get("behaviour_logprobs")) is not None:
+            sums |= _behaviour_sums(behaviour_N, logprobs_N.detach(), old_N)
             places_N = micro.position_ids_T[micro.predict_index_N] + 1
-            sums |= difference_sums(old_N - micro.behaviour_logprobs_N, places_N, micro.behaviour_logprobs_N)
+            sums |= difference_sums(old_N - behaviour_N, places_N, behaviour_N)
         if (weighting := config.importance_sampling) != "none":
             importance_N, bounded_N = self._importance(micro, old_N, weighting)
             per_token_N = per_token_N * importance_N
             sums["importance"] = importance_N.sum()
             sums["importance_capped"] = bounded_N.sum()
         if self._has_kl_term:
-            if micro.reference_logprobs_N is None:
+            if (reference_N := micro.streams.get("reference_logprobs")) is None:
                 raise TrainingError("kl_coef is above 0 but the batch has no reference log-probabilities")
-            kl_N = kl_estimate(logprobs_N, micro.reference_logprobs_N, config.kl_estimator)
+            kl_N = kl_estimate(logprobs_N, reference_N, config.kl_estimator)
             per_token_N = per_token_N + config.kl_coef * kl_N
             sums["kl_reference"] = kl_N.detach().sum()
         weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, config.normalize, micro.rollout_tokens_S)
@@ -170,49 +170,51 @@ class PolicyObjective(OneForward):
             loss = loss - config.entropy_coef * entropy_N.sum() / divisors["tokens"]
         return loss, {"loss": loss.detach(), **sums}
 
-    def _inputs(self, micro: MicroBatch, logprobs_N: Tensor) -> LossInputs:
+    def _inputs(self, micro: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> LossInputs:
         config = self.config
-        if micro.advantages_N is None:
+        advantages_N, behaviour_N = micro.streams.get("advantages"), micro.streams.get("behaviour_logprobs")
+        if advantages_N is None:
             raise TrainingError("a sequence of a GRPO batch has no advantage: give one for each sequence")
         if config.old_policy == "engine":
-            if micro.behaviour_logprobs_N is None:
+            if behaviour_N is None:
                 raise TrainingError(
                     'old_policy = "engine" needs the engine\'s log-probabilities and a sequence has none: ask the '
                     'engine for them or set algorithm.old_policy = "trainer"'
                 )
-            old_N = micro.behaviour_logprobs_N
+            old_N = behaviour_N
         else:
-            old_N = logprobs_N.detach() if micro.old_logprobs_N is None else micro.old_logprobs_N
+            old_N = micro.streams.get("old_logprobs", logprobs_N.detach())
         return LossInputs(
             logprobs_N,
             old_N,
-            self._with_teacher(micro, micro.advantages_N, old_N),
+            self._with_teacher(micro, advantages_N, old_N),
             micro.sequence_index_N,
             micro.num_sequences,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             clip_dual=config.clip_dual,
-            behaviour_logprobs_N=micro.behaviour_logprobs_N,
+            streams=micro.streams,
+            entropy_N=entropy_N,
         )
 
     def _with_teacher(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
         """Advantages plus `teacher_coef * (teacher - old)` log-probabilities."""
         if self._teacher_coef is None:
             return advantages_N
-        if micro.teacher_logprobs_N is None:
+        if (teacher_N := micro.streams.get("teacher_logprobs")) is None:
             raise TrainingError("a sequence has no log-probabilities of the teacher: every rollout must be scored")
-        return advantages_N + self._teacher_coef * (micro.teacher_logprobs_N - old_N.detach())
+        return advantages_N + self._teacher_coef * (teacher_N - old_N.detach())
 
     def _importance(self, micro: MicroBatch, old_N: Tensor, weighting: Weighting) -> tuple[Tensor, Tensor]:
         config = self.config
-        if micro.behaviour_logprobs_N is None:
+        if (behaviour_N := micro.streams.get("behaviour_logprobs")) is None:
             raise TrainingError(
                 f"importance_sampling = {weighting!r} needs the engine's log-probabilities and a "
                 "sequence has none: ask the engine for them or set algorithm.importance_sampling = 'none'"
             )
         return importance_weights(
             old_N,
-            micro.behaviour_logprobs_N,
+            behaviour_N,
             micro.sequence_index_N,
             micro.num_sequences,
             weighting,

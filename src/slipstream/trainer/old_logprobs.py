@@ -31,7 +31,7 @@ def fill_logprobs(
     loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
     if reference is not None and not _kl_in_reward(algorithm):
         for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
-            step.reference_logprobs = reference.forward(step.sequences, sampling).logprobs
+            step.fill("reference_logprobs", reference.forward(step.sequences, sampling).logprobs)
     if algorithm.old_policy == "trainer":
         learner.fill_old_logprobs(steps, sampling)
 

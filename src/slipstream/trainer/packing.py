@@ -9,12 +9,13 @@ divisors are those of the step.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,6 +30,12 @@ from slipstream.trainer.experts.row_choices import RowChoices, RowExperts
 from slipstream.trainer.matching.row_boxes import RowBoxes, row_boxes
 
 T = TypeVar("T")
+_DTYPES: dict[records.StreamType, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "int64": torch.int64,
+}
+_NAMES: dict[torch.dtype, records.StreamType] = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_SHARING = 256
 """Tokens of a continuation beyond which sharing a prompt is slower on a CPU: its causal attention kernel skips masked
 positions, the kernel with an explicit mask does not (measured with a model of 0.8 million parameters)."""
@@ -42,15 +49,6 @@ _SILENT_SAMPLE = 8
 """One in this many rollouts of advantage 0 is computed all the same, for the metrics."""
 
 
-@dataclass(frozen=True)
-class ValueTargets:
-    """A critic's targets for a sequence of N trainable tokens: its values `[N]` before the batch's first update, and
-    the returns `[N]`. Float32."""
-
-    old_values: Tensor
-    returns: Tensor
-
-
 @dataclass
 class StepBatch:
     """The sequences of one optimizer step and what the objective needs to know of each."""
@@ -58,13 +56,6 @@ class StepBatch:
     sequences: list[records.Sequence]
     advantages: list[float] | None = None
     """One for each sequence; a sequence that carries its own per-token advantages uses those."""
-    old_logprobs: list[Tensor] | None = None
-    """Per sequence, `[N]`, by the weights before the batch's first update. None: those are the current weights, and the
-    importance ratio is 1 by construction."""
-    reference_logprobs: list[Tensor] | None = None
-    """Per sequence, `[N]`, by the frozen reference model."""
-    value_targets: list[ValueTargets] | None = None
-    """Per sequence, for a critic."""
     silent: list[records.Sequence] = field(default_factory=list[records.Sequence])
     """Sequences that count in the loss's divisor but are not computed, because their gradient is exactly 0."""
     tasks: list[str] | None = None
@@ -89,17 +80,13 @@ class StepBatch:
             return None if values is None else [values[place] for place in places]
 
         sequences = [self.sequences[place] for place in places]
-        old, reference = of(self.old_logprobs), of(self.reference_logprobs)
-        targets, tokens = of(self.value_targets), of(self.rollout_tokens)
-        return StepBatch(sequences, of(self.advantages), old, reference, targets, rollout_tokens=tokens)
+        return StepBatch(sequences, of(self.advantages), rollout_tokens=of(self.rollout_tokens))
 
-    @property
-    def token_advantages(self) -> list[list[float] | None]:
-        """Per sequence, the advantages of its tokens."""
-        given = self.advantages or [None] * len(self.sequences)
-        return [
-            sequence.advantages if sequence.advantages is not None or whole is None else [whole] * len(sequence)
-            for sequence, whole in zip(self.sequences, given, strict=True)
+    def fill(self, name: str, values: Sequence[Tensor]) -> None:
+        """Give each sequence a stream, `[N]` or `[N, k]`. The records of others stay as they are."""
+        self.sequences = [
+            msgspec.structs.replace(sequence, streams={**sequence.streams, name: stream_of(own)})
+            for sequence, own in zip(self.sequences, values, strict=True)
         ]
 
     @property
@@ -116,8 +103,8 @@ class StepBatch:
     def has_signal(self) -> bool:
         """Whether any sequence has a nonzero advantage or a teacher's log-probabilities; without, the policy gradient
         is exactly 0."""
-        own = any(any(sequence.advantages or ()) for sequence in self.sequences)
-        return own or any(self.advantages or ()) or any(s.teacher_logprobs is not None for s in self.sequences)
+        own = any(any(sequence.values("advantages") or ()) for sequence in self.sequences)
+        return own or any(self.advantages or ()) or any("teacher_logprobs" in s.streams for s in self.sequences)
 
     @property
     def num_sequences(self) -> int:
@@ -147,13 +134,9 @@ class MicroBatch:
     """Each sequence's index in the step batch."""
     counts: list[int]
     """Trainable tokens of each sequence."""
-    behaviour_logprobs_N: Tensor | None = None
-    advantages_N: Tensor | None = None
-    old_logprobs_N: Tensor | None = None
-    reference_logprobs_N: Tensor | None = None
-    old_values_N: Tensor | None = None
-    returns_N: Tensor | None = None
-    teacher_logprobs_N: Tensor | None = None
+    streams: dict[str, Tensor]
+    """Per-token values by name, `[N]` or `[N, k]`: those of all sequences of the row, `behaviour_logprobs` and
+    `advantages` among them. Float32 or int64."""
     rollout_tokens_S: Tensor | None = None
     """Trainable tokens of each sequence's rollout, float32. None: each sequence is a rollout."""
     images: Sequence[RowImage] = ()
@@ -377,17 +360,6 @@ def _micro_batch(
     own, places = batch.only(indices), [all_targets[index].positions for index in indices]
     counts = list(map(len, places))
 
-    def of_tokens(values: list[list[float] | None]) -> Tensor | None:
-        """Values of the targets `[N]`, from those of each sequence's tokens; None if any sequence has none."""
-        known = [each for each in values if each is not None]
-        if len(known) < len(values):
-            return None
-        found = [each[place] for each, mine in zip(known, places, strict=True) for place in mine]
-        return to_device(torch.tensor(found, dtype=torch.float32), device)
-
-    def joined(values: list[Tensor] | None) -> Tensor | None:
-        return None if values is None else to_device(torch.cat(values), device)
-
     def integers(values: list[int]) -> Tensor:
         """Seven times as fast as torch.tensor: the GPU is idle until a step's first row is built."""
         return to_device(torch.frombuffer(array("q", values), dtype=torch.int64), device)
@@ -399,7 +371,7 @@ def _micro_batch(
         index = shard_targets(predicting, held)
         own_predicting = to_device(predicting[index] - held.start, device)
         shard = RowShard(context, slice(held.start, held.stop), to_device(index, device), own_predicting)
-    learned, tokens, rotary = own.value_targets, own.rollout_tokens, images.rotary_ids()
+    tokens, rotary = own.rollout_tokens, images.rotary_ids()
     return MicroBatch(
         token_ids_T=integers(token_ids),
         position_ids_T=integers(position_ids),
@@ -409,13 +381,7 @@ def _micro_batch(
         sequence_index_N=to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device),
         sequences=indices,
         counts=counts,
-        behaviour_logprobs_N=of_tokens([sequence.logprobs for sequence in own.sequences]),
-        teacher_logprobs_N=of_tokens([sequence.teacher_logprobs for sequence in own.sequences]),
-        advantages_N=of_tokens(own.token_advantages),
-        old_logprobs_N=joined(own.old_logprobs),
-        reference_logprobs_N=joined(own.reference_logprobs),
-        old_values_N=None if learned is None else joined([each.old_values for each in learned]),
-        returns_N=None if learned is None else joined([each.returns for each in learned]),
+        streams={name: to_device(values, device) for name, values in _streams(own, counts)},
         rollout_tokens_S=None if tokens is None else to_device(torch.tensor(tokens, dtype=torch.float32), device),
         images=images.found,
         rotary_ids_3T=None if rotary is None else to_device(rotary, device),
@@ -425,6 +391,41 @@ def _micro_batch(
     )
 
 
+def stream_of(values: Tensor) -> records.Stream:
+    """The stream of a tensor `[N]` or `[N, k]` of float64, float32 or int64."""
+    width = values.shape[1] if values.dim() > 1 else 1
+    return records.Stream(values.detach().cpu().contiguous().numpy().tobytes(), _NAMES[values.dtype], width)
+
+
+def _streams(batch: StepBatch, counts: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """The streams of all sequences, of so many targets each, by name. Raises TrainingError where they do not fit."""
+    each = [_with_own(sequence, count) for sequence, count in zip(batch.sequences, counts, strict=True)]
+    if batch.advantages is not None:
+        given = zip(batch.advantages, counts, each, strict=True)
+        each = [{"advantages": records.Stream.of([value] * count)} | streams for value, count, streams in given]
+    for name in each[0]:
+        found = [streams[name] for streams in each if name in streams]
+        if len(found) < len(each):
+            continue
+        kind, width = found[0].dtype, found[0].width
+        kinds = {(stream.dtype, stream.width) for stream in found}
+        if len(kinds) > 1 or [*map(len, found)] != counts:
+            raise TrainingError(
+                f"the stream {name!r} does not fit: its sequences have {[*map(len, found)][:4]} ... values of "
+                f"{sorted(kinds)} and {counts[:4]} ... trained tokens"
+            )
+        joined = torch.frombuffer(bytearray(b"".join(stream.data for stream in found)), dtype=_DTYPES[kind])
+        values = joined.float() if kind == "float64" else joined
+        yield name, values if width == 1 else values.view(-1, width)
+
+
+def _with_own(sequence: records.Sequence, count: int) -> dict[str, records.Stream]:
+    if sequence.logprobs is None or not count:
+        return sequence.streams
+    behaviour = records.Stream.of(compress(sequence.logprobs, sequence.mask))
+    return {"behaviour_logprobs": behaviour} | sequence.streams
+
+
 def make_step_batches(
     batch: records.Batch,
     advantages: Sequence[float] | None = None,
@@ -432,7 +433,6 @@ def make_step_batches(
     updates_per_batch: int = 1,
     epochs: int = 1,
     carries_loss: Sequence[bool] | None = None,
-    value_targets: Sequence[list[ValueTargets]] | None = None,
     ignores_silent: bool = False,
     by_task: bool = False,
 ) -> list[StepBatch]:
@@ -440,10 +440,10 @@ def make_step_batches(
     `epochs` times.
 
     `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, and those with
-    `carries_loss` false. Rollouts without a trainable token are left out too, so that no step is empty.
-    `value_targets`: per rollout, one per sequence. With `by_task` the steps name the task of each sequence. With
-    `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat the
-    same objects, so that log-probabilities filled in once serve all. Fewer groups than updates give fewer steps.
+    `carries_loss` false. Rollouts without a trainable token are left out too, so that no step is empty. With `by_task`
+    the steps name the task of each sequence. With `ignores_silent` most rollouts of advantage 0 only count in the
+    divisors (`StepBatch.silent`). Epochs repeat the same objects, so that streams filled in once serve all. Fewer
+    groups than updates give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -455,7 +455,7 @@ def make_step_batches(
     members = list(groups.values())
     steps: list[StepBatch] = []
     for part in split(len(members), min(updates_per_batch, len(members))) if members else ():
-        step = StepBatch([], None if advantages is None else [], value_targets=None if value_targets is None else [])
+        step = StepBatch([], None if advantages is None else [])
         step.tasks = [] if by_task else None
         num_silent = 0
         rollout_tokens: list[int] = []
@@ -466,7 +466,7 @@ def make_step_batches(
                 ignores_silent
                 and advantages is not None
                 and advantages[index] == 0.0
-                and all(each.advantages is None and each.teacher_logprobs is None for each in sequences)
+                and not any(sequence.streams for sequence in sequences)
             ):
                 num_silent += 1
                 if num_silent % _SILENT_SAMPLE != 1:
@@ -478,8 +478,6 @@ def make_step_batches(
                 step.tasks += [batch.rollouts[index].source.partition("/")[0]] * len(sequences)
             if advantages is not None and step.advantages is not None:
                 step.advantages += [advantages[index]] * len(sequences)
-            if value_targets is not None and step.value_targets is not None:
-                step.value_targets += value_targets[index]
         step.rollout_tokens = rollout_tokens if step.num_further else None
         steps.append(step)
     return steps * epochs

@@ -76,8 +76,8 @@ def turn_signal_fraction(rollouts: Sequence[records.Rollout], rewards_S: Tensor,
 
 
 def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Tensor, carries_loss_S: Tensor) -> None:
-    """Write each turn's advantage (see `turn_advantages`) to its sampled tokens (`records.Sequence.advantages`); 0
-    where a rollout carries no loss."""
+    """Write each turn's advantage (see `turn_advantages`) to its sampled tokens (the stream `advantages`); 0 where a
+    rollout carries no loss."""
     given = iter(advantages_K.tolist())
     for rollout, carries_loss in zip(rollouts, carries_loss_S.tolist(), strict=True):
         tokens = [[0.0] * len(sequence) for sequence in rollout.sequences]
@@ -86,7 +86,7 @@ def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Ten
             if carries_loss:
                 tokens[span.sequence][span.start : span.end] = [advantage] * (span.end - span.start)
         for sequence, values in zip(rollout.sequences, tokens, strict=True):
-            sequence.advantages = values
+            sequence.put("advantages", values)
 
 
 def turns_of(rollout: records.Rollout) -> list[records.TurnSpan]:
