@@ -560,7 +560,7 @@ def encode_kept(record: Any) -> bytes:
 def decode(data: bytes, kind: type[RecordT]) -> RecordT:
     """Decodes a record of type `kind`; raises `msgspec.ValidationError` for anything else, and for a batch of another
     schema."""
-    if not issubclass(kind, Batch):
+    if kind is not Batch:
         return msgspec.msgpack.decode(data, type=kind)
     schema = msgspec.msgpack.decode(data, type=_Numbered).schema
     if schema == 1:
