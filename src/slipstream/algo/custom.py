@@ -1,4 +1,4 @@
-"""User-defined losses and advantages: `path/to/file.py:function`, or an entry point of another package.
+"""User-defined losses, advantages and credits: `path/to/file.py:function`, or an entry point of another package.
 
 Guarantees: every error in it is a ConfigError that names the setting; `check_user_function` finds it before any process
 is started, by calling the function on made-up inputs. Loading a file runs its code.
@@ -22,9 +22,9 @@ from slipstream.config.recipes import BUILT_IN
 from slipstream.config.user_code import import_file, place_of
 from slipstream.errors import ConfigError, one_line
 
-GROUPS = {"advantage": "slipstream.advantages", "loss": "slipstream.losses"}
-_ARGUMENTS = {"advantage": "rewards_S, group_ids_S", "loss": "inputs"}
-Kind = Literal["advantage", "loss"]
+GROUPS = {"advantage": "slipstream.advantages", "credit": "slipstream.credits", "loss": "slipstream.losses"}
+_ARGUMENTS = {"advantage": "rewards_S, group_ids_S", "credit": "group", "loss": "inputs"}
+Kind = Literal["advantage", "credit", "loss"]
 
 
 @cache

@@ -124,8 +124,11 @@ def group_has_signal(
     usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
     if not trains_truncated and all(rollout.outcome == "truncated" for rollout in usable):
         return False
-    if any(any(sequence.values("advantages") or ()) for rollout in usable for sequence in rollout.sequences):
+    given = [sequence.values("advantages") for rollout in usable for sequence in rollout.sequences]
+    if any(map(any, filter(None, given))):
         return True  # its maker has compared them
+    if given and None not in given:
+        return False
     if by_turns:
         return turns_have_signal(
             [turn_returns(each.reward, each.turn_rewards or [0.0] * len(each.turn_spans)) for each in usable]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from slipstream.config.planned import PlannedRL
-from slipstream.config.schema import AdvantageName, LossName, RLConfig
+from slipstream.config.schema import AdvantageName, CreditName, LossName, RLConfig
 
-BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName)}
+BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName), "credit": get_args(CreditName)}
 """Names of built-in functions; any other value is a function of the user's."""
 _GRPO: dict[str, Any] = {
     "advantage": "group_mean",

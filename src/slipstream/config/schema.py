@@ -72,6 +72,7 @@ class ModelConfig(Section):
 SourceKind = Literal["environment", "reward", "tools", "data", "tokenizer", "algorithm"]
 """What a run is made with beside its settings and weights."""
 Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
+CreditName = Literal["episode", "turn"]
 AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae", "none"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
@@ -137,10 +138,11 @@ class RLConfig(Section):
     """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
     `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`: the
     probabilities that the tokens were sampled with."""
-    credit: Literal["episode", "turn"] | None = None
-    """What a turn of an episode gets the credit for, where the environment rewards turns: `episode`, the sum of all
-    rewards; `turn`, the rewards from this turn on, compared with those of the group's other episodes from the same turn
-    on. Unset, turn rewards are refused."""
+    credit: CreditName | str | None = None
+    """Credit of a turn, where the environment rewards turns: `episode`, the sum of all rewards; `turn`, the rewards
+    from this turn on, compared with those of the group's other episodes from the same turn on. Unset, turn rewards are
+    refused. Or your own advantages: `path/to/file.py:function` or an entry point of the group `slipstream.credits`,
+    called with the rollouts of a complete group."""
     kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial policy, with the adapter of `lora.path` if there is one; 0 keeps no
     reference model."""

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from slipstream.algo.group_credit import group_credit
 from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig, needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
@@ -192,6 +193,7 @@ class _Generation:
             needs_logprobs=needs_engine_logprobs(algorithm),
             staleness=config.training.staleness,
             has_signal=signal_rule(algorithm),
+            credit=group_credit(algorithm.credit),
             parts=config.environment.mixture.keys(),
             refills=self._order.refills(),
             teacher=self._children.teacher,

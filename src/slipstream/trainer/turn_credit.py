@@ -25,7 +25,7 @@ from slipstream.algo.readiness import turn_returns, turns_have_signal
 from slipstream.errors import TrainingError
 
 
-def check_turns(rollouts: Sequence[records.Rollout], credit: Literal["episode", "turn"] | None) -> bool:
+def check_turns(rollouts: Sequence[records.Rollout], credit: str | None) -> bool:
     """Whether turns get credit of their own. Raises TrainingError where environment and setting disagree."""
     num_given = sum(bool(rollout.turn_rewards) for rollout in rollouts)
     if num_given and credit is None:

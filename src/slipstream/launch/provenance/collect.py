@@ -74,7 +74,7 @@ def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
             # Who edits the file while the run starts does not end it; what was executed is recorded.
             yield from (msgspec.structs.replace(first, digest=read.sha256), *imported)
     for name in BUILT_IN:
-        file = getattr(prepared.config.algorithm, name, "").partition(".py:")
+        file = (getattr(prepared.config.algorithm, name, None) or "").partition(".py:")
         if file[1]:
             yield from _python("algorithm", f"algorithm.{name}", Path(f"{file[0]}.py"), digests)
 

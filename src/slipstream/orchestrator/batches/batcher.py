@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slipstream.algo.group_credit import GroupCredit
 from slipstream.algo.readiness import SignalRule
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.arrivals import Arrival, Arrivals
@@ -73,6 +74,8 @@ class Batcher:
     share: Share
     """Which groups of each batch are made here."""
     idle: IdleTime
+    credit: GroupCredit | None = None
+    """Gives each complete group its advantages."""
     arrivals: Arrivals | None = None
     """Brings all groups, if programs outside of the run make them."""
     _has_warned: bool = False
@@ -117,6 +120,8 @@ class Batcher:
                 rollouts = await self._received(group_id, task, arrival or await self.arrivals.take())
         if is_cancelled():  # the environment has suppressed it
             raise asyncio.CancelledError
+        if self.credit is not None:
+            self.credit(rollouts)
         self.ledger.finish(group_id, rollouts)
         self._num_generated += sum(rollout.num_sampled for rollout in rollouts)
         return rollouts

@@ -49,9 +49,11 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_functions(config: RunConfig) -> None:
-    """Check the user's own advantage and loss functions, if any."""
+    """Check the user's own advantage, credit and loss functions, if any."""
     if config.algorithm.kind != "sft":
         from slipstream.algo.custom import check_user_function
+        from slipstream.algo.group_credit import check_credit
 
         check_user_function("advantage", config.algorithm.advantage)
+        check_credit(config.algorithm.credit)
         check_user_function("loss", config.algorithm.loss)
