@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 SCHEMA_VERSION = 2
-"""Of batches. 1 had fields for advantages and the teacher's log-probabilities; it is read."""
+"""A batch's. 1 had fields for advantages and the teacher's log-probabilities; it is read."""
 
 StreamType = Literal["float64", "float32", "int64"]
 _CODES: dict[StreamType, Literal["d", "f", "q"]] = {"float64": "d", "float32": "f", "int64": "q"}

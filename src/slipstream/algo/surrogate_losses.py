@@ -35,7 +35,7 @@ class LossInputs:
     streams: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """All per-token values of the micro-batch by name, `[N]` or `[N, k]`."""
     entropy_N: Tensor | None = None
-    """Of the policy; it has a gradient."""
+    """The policy's entropy; it has a gradient."""
 
     @property
     def behaviour_logprobs_N(self) -> Tensor | None:
