@@ -139,9 +139,8 @@ class RLConfig(Section):
     `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`: the
     probabilities that the tokens were sampled with."""
     credit: CreditName | str | None = None
-    """Your own advantages of a complete group: `path/to/file.py:function`. Where the environment rewards turns:
-    `episode` (the sum of all rewards) or `turn` (rewards from this turn on, compared with the group's other episodes).
-    Unset, turn rewards are refused."""
+    """Your own advantages of a complete group: `path/to/file.py:function`. For rewards of turns: `episode`, their sum,
+    or `turn`, those from this turn on, compared with the group's other episodes. Unset, they are refused."""
     kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial policy, with the adapter of `lora.path` if there is one; 0 keeps no
     reference model."""
