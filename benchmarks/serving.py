@@ -42,7 +42,8 @@ def commands(model: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     vllm += ["--served-model-name", "model", "--max-model-len", length, "--max-num-seqs", str(options.streams)]
     vllm += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     ours = [sys.executable, "-m", "slipstream.cli", "engine", str(model), "--dtype", "bfloat16", "--max-length", length]
-    vllm += ["--kv-cache-memory-bytes", str(int(options.memory_gib * 2**30))]
+    # The utilization is checked against free memory, and the other server takes some at the same time.
+    vllm += ["--kv-cache-memory-bytes", str(int(options.memory_gib * 2**30)), "--gpu-memory-utilization", "0.05"]
     return {"vllm serve": vllm, "slipstream engine": [*ours, "--memory", str(options.memory_gib)]}
 
 
@@ -90,15 +91,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder, urls = Path(scratch), dict[str, str]()
         model = shaped_model(folder / "model", options.shape)
+        processes: list[subprocess.Popen[bytes]] = []
         for number, (name, command) in enumerate(commands(model, options).items()):
-            log, urls[name] = folder / f"{number}.log", f"http://127.0.0.1:{29460 + number}"
-            with log.open("wb") as output:
+            urls[name] = f"http://127.0.0.1:{29460 + number}"
+            with (folder / f"{number}.log").open("wb") as output:
                 listening = ["--host", "127.0.0.1", "--port", str(29460 + number)]
                 environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
                 process = subprocess.Popen([*command, *listening], stdout=output, stderr=output, env=environment)
             stack.callback(process.wait, 60)
             stack.callback(process.terminate)
-            print(f"{name}: ready after {wait_ready(urls[name], process, log):.0f} s", file=sys.stderr, flush=True)
+            processes.append(process)
+        for number, ((name, url), process) in enumerate(zip(urls.items(), processes, strict=True)):
+            seconds = wait_ready(url, process, folder / f"{number}.log")
+            print(f"{name}: ready after {seconds:.0f} s more", file=sys.stderr, flush=True)
         for repeat in range(options.repeats + 1):  # the first warms up
             for name, url in urls.items():
                 result = measure(url, model, folder, options)
