@@ -1,5 +1,6 @@
 """Runs on engines that are servers: real vLLM and gloo, each server on a host of its own."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -11,7 +12,7 @@ import aiohttp
 import pytest
 
 from slipstream.inference.lending import TOKEN_VARIABLE
-from slipstream.runlog import read_events, read_metrics
+from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.nodes.networks import networks
 from tests.waiting import until
@@ -44,7 +45,7 @@ async def test_a_server_serves_a_run_and_says_whose_weights_it_has(model, run_fi
     one, other, socket = tmp_path / "one", tmp_path / "other", tmp_path / "engine.sock"
     steps = ("--training.steps", 2)
     with server(model, socket=socket) as engine:
-        inference = engine.lines[0].split()[2].removesuffix("/v1;")
+        inference = engine.inference.removesuffix("/v1")
         with pytest.raises(urllib.error.HTTPError) as busy:  # while it loads
             urllib.request.urlopen(f"{inference}/health", timeout=10)
         assert busy.value.code == 503
@@ -174,3 +175,16 @@ def test_a_server_with_several_workers(run_file, tmp_path, option):
     check_run(folder, steps=3)
     # The probe asks each engine, and engine cores are one.
     assert [row[:3] for row in figures(folder)] == [row[:3] for row in figures(one)]
+
+
+@pytest.mark.servers
+def test_one_wrong_value_in_the_second_copy_is_found(run_file, model, tmp_path):
+    folder, socket = tmp_path / "run", tmp_path / "engine.sock"
+    spoilt = {"data_parallel": 2, "dies_in": "second copy:3"}
+    with server(model, socket=socket, **spoilt) as engine:
+        output = finish(train((), run_file, folder, *setting_of(engine)), code=None)
+        status, health = asyncio.run(ask(socket, "/health"))
+    assert read_exit(folder).status == "failed"
+    assert "model.norm.weight" in output
+    assert [event["version"] for event in read_events(folder, kinds=("apply",))] == ["0.0", "0.1"]
+    assert (status, health["reason"]) == (503, "version 0.2 did not verify: model.norm.weight")

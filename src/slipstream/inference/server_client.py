@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import aiohttp
 import msgspec
 
 from slipstream.config.inference import InferenceServer
@@ -75,6 +76,11 @@ class ServerClient(EngineClient):
                 asked = session.get(self._base + path) if get else session.post(self._base + path, data=body)
                 async with asked as response:
                     answer, status = await response.read(), response.status
+        except aiohttp.ClientSSLError as error:
+            raise ConfigError(
+                f"{self._name} cannot be trusted ({error}): name its certificate, or that of its authority, in "
+                "SSL_CERT_FILE"
+            ) from error
         except (TimeoutError, OSError) as error:
             raise Unreached(self._name, f"does not answer ({type(error).__name__}: {error})") from error
         except Exception as error:

@@ -1,5 +1,5 @@
 """In the path of an engine that is to die by SIGKILL: `DIES_IN` is `handshake`, `transfer` or `generation`, and a
-number."""
+number. With `second copy` it does not die: that version is loaded with one wrong value in the second of two copies."""
 
 import importlib.abc
 import importlib.machinery
@@ -11,12 +11,18 @@ PLACES = {
     "handshake": ("slipstream.weights.bridges.broadcast", "Group", "__init__"),
     "transfer": ("slipstream.weights.bridges.broadcast", "Group", "begin"),
     "generation": ("slipstream.inference.plugin.server", "EngineServer", "_output"),
+    "second copy": ("slipstream.inference.plugin.weights.receiver", "WorkerExtension", "slipstream_load"),
 }
 
 
+def spoil(worker):
+    if worker._slipstream_number() == 1:
+        dict(worker._slipstream_model().named_parameters())["model.norm.weight"].data[0] += 1.0
+
+
 class Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, module, kind, method, number):
-        self.module, self.kind, self.method, self.left = module, kind, method, number
+    def __init__(self, module, kind, method, number, spoils):
+        self.module, self.kind, self.method, self.left, self.spoils = module, kind, method, number, spoils
 
     def find_spec(self, name, path, target=None):
         if name != self.module:
@@ -31,13 +37,16 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def dying(*arguments, **options):
             self.left -= 1
-            if not self.left:
+            if not self.left and not self.spoils:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **options)
+            found = original(*arguments, **options)
+            if not self.left:
+                spoil(arguments[0])
+            return found
 
         setattr(kind, self.method, dying)
 
 
 if where := os.environ.get("DIES_IN"):
     place, _, number = where.partition(":")
-    sys.meta_path.insert(0, Finder(*PLACES[place], int(number)))
+    sys.meta_path.insert(0, Finder(*PLACES[place], int(number), place == "second copy"))
