@@ -130,7 +130,7 @@ async def test_calls_need_token_and_lease(tmp_path):
         with pytest.raises(EngineError, match="status 423"):
             await other.leave(5.0)
         assert await right.sees(tmp_path)
-        assert server.calls == [("lend", 3, "recompute", "")]
+        assert server.calls == [("lend", Terms("one", "1", first_rank=3))]
         assert (await right.known_health()).info["run"] == "one"
         await right.end_lease()
         await other.lend(Terms("other", "2"))
@@ -282,7 +282,7 @@ async def test_a_lost_server_gets_the_files_of_its_version_again():
     async with control(port=int(url.rpartition(":")[2])) as (again, second):
         assert again == url
         assert await made.replace(), "files have it"
-        assert second.calls == [("lend", 1, "recompute", ""), ("apply", "0.3")]
+        assert second.calls == [("lend", Terms("one", "1")), ("apply", "0.3")]
         assert [kind for kind, _ in events] == ["engine_restart", "warning"]
         await made.stop()
 

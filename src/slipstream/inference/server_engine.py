@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 
+from slipstream.engine_protocols import RequestsAddress
 from slipstream.errors import ConfigError, DeadlineError, EngineError, one_line
 from slipstream.inference.addresses import ControlAddress
 from slipstream.inference.engine import OnEvent, ParserFailures
@@ -22,6 +23,8 @@ from slipstream.records import (
     EngineHealth,
     GenerateRequest,
     ParameterSpec,
+    SessionOpening,
+    SessionTurn,
     Ticket,
     Version,
 )
@@ -206,6 +209,17 @@ class ServerEngine:
                 self._failures.count(completion)
                 return completion
         raise EngineError(self.describe())
+
+    async def open_session(self, opening: SessionOpening, group_id: str) -> RequestsAddress:
+        """See `RecordsAgents`; requests come over the control address."""
+        if self._lost:
+            raise EngineError(self.describe())
+        await self.client.open_session(opening)
+        return self.address.for_agents(self._terms.id)
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """See `RecordsAgents`."""
+        return await self.client.close_session(key)
 
     async def revive(self) -> None:
         """See `Generates`: wait for the server, and give it its version again. Raises `EngineError` if no file has

@@ -243,7 +243,9 @@ def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> En
     first_rank = 1
     for number, server in enumerate(plan.servers):
         settings = plan.settings
-        terms = Terms(folder.name, run_id, first_rank, settings.in_flight, settings.tool_parser)
+        terms = Terms(
+            folder.name, run_id, first_rank, settings.in_flight, settings.tool_parser, settings.reasoning_parser
+        )
         engines.append(
             ServerEngine(
                 server.address,

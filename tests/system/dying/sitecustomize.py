@@ -1,5 +1,5 @@
-"""In the path of an engine that is to die by SIGKILL: `DIES_IN` is `handshake`, `transfer` or `generation`, and a
-number. With `second copy` it does not die: that version is loaded with one wrong value in the second of two copies."""
+"""In the path of an engine that is to die by SIGKILL: `DIES_IN` is `handshake`, `transfer`, `generation` or `agent`,
+and a number. With `second copy` it does not die: that version is loaded with one wrong value in the second of two copies."""
 
 import importlib.abc
 import importlib.machinery
@@ -11,6 +11,7 @@ PLACES = {
     "handshake": ("slipstream.weights.bridges.broadcast", "Group", "__init__"),
     "transfer": ("slipstream.weights.bridges.broadcast", "Group", "begin"),
     "generation": ("slipstream.inference.plugin.server", "EngineServer", "_output"),
+    "agent": ("slipstream.inference.plugin.recording", "Recording", "take"),
     "second copy": ("slipstream.inference.plugin.weights.receiver", "WorkerExtension", "slipstream_load"),
 }
 

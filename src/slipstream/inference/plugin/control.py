@@ -20,7 +20,8 @@ import msgspec
 from aiohttp import web
 
 from slipstream.config.addresses import names_this_machine
-from slipstream.inference.lending import LEASE_HEADER, Held, Lease, ServerFacts, Sight, Terms
+from slipstream.inference.lending import AGENTS, LEASE_HEADER, Held, Lease, ServerFacts, Sight, Terms
+from slipstream.inference.plugin.agent_requests import AgentRequests
 from slipstream.inference.plugin.routes import application, errors_as_text
 from slipstream.inference.plugin.server import EngineServer
 
@@ -46,6 +47,9 @@ async def listen_control(
     guard = _guard(token, lease, is_open=not token and listening.family != sockets.AF_UNIX)
     app = application(server, [errors_as_text, guard, _proofs(server, lease)], lease.describe)
     app.add_routes(_routes(server, facts, lease))
+    agents = AgentRequests(server, facts.model)
+    app.router.add_route("*", AGENTS + "/v1/{path:.*}", agents.forward)
+    app.on_cleanup.append(lambda _: agents.close())
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     await web.SockSite(runner, listening, ssl_context=tls).start()
@@ -60,7 +64,7 @@ def _routes(server: EngineServer, facts: ServerFacts, lease: Lease) -> list[web.
         async with lending:
             if lease.take(terms):
                 try:
-                    await server.lend(terms.first_rank, terms.in_flight, terms.tool_parser)
+                    await server.lend(terms)
                 except BaseException:
                     lease.end(terms.id)
                     raise
