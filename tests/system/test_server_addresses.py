@@ -1,6 +1,7 @@
 """The two addresses of an engine server beside a run: TLS, taken ports, secrets, and foreign clients."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import threading
@@ -18,7 +19,7 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from tests.certificates import certificate
 
-from .servers import TOKEN, server, setting_of
+from .servers import TOKEN, ended, server, setting_of
 from .test_node_runs import finish
 from .test_real_runs import check_run
 from .test_server_runs import train
@@ -68,6 +69,9 @@ def test_tls_taken_ports_and_secrets(model, run_file, tmp_path, monkeypatch):
             wrong.models.list()
         with openai.OpenAI(api_key=KEY, **own) as right:
             assert [each.id for each in right.models.list()] == [model.name]
+        engine.process.send_signal(signal.SIGINT)
+        ended(engine.process)
+        assert engine.process.returncode == 0
     check_run(folder, steps=3)
     texts = [*seen, *engine.lines, *engine.log]
     texts += [file.read_bytes().decode("latin-1") for file in folder.rglob("*") if file.is_file()]

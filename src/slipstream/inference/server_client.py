@@ -99,9 +99,9 @@ class ServerClient(EngineClient):
         except msgspec.DecodeError as error:
             raise Unreached(self._name, "answers, and is no control address of slipstream engine") from error
 
-    async def lend(self, terms: Terms) -> Loan:
+    async def lend(self, terms: Terms, timeout_s: float = LEND_S) -> Loan:
         """Take the engine, or renew the lease."""
-        return self._decoded(await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=LEND_S), Loan)
+        return self._decoded(await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=timeout_s), Loan)
 
     async def end_lease(self) -> None:
         """Give the engine back."""

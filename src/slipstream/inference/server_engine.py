@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, DeadlineError, EngineError, one_line
 from slipstream.inference.addresses import ControlAddress
 from slipstream.inference.engine import OnEvent, ParserFailures
 from slipstream.inference.lending import RENEW_S, SILENT_S, Held, Terms
-from slipstream.inference.server_client import ServerClient, Unreached
+from slipstream.inference.server_client import CALL_S, ServerClient, Unreached
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -163,7 +163,7 @@ class ServerEngine:
                 heard = time.monotonic()
                 continue
             try:
-                loan = await self.client.lend(self._terms)
+                loan = await self.client.lend(self._terms, CALL_S)
             except Held as held:
                 self._lose(f"the run {held.refusal.run} has taken it")
             except (Unreached, ConfigError) as error:

@@ -32,6 +32,8 @@ from slipstream.plan.nodes import assign, engine_workers_of_a_node, node_name
 from slipstream.plan.tool_parser import NONE as NO_PARSER
 from slipstream.processes.launchers import LOCAL, Launcher, gpu_name
 
+_SERVER_SILENCE_S = 45.0
+"""Its loss is to be named within a minute."""
 _GRACE_S = 5.0
 
 
@@ -255,7 +257,7 @@ def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> En
                 apply_timeout_s=plan.apply_timeout_s,
                 max_restarts=plan.max_restarts,
                 on_event=functools.partial(on_event, replica=number),
-                silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
+                silence_s=min(_SERVER_SILENCE_S, plan.request_timeout_s + _GRACE_S),
             )
         )
         first_rank += server.world_size

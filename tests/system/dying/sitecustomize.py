@@ -1,5 +1,5 @@
 """In the path of an engine that is to die by SIGKILL: `DIES_IN` is `handshake`, `transfer`, `generation` or `agent`,
-and a number. With `second copy` it does not die: that version is loaded with one wrong value in the second of two copies."""
+and a number. With `second copy` it does not die: the second of two copies loads that version with one wrong value."""
 
 import importlib.abc
 import importlib.machinery
