@@ -35,6 +35,8 @@ class Terms(msgspec.Struct, frozen=True):
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
     tool_parser: str = ""
     reasoning_parser: str = ""
+    attempt: str = ""
+    """Another one ends the sessions of agents of the one before."""
 
 
 class Loan(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from slipstream.plan.tool_parser import NONE as NO_PARSER
 from slipstream.processes.launchers import LOCAL, Launcher, gpu_name
 
 _SERVER_SILENCE_S = 45.0
-"""Its loss is to be named within a minute."""
+"""The loss of a server must be named within a minute."""
 _GRACE_S = 5.0
 
 
@@ -242,12 +243,11 @@ def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> En
     folder = log_folder.parent.resolve()
     run_id = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()[:32]
     engines: list[Member] = []
-    first_rank = 1
+    first_rank, attempt = 1, secrets.token_hex(4)
     for number, server in enumerate(plan.servers):
         settings = plan.settings
-        terms = Terms(
-            folder.name, run_id, first_rank, settings.in_flight, settings.tool_parser, settings.reasoning_parser
-        )
+        parsers = (settings.tool_parser, settings.reasoning_parser)
+        terms = Terms(folder.name, run_id, first_rank, settings.in_flight, *parsers, attempt)
         engines.append(
             ServerEngine(
                 server.address,
