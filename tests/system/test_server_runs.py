@@ -138,7 +138,7 @@ def test_a_server_that_is_killed_is_named_and_awaited(model, run_file, tmp_path,
             assert dying.process.returncode == -signal.SIGKILL
             began = time.monotonic()
             until(lambda: any(dying.url in event["reason"] for event in restarts(folder)), 60)
-            assert time.monotonic() - began < 60
+            print(f"named after {time.monotonic() - began:.1f} s")
             with again():
                 output = finish(run)
             assert f"the server at {dying.url} is lost" in output
@@ -161,8 +161,8 @@ def test_a_silent_server_is_named_and_goes_on(model, run_file, tmp_path, step):
         time.sleep(0.05 * step)  # some other moment of a step
         started[0].process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        until(lambda: any(started[0].url in event["reason"] for event in restarts(folder)), 100)
-        assert time.monotonic() - began < 60
+        until(lambda: any(started[0].url in event["reason"] for event in restarts(folder)), 60)
+        print(f"named after {time.monotonic() - began:.1f} s")
         started[0].process.send_signal(signal.SIGCONT)
         finish(run)
     assert not read_events(folder, kinds=("restart",)), "the run itself went on"
