@@ -259,6 +259,17 @@ async def test_a_second_run_is_refused_by_the_name_of_the_first():
         await holder.close()
 
 
+async def test_the_next_attempt_of_a_run_has_it_at_once():
+    async with control() as (url, server):
+        killed, first = client(url), Terms("one", "1", attempt="first")
+        await killed.lend(first)
+        await killed.close()
+        made, _ = engine(url, start_timeout_s=5.0)
+        await made.wait_ready()
+        await made.stop()
+        assert server.calls == [("lend", first), ("lend", Terms("one", "1"))]
+
+
 async def test_a_server_that_does_not_come_is_named_after_the_start_timeout():
     made, _ = engine("http://127.0.0.1:9", start_timeout_s=0.5)
     with pytest.raises(DeadlineError, match=r"127.0.0.1:9 was not ready within 0.5 s \(inference.start_timeout_s\)"):
