@@ -298,6 +298,18 @@ async def test_a_lost_server_gets_the_files_of_its_version_again():
         await made.stop()
 
 
+async def test_a_server_whose_process_has_ended_is_found_without_a_call(monkeypatch):
+    """In a broken broadcast the first error may be that of another server."""
+    monkeypatch.setattr("slipstream.inference.server_engine.RENEW_S", 0.1)
+    async with control() as (url, _):
+        made, _ = engine(url)
+        await made.wait_ready()
+    async with asyncio.timeout(5):
+        while made.is_up:
+            await asyncio.sleep(0.05)
+    await made.stop()
+
+
 async def test_one_that_had_its_weights_by_broadcast_waits_for_a_version():
     async with control() as (url, _):
         made, _ = engine(url)

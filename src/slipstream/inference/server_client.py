@@ -31,9 +31,10 @@ T = TypeVar("T")
 class Unreached(EngineError):
     """No usable answer, for the reason `why`."""
 
-    def __init__(self, server: str, why: str) -> None:
+    def __init__(self, server: str, why: str, *, is_gone: bool = False) -> None:
+        """`is_gone`: nobody listens there. A server listens from its start to its end."""
         super().__init__(f"{server} {why}")
-        self.why = why
+        self.why, self.is_gone = why, is_gone
 
 
 class ServerClient(EngineClient):
@@ -82,7 +83,10 @@ class ServerClient(EngineClient):
                 "SSL_CERT_FILE"
             ) from error
         except (TimeoutError, OSError) as error:
-            raise Unreached(self._name, f"does not answer ({type(error).__name__}: {error})") from error
+            reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            is_gone = isinstance(reason, ConnectionRefusedError | FileNotFoundError)
+            why = f"does not answer ({type(error).__name__}: {error})"
+            raise Unreached(self._name, why, is_gone=is_gone) from error
         except Exception as error:
             raise Unreached(self._name, f"does not answer ({error})") from error
         if status == 423:

@@ -167,7 +167,7 @@ class ServerEngine:
             except Held as held:
                 self._lose(f"the run {held.refusal.run} has taken it")
             except (Unreached, ConfigError) as error:
-                is_gone = isinstance(error.__cause__, ConnectionError)
+                is_gone = isinstance(error, Unreached) and error.is_gone
                 if is_gone or time.monotonic() - heard > min(SILENT_S, self._silence_s):
                     self._lose(f"it {error.why}" if isinstance(error, Unreached) else one_line(error))
             else:
