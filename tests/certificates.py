@@ -2,12 +2,14 @@
 
 import ssl
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 
 import pytest
 
 
-def certificate(folder):
-    """Of `localhost`, signed by itself: its file, and a server's side of TLS with it."""
+def certificate(folder, address=""):
+    """Of `localhost`, and of an address if there is one, signed by itself: its file, and a server's side of TLS with
+    it. The key is in `key.pem` beside it."""
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,8 +18,8 @@ def certificate(folder):
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
-    signed = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    names = [x509.DNSName("localhost"), *([x509.IPAddress(ip_address(address))] if address else [])]
+    signed = builder.add_extension(x509.SubjectAlternativeName(names), critical=False).sign(key, hashes.SHA256())
     path, key_path = folder / "certificate.pem", folder / "key.pem"
     path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     key_path.write_bytes(

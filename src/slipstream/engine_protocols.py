@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from slipstream.records import (
     ApplyReport,
@@ -42,12 +42,30 @@ class Generates(Protocol):
         ...
 
 
-class RecordsAgents(Generates, Protocol):
-    """Answers an agent's own requests too, on a socket, and records the tokens of its answers."""
+class RequestsAddress(Protocol):
+    """The address of an engine for an agent's requests. Hashable."""
 
-    async def open_session(self, opening: SessionOpening, group_id: str) -> str:
-        """Begin to record requests with a key; returns the path of their Unix socket. Sessions of a group have one
-        prompt prefix. Raises `EngineError` when the engine cannot come back."""
+    @property
+    def base(self) -> str:
+        """The beginning of request URLs, up to `/v1`."""
+        ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of each request."""
+        ...
+
+    def connector(self) -> Any:
+        """aiohttp's, for a session in the running event loop."""
+        ...
+
+
+class RecordsAgents(Generates, Protocol):
+    """Answers an agent's own requests too, and records the tokens of its answers."""
+
+    async def open_session(self, opening: SessionOpening, group_id: str) -> RequestsAddress:
+        """Begin to record requests with a key, in `x-api-key`. Sessions of a group have one prompt prefix. Raises
+        `EngineError` when the engine cannot come back."""
         ...
 
     async def close_session(self, key: str) -> list[SessionTurn]:

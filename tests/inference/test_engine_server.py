@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from slipstream.errors import WeightsError
+from slipstream.inference.lending import Terms
 from slipstream.inference.plugin import server as server_module
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import Delta, GenerateRequest, ParameterSpec, SamplingParams, Ticket, Version
+from slipstream.records import Delta, GenerateRequest, ParameterSpec, SamplingParams, SessionOpening, Ticket, Version
 
 from .fakes import GOOD, Host, put, until
 
@@ -190,6 +191,17 @@ async def test_a_base_that_did_not_verify_is_looked_at_again(share, stale, misma
     server.host.calls.clear()
     await server.apply(lora(SECOND))
     assert server.host.names == ["load_adapter", "fingerprint_adapter", "fingerprint", "set_version"]
+
+
+async def test_another_run_has_its_own_settings_and_no_session_of_the_one_before():
+    server = serving()
+    server.sessions.open(SessionOpening("key", SamplingParams(4), 0))
+    assert server.sessions.of([(b"x-api-key", b"key")]) is not None
+    await server.lend(Terms("other", "2", first_rank=3, in_flight="keep", reasoning_parser="qwen3"))
+    assert server.sessions.of([(b"x-api-key", b"key")]) is None
+    found = server.settings
+    assert (found.first_rank, found.in_flight, found.reasoning_parser) == (3, "keep", "qwen3")
+    assert server.host.names == ["leave"]
 
 
 async def test_adapters_need_room():

@@ -1,22 +1,28 @@
 import asyncio
 import contextlib
-import ssl
-import subprocess
+import os
+import socket
+import stat
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from slipstream.config.inference import InferenceServer
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.inference.addresses import ControlAddress, addresses_of, own_host_of
-from slipstream.inference.lending import SILENT_S, Held, Lease, ServerFacts, Terms
+from slipstream.inference.lending import SILENT_S, TOKEN_VARIABLE, Held, Lease, ServerFacts, Terms
 from slipstream.inference.plugin import serving
 from slipstream.inference.plugin.control import listen_control
 from slipstream.inference.plugin.service import Service
-from slipstream.inference.server_client import ServerClient, Unreached, read_facts
+from slipstream.inference.server_client import ServerClient, read_facts
 from slipstream.inference.server_engine import ServerEngine
+from slipstream.inference.settings import EngineSettings
+from slipstream.processes.rendezvous import INTERFACE
 from slipstream.records import ApplyReport, EngineHealth, Ticket, Version
+from tests.certificates import certificate
 from tests.waiting import Clock
 
 TOKEN = "a token"
@@ -124,7 +130,7 @@ async def test_calls_need_token_and_lease(tmp_path):
         with pytest.raises(EngineError, match="status 423"):
             await other.leave(5.0)
         assert await right.sees(tmp_path)
-        assert server.calls == [("lend", 3, "recompute", "")]
+        assert server.calls == [("lend", Terms("one", "1", first_rank=3))]
         assert (await right.known_health()).info["run"] == "one"
         await right.end_lease()
         await other.lend(Terms("other", "2"))
@@ -133,21 +139,84 @@ async def test_calls_need_token_and_lease(tmp_path):
 
 
 async def test_tls_is_verified(tmp_path, monkeypatch):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
-    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command, *more], check=True, capture_output=True, timeout=60)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(cert, key)
+    path, context = certificate(tmp_path, "127.0.0.1")
     async with control(tls=context) as (url, _):
         untrusting = client(url)
-        with pytest.raises(Unreached, match="certificate"):
+        with pytest.raises(ConfigError, match=r"cannot be trusted .*certificate.* in SSL_CERT_FILE"):
             await untrusting.facts()
         await untrusting.close()
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        monkeypatch.setenv("SSL_CERT_FILE", str(path))
         trusting = client(url)
         assert await trusting.facts() == FACTS
         await trusting.close()
+
+
+async def test_without_a_token_web_pages_are_refused():
+    """A page's own name may point here, and a page may send what it cannot read."""
+    async with control(token="") as (url, _), aiohttp.ClientSession() as http:
+
+        async def status(**headers):
+            async with http.get(f"{url}/facts", headers=headers) as answer:
+                return answer.status
+
+        assert await status() == 200
+        assert await status(Host="localhost:1") == 200
+        assert await status(Host="page.example") == 421
+        assert await status(Origin="http://page.example") == 421
+
+
+@contextlib.contextmanager
+def doors(control, host="127.0.0.1", port=0):
+    settings = serving.ServerSettings(EngineSettings("", "float32", 8, 1), control, host, port, "m")
+    made = serving.Doors(settings)
+    try:
+        yield made
+    finally:
+        made.close()
+        made.control.close()
+        made.inference.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("0.0.0.0:0",), f"--control 0.0.0.0:0 can be reached from other machines: .* {TOKEN_VARIABLE}"),
+        (("unix:/x/", "0.0.0.0"), f"--host 0.0.0.0 can be reached from other machines: .* {serving.KEY_VARIABLE}"),
+    ],
+)
+def test_an_address_for_other_machines_needs_its_secret(options, problem, monkeypatch):
+    for name in (TOKEN_VARIABLE, serving.KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=problem), doors(*options):
+        pass
+
+
+def test_secrets_leave_the_environment_and_an_interface_needs_its_address(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(serving.KEY_VARIABLE, "a key")
+    monkeypatch.delenv(INTERFACE, raising=False)
+    with doors("127.0.0.1:0") as made:
+        assert (made.token, made.key, os.environ[INTERFACE]) == (TOKEN, "a key", "lo")
+    assert not {TOKEN_VARIABLE, serving.KEY_VARIABLE} & os.environ.keys()
+    monkeypatch.delenv(INTERFACE)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with pytest.raises(ConfigError, match=r"no network interface has the address 0\.0\.0\.0"), doors("0.0.0.0:0"):
+        pass
+
+
+def test_a_control_socket_is_private_and_named_by_the_port(tmp_path):
+    with doors(f"unix:{tmp_path}/") as made:
+        path = Path(made.url.removeprefix("unix:"))
+        assert path.name == f"{made.inference.getsockname()[1]}.sock"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(ConfigError, match="another engine answers"), doors(made.url):
+            pass
+    assert not path.exists()
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    with doors(f"unix:{path}"):
+        pass
 
 
 def test_the_plan_waits_for_a_server_and_names_it(tmp_path):
@@ -190,6 +259,17 @@ async def test_a_second_run_is_refused_by_the_name_of_the_first():
         await holder.close()
 
 
+async def test_the_next_attempt_of_a_run_has_it_at_once():
+    async with control() as (url, server):
+        killed, first = client(url), Terms("one", "1", attempt="first")
+        await killed.lend(first)
+        await killed.close()
+        made, _ = engine(url, start_timeout_s=5.0)
+        await made.wait_ready()
+        await made.stop()
+        assert server.calls == [("lend", first), ("lend", Terms("one", "1"))]
+
+
 async def test_a_server_that_does_not_come_is_named_after_the_start_timeout():
     made, _ = engine("http://127.0.0.1:9", start_timeout_s=0.5)
     with pytest.raises(DeadlineError, match=r"127.0.0.1:9 was not ready within 0.5 s \(inference.start_timeout_s\)"):
@@ -213,9 +293,21 @@ async def test_a_lost_server_gets_the_files_of_its_version_again():
     async with control(port=int(url.rpartition(":")[2])) as (again, second):
         assert again == url
         assert await made.replace(), "files have it"
-        assert second.calls == [("lend", 1, "recompute", ""), ("apply", "0.3")]
+        assert second.calls == [("lend", Terms("one", "1")), ("apply", "0.3")]
         assert [kind for kind, _ in events] == ["engine_restart", "warning"]
         await made.stop()
+
+
+async def test_a_server_whose_process_has_ended_is_found_without_a_call(monkeypatch):
+    """In a broken broadcast the first error may be that of another server."""
+    monkeypatch.setattr("slipstream.inference.server_engine.RENEW_S", 0.1)
+    async with control() as (url, _):
+        made, _ = engine(url)
+        await made.wait_ready()
+    async with asyncio.timeout(5):
+        while made.is_up:
+            await asyncio.sleep(0.05)
+    await made.stop()
 
 
 async def test_one_that_had_its_weights_by_broadcast_waits_for_a_version():

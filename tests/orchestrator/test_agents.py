@@ -11,6 +11,7 @@ from aiohttp import web
 
 from slipstream.envs.base import Environment, Episode, Score
 from slipstream.errors import EngineError
+from slipstream.inference.addresses import ControlAddress
 from slipstream.orchestrator.gateway import REQUEST_HEADER, Gateway
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, Message, SamplingParams, SessionTurn, Task, VersionSpan
@@ -57,7 +58,7 @@ class Engine:
 
     async def handle(self, request):
         number = int(request.headers[REQUEST_HEADER])
-        assert request.headers["authorization"] == f"Bearer {self.openings[-1].key}"
+        assert request.headers["x-api-key"] == self.openings[-1].key
         if self.answer is not None and (found := await self.answer(number)) is not None:
             return found
         body = json.loads(await request.read())
@@ -69,7 +70,7 @@ class Engine:
 
     async def open_session(self, opening, group_id):
         self.openings.append(opening)
-        return self.socket
+        return ControlAddress(f"unix:{self.socket}")
 
     async def close_session(self, key):
         if self.dies:

@@ -20,7 +20,7 @@ DYING = Path(__file__).with_name("dying")
 class Server:
     """One server; `lines` are those of a run file."""
 
-    def __init__(self, model, prefix=(), host="", port=PORT, dies_in="", **options):
+    def __init__(self, model, prefix=(), host="", port=PORT, inference_port=0, dies_in="", **options):
         self.arguments, self.options = (model, prefix, host), {"port": port, **options}
         where = ("--control", f"{host}:{port}") if host else ("--control", f"unix:{options.pop('socket')}")
         given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -30,7 +30,8 @@ class Server:
         if dies_in:
             path = os.pathsep.join([str(DYING), environment["PYTHONPATH"]])
             environment |= {"DIES_IN": dies_in, "PYTHONPATH": path}
-        command = [*prefix, sys.executable, "-m", "slipstream.cli", "engine", str(model), "--port", "0", *where, *given]
+        command = [*prefix, sys.executable, "-m", "slipstream.cli", "engine", str(model), *where, *given]
+        command += ["--port", str(inference_port)]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -43,6 +44,11 @@ class Server:
                 break
         assert self.lines, "".join(self.log)
         self.url = next(line for line in self.lines if line.startswith("url")).split('"')[1]
+
+    @property
+    def inference(self):
+        """The address for clients of OpenAI's API, with `/v1`."""
+        return self.lines[0].split()[2].removesuffix(";")
 
     @property
     def setting(self):

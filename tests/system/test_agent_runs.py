@@ -1,15 +1,23 @@
 """Runs that train an agent: a function or a command that sends requests of its own, with real vLLM."""
 
+import contextlib
+import functools
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from slipstream.runlog import read_metrics
+from slipstream.inference.lending import TOKEN_VARIABLE
+from slipstream.runlog import read_events, read_metrics
 from slipstream.runlog.batches import read_batch
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from tests.nodes.networks import networks
+from tests.waiting import until
 
+from .servers import TOKEN, Server, ended, server, setting_of
+from .test_node_runs import finish, start
 from .test_real_runs import check_run
 
 pytestmark = pytest.mark.engine
@@ -84,3 +92,53 @@ def test_sessions_are_divided_between_two_engines(command, run_file, model, tmp_
         for span in sequence.versions
     }
     assert versions <= {"0.0", "0.1"}
+
+
+@contextlib.contextmanager
+def at_a_server(run_file, model, **options):
+    """A server on a host of its own, and what starts a run with agents beside it, or with an engine of its own."""
+    settings = ("--environment.name", "agent", "--environment.settings", table(**TASKS, **KINDS["callable"]))
+    sizes = ("--model.path", model, "--sampling.max_tokens", 8, "--training.steps", 3, "--run.threads", 1)
+
+    def train(prefix, folder, *more):
+        options = (*settings, *sizes, "--evaluation", "false", "--run.folder", folder, *more)
+        return start(prefix, "train", run_file, *options, **{TOKEN_VARIABLE: TOKEN})
+
+    with networks(2) as (((here, _), place), _), server(model, *place, **options) as engine:
+        yield engine, functools.partial(train, here)
+
+
+@pytest.mark.servers
+@pytest.mark.real_start
+def test_agents_at_a_server_have_the_losses_of_an_engine_on_one_host(run_file, model, tmp_path):
+    one, far = tmp_path / "one", tmp_path / "far"
+    with at_a_server(run_file, model) as (engine, train):
+        finish(train(one, "--weights.bridge", "broadcast"))
+        finish(train(far, *setting_of(engine)))
+    for folder in (one, far):
+        check_run(folder, steps=3)
+    names = ("train/loss", "train/grad_norm", "rollout/reward_mean", "reward/agent_rows")
+    rows = [[[row.get(name) for name in names] for row in read_metrics(folder)] for folder in (one, far)]
+    assert rows[0] == rows[1]
+    assert rows[0][-1][-1] == 1
+
+
+@pytest.mark.servers
+@pytest.mark.real_start
+def test_agents_wait_for_a_server_that_was_killed(run_file, model, tmp_path):
+    folder = tmp_path / "run"
+    with at_a_server(run_file, model, dies_in="agent:40") as (dying, train):
+        run = train(folder, *setting_of(dying))
+        ended(dying.process)
+        began = time.monotonic()
+        until(lambda: any(dying.url in event["reason"] for event in read_events(folder, kinds=("engine_restart",))))
+        assert time.monotonic() - began < 60
+        again = Server(*dying.arguments, **dying.options)
+        try:
+            finish(run)
+        finally:
+            again.end()
+    events = read_events(folder)
+    published, applied = ([(e["version"], e["digest"]) for e in events if e["kind"] == k] for k in ("publish", "apply"))
+    assert set(applied) == set(published)
+    assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]

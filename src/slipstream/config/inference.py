@@ -16,7 +16,7 @@ class InferenceServer(Section):
     url: str
     """Its control address, as it prints it: `http://host:port`, `https://host:port` or `unix:/path`."""
     token_variable: str = ""
-    """The environment variable with its token. Only a Unix socket needs none."""
+    """The environment variable with its token. A Unix socket needs none, nor does 127.0.0.1."""
 
 
 class InferenceConfig(Section):

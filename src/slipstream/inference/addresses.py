@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import ssl
@@ -13,6 +14,7 @@ import aiohttp
 
 from slipstream.config.inference import InferenceServer
 from slipstream.errors import ConfigError
+from slipstream.inference.lending import AGENTS, LEASE_HEADER
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,10 @@ class ControlAddress:
     url: str
     """`unix:/path`, `http://host:port` or `https://host:port`."""
     token: str = field(default="", repr=False)
+    lease: str = field(default="", repr=False)
+    """The id of the run that calls."""
+    place: str = ""
+    """The beginning of paths."""
 
     @property
     def path(self) -> str:
@@ -31,12 +37,17 @@ class ControlAddress:
     @property
     def base(self) -> str:
         """The beginning of request URLs."""
-        return "http://engine" if self.path else self.url.rstrip("/")
+        return ("http://engine" if self.path else self.url.rstrip("/")) + self.place
 
     @property
     def headers(self) -> dict[str, str]:
         """Of each request."""
-        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+        own = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        return own | ({LEASE_HEADER: self.lease} if self.lease else {})
+
+    def for_agents(self, lease: str) -> ControlAddress:
+        """The address of agents' requests in a run with this id."""
+        return dataclasses.replace(self, lease=lease, place=AGENTS)
 
     def connector(self) -> aiohttp.BaseConnector:
         """For a session in the running event loop."""

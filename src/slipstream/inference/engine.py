@@ -16,8 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from slipstream.engine_protocols import Generates, TakesWeights
+from slipstream.engine_protocols import Generates, RecordsAgents, RequestsAddress, TakesWeights
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.addresses import ControlAddress
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.preimport import EngineAhead
@@ -111,7 +112,7 @@ class RunEngine(Generates, TakesWeights, Protocol):
         ...
 
 
-class Member(RunEngine, Protocol):
+class Member(RunEngine, RecordsAgents, Protocol):
     """One of several engines of a run."""
 
     @property
@@ -253,12 +254,12 @@ class SupervisedEngine:
         self._failures.count(completion)
         return completion
 
-    async def open_session(self, opening: SessionOpening, group_id: str) -> str:
+    async def open_session(self, opening: SessionOpening, group_id: str) -> RequestsAddress:
         """See `RecordsAgents`."""
         if not self.process.is_alive():
             await self.revive()
         await self.process.client.open_session(opening)
-        return str(Path(self.socket).with_name(INFERENCE_SOCKET))
+        return ControlAddress(f"unix:{Path(self.socket).with_name(INFERENCE_SOCKET)}")
 
     async def close_session(self, key: str) -> list[SessionTurn]:
         """See `RecordsAgents`."""

@@ -18,6 +18,8 @@ RENEW_S = 3.0
 """How often a run renews its lease."""
 LEASE_HEADER = "x-slipstream-lease"
 """The header with the id of a run, in each call under the lease."""
+AGENTS = "/agents"
+"""The beginning of paths of agents' requests."""
 TOKEN_VARIABLE = "SLIPSTREAM_ENGINE_TOKEN"
 """The environment variable of `slipstream engine` with the token of its control address."""
 
@@ -32,6 +34,9 @@ class Terms(msgspec.Struct, frozen=True):
     """See `EngineSettings`, as for the fields below."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
     tool_parser: str = ""
+    reasoning_parser: str = ""
+    attempt: str = ""
+    """Another one ends the sessions of agents of the one before."""
 
 
 class Loan(msgspec.Struct, frozen=True):

@@ -21,9 +21,9 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from slipstream.engine_protocols import RecordsAgents
+from slipstream.engine_protocols import RequestsAddress
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import PARSER_FAILURES, Member
 from slipstream.records import (
@@ -176,14 +176,14 @@ class EngineReplicas:
             finally:
                 replica.end(completion)
 
-    async def open_session(self, opening: SessionOpening, group_id: str) -> str:
+    async def open_session(self, opening: SessionOpening, group_id: str) -> RequestsAddress:
         """See `RecordsAgents`: a session stays on its engine, and counts as a request of it."""
         while True:
             replica = await self._place_for(group_id)
             engine, num_restarts = replica.engine, replica.engine.num_restarts
             replica.begin()
             try:
-                path = await cast("RecordsAgents", engine).open_session(opening, group_id)  # no server, by the plan
+                address = await engine.open_session(opening, group_id)
             except EngineError:
                 replica.end(None)
                 if engine.is_up and engine.num_restarts == num_restarts:
@@ -194,13 +194,13 @@ class EngineReplicas:
                 raise
             else:
                 self._sessions[opening.key] = replica
-                return path
+                return address
 
     async def close_session(self, key: str) -> list[SessionTurn]:
         """See `RecordsAgents`."""
         replica = self._sessions.pop(key)
         try:
-            turns = await cast("RecordsAgents", replica.engine).close_session(key)
+            turns = await replica.engine.close_session(key)
         except EngineError:
             self._find_dead()
             raise

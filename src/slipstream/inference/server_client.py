@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import aiohttp
 import msgspec
 
 from slipstream.config.inference import InferenceServer
@@ -30,9 +31,10 @@ T = TypeVar("T")
 class Unreached(EngineError):
     """No usable answer, for the reason `why`."""
 
-    def __init__(self, server: str, why: str) -> None:
+    def __init__(self, server: str, why: str, *, is_gone: bool = False) -> None:
+        """`is_gone`: nobody listens there. A server listens from its start to its end."""
         super().__init__(f"{server} {why}")
-        self.why = why
+        self.why, self.is_gone = why, is_gone
 
 
 class ServerClient(EngineClient):
@@ -75,8 +77,16 @@ class ServerClient(EngineClient):
                 asked = session.get(self._base + path) if get else session.post(self._base + path, data=body)
                 async with asked as response:
                     answer, status = await response.read(), response.status
+        except aiohttp.ClientSSLError as error:
+            raise ConfigError(
+                f"{self._name} cannot be trusted ({error}): name its certificate, or that of its authority, in "
+                "SSL_CERT_FILE"
+            ) from error
         except (TimeoutError, OSError) as error:
-            raise Unreached(self._name, f"does not answer ({type(error).__name__}: {error})") from error
+            reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            is_gone = isinstance(reason, ConnectionRefusedError | FileNotFoundError)
+            why = f"does not answer ({type(error).__name__}: {error})"
+            raise Unreached(self._name, why, is_gone=is_gone) from error
         except Exception as error:
             raise Unreached(self._name, f"does not answer ({error})") from error
         if status == 423:
@@ -93,9 +103,9 @@ class ServerClient(EngineClient):
         except msgspec.DecodeError as error:
             raise Unreached(self._name, "answers, and is no control address of slipstream engine") from error
 
-    async def lend(self, terms: Terms) -> Loan:
+    async def lend(self, terms: Terms, timeout_s: float = LEND_S) -> Loan:
         """Take the engine, or renew the lease."""
-        return self._decoded(await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=LEND_S), Loan)
+        return self._decoded(await self._call("/lease", msgspec.msgpack.encode(terms), timeout_s=timeout_s), Loan)
 
     async def end_lease(self) -> None:
         """Give the engine back."""

@@ -11,17 +11,20 @@ import asyncio
 import contextlib
 import time
 
+from slipstream.engine_protocols import RequestsAddress
 from slipstream.errors import ConfigError, DeadlineError, EngineError, one_line
 from slipstream.inference.addresses import ControlAddress
 from slipstream.inference.engine import OnEvent, ParserFailures
 from slipstream.inference.lending import RENEW_S, SILENT_S, Held, Terms
-from slipstream.inference.server_client import ServerClient, Unreached
+from slipstream.inference.server_client import CALL_S, ServerClient, Unreached
 from slipstream.records import (
     ApplyReport,
     Completion,
     EngineHealth,
     GenerateRequest,
     ParameterSpec,
+    SessionOpening,
+    SessionTurn,
     Ticket,
     Version,
 )
@@ -160,11 +163,11 @@ class ServerEngine:
                 heard = time.monotonic()
                 continue
             try:
-                loan = await self.client.lend(self._terms)
+                loan = await self.client.lend(self._terms, CALL_S)
             except Held as held:
                 self._lose(f"the run {held.refusal.run} has taken it")
             except (Unreached, ConfigError) as error:
-                is_gone = isinstance(error.__cause__, ConnectionError)
+                is_gone = isinstance(error, Unreached) and error.is_gone
                 if is_gone or time.monotonic() - heard > min(SILENT_S, self._silence_s):
                     self._lose(f"it {error.why}" if isinstance(error, Unreached) else one_line(error))
             else:
@@ -206,6 +209,17 @@ class ServerEngine:
                 self._failures.count(completion)
                 return completion
         raise EngineError(self.describe())
+
+    async def open_session(self, opening: SessionOpening, group_id: str) -> RequestsAddress:
+        """See `RecordsAgents`; requests come over the control address."""
+        if self._lost:
+            raise EngineError(self.describe())
+        await self.client.open_session(opening)
+        return self.address.for_agents(self._terms.id)
+
+    async def close_session(self, key: str) -> list[SessionTurn]:
+        """See `RecordsAgents`."""
+        return await self.client.close_session(key)
 
     async def revive(self) -> None:
         """See `Generates`: wait for the server, and give it its version again. Raises `EngineError` if no file has

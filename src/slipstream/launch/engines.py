@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from slipstream.plan.nodes import assign, engine_workers_of_a_node, node_name
 from slipstream.plan.tool_parser import NONE as NO_PARSER
 from slipstream.processes.launchers import LOCAL, Launcher, gpu_name
 
+_SERVER_SILENCE_S = 45.0
+"""The loss of a server must be named within a minute."""
 _GRACE_S = 5.0
 
 
@@ -240,10 +243,11 @@ def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> En
     folder = log_folder.parent.resolve()
     run_id = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()[:32]
     engines: list[Member] = []
-    first_rank = 1
+    first_rank, attempt = 1, secrets.token_hex(4)
     for number, server in enumerate(plan.servers):
         settings = plan.settings
-        terms = Terms(folder.name, run_id, first_rank, settings.in_flight, settings.tool_parser)
+        parsers = (settings.tool_parser, settings.reasoning_parser)
+        terms = Terms(folder.name, run_id, first_rank, settings.in_flight, *parsers, attempt)
         engines.append(
             ServerEngine(
                 server.address,
@@ -253,7 +257,7 @@ def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> En
                 apply_timeout_s=plan.apply_timeout_s,
                 max_restarts=plan.max_restarts,
                 on_event=functools.partial(on_event, replica=number),
-                silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
+                silence_s=min(_SERVER_SILENCE_S, plan.request_timeout_s + _GRACE_S),
             )
         )
         first_rank += server.world_size

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from slipstream.config import PlannedConfig
 from slipstream.config.traits import agent_settings, serves_agents
-from slipstream.engine_protocols import RecordsAgents
+from slipstream.engine_protocols import RecordsAgents, RequestsAddress
 from slipstream.envs.base import Address
 from slipstream.errors import EngineError
 from slipstream.records import REQUEST_HEADER, SamplingParams, SessionOpening, SessionTurn
@@ -65,7 +65,7 @@ class AgentSession:
     """An episode's requests."""
 
     address: Address
-    socket: str
+    engine: RequestsAddress
     max_requests: int
     busy: Callable[[], AbstractContextManager[Any]]
     """Entered around each request."""
@@ -156,7 +156,7 @@ class Gateway:
         self._template_kwargs, self._system_prompt = dict(template_kwargs or {}), system_prompt
         self._sessions: dict[bytes, AgentSession] = {}
         """By the digest of the key: the time of a lookup tells nothing of keys."""
-        self._clients: dict[str, aiohttp.ClientSession] = {}
+        self._clients: dict[RequestsAddress, aiohttp.ClientSession] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._starting = asyncio.Lock()
@@ -207,9 +207,9 @@ class Gateway:
             self._system_prompt,
             self._names,
         )
-        socket = await engine.open_session(opening, group_id)
+        engine_address = await engine.open_session(opening, group_id)
         address = Address(f"http://127.0.0.1:{self._port}/v1", key, MODEL)
-        session = AgentSession(address, socket, self._max_requests, busy)
+        session = AgentSession(address, engine_address, self._max_requests, busy)
         self._sessions[_digest(key)] = session
         try:
             yield session
@@ -263,10 +263,10 @@ class Gateway:
                 session.delivered.discard(session.asked.get(content, -1))
             session.asked[content] = number
         headers = {name: value for name, value in request.headers.items() if name.lower() in _PASSED_ON}
-        headers |= {"authorization": f"Bearer {session.address.api_key}", REQUEST_HEADER: str(number)}
+        headers |= {"x-api-key": session.address.api_key, REQUEST_HEADER: str(number)}
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                answer = await self._ask(session.socket, request.method, path, body, headers)
+                answer = await self._ask(session.engine, request.method, path, body, headers)
         except TimeoutError:
             text = f"the engine did not answer within {self._request_timeout_s:g} s (inference.request_timeout_s)"
             return _error(504, "timeout_error", text)
@@ -294,26 +294,27 @@ class Gateway:
             return response
 
     async def _ask(
-        self, socket: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+        self, engine: RequestsAddress, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         """The engine's response; a socket with too many waiting connections is tried again."""
         due = asyncio.get_running_loop().time() + _CONNECT_S
         while True:
             try:
-                return await self._client(socket).request(
-                    method, f"http://engine/v1/{path}", data=body, headers=headers
+                return await self._client(engine).request(
+                    method, f"{engine.base}/v1/{path}", data=body, headers=headers
                 )
             except aiohttp.ClientConnectorError as error:
                 if error.os_error.errno != errno.EAGAIN or asyncio.get_running_loop().time() > due:
                     raise
             await asyncio.sleep(_CONNECT_PAUSE_S)
 
-    def _client(self, socket: str) -> aiohttp.ClientSession:
-        if socket not in self._clients:
+    def _client(self, engine: RequestsAddress) -> aiohttp.ClientSession:
+        if engine not in self._clients:
             timeout = aiohttp.ClientTimeout(total=None)
-            connector = aiohttp.UnixConnector(socket, limit=0)
-            self._clients[socket] = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        return self._clients[socket]
+            self._clients[engine] = aiohttp.ClientSession(
+                connector=engine.connector(), headers=engine.headers, timeout=timeout, auto_decompress=False
+            )
+        return self._clients[engine]
 
 
 async def _next(answer: aiohttp.ClientResponse, within_s: float) -> bytes:

@@ -1,7 +1,7 @@
 """The control listener of an engine server: the routes of a child engine, behind a token and a lease.
 
-Guarantees: without the token nothing is answered but the status; tokens are compared in constant time. Only the
-holder of the lease changes the engine, or asks it for completions.
+Guarantees: without the token nothing is answered but the status; tokens are compared in constant time. On a loopback
+port without a token web pages are refused. Only the holder of the lease changes the engine, or asks it for completions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from slipstream.inference.lending import LEASE_HEADER, Held, Lease, ServerFacts, Sight, Terms
+from slipstream.config.addresses import names_this_machine
+from slipstream.inference.lending import AGENTS, LEASE_HEADER, Held, Lease, ServerFacts, Sight, Terms
+from slipstream.inference.plugin.agent_requests import AgentRequests
 from slipstream.inference.plugin.routes import application, errors_as_text
 from slipstream.inference.plugin.server import EngineServer
 
@@ -42,8 +44,12 @@ async def listen_control(
 ) -> web.AppRunner:
     """Answer a run on a listening socket."""
     lease = Lease()
-    app = application(server, [errors_as_text, _guard(token, lease), _proofs(server, lease)], lease.describe)
+    guard = _guard(token, lease, is_open=not token and listening.family != sockets.AF_UNIX)
+    app = application(server, [errors_as_text, guard, _proofs(server, lease)], lease.describe)
     app.add_routes(_routes(server, facts, lease))
+    agents = AgentRequests(server, facts.model)
+    app.router.add_route("*", AGENTS + "/v1/{path:.*}", agents.forward)
+    app.on_cleanup.append(lambda _: agents.close())
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     await web.SockSite(runner, listening, ssl_context=tls).start()
@@ -58,7 +64,7 @@ def _routes(server: EngineServer, facts: ServerFacts, lease: Lease) -> list[web.
         async with lending:
             if lease.take(terms):
                 try:
-                    await server.lend(terms.first_rank, terms.in_flight, terms.tool_parser)
+                    await server.lend(terms)
                 except BaseException:
                     lease.end(terms.id)
                     raise
@@ -107,8 +113,9 @@ def _sees(sight: Sight) -> bool:
         return hmac.compare_digest(hashlib.sha256(file.read(_MAX_SEEN_BYTES)).hexdigest(), sight.sha256)
 
 
-def _guard(token: str, lease: Lease) -> Any:
-    """Refuses calls without the token, and of runs without the lease."""
+def _guard(token: str, lease: Lease, *, is_open: bool) -> Any:
+    """Refuses calls without the token, and of runs without the lease. `is_open`: every program of this machine may
+    call, but no web page in its browser."""
     wanted = hashlib.sha256(token.encode()).digest() if token else b""
 
     @web.middleware
@@ -122,6 +129,8 @@ def _guard(token: str, lease: Lease) -> Any:
             return web.Response(
                 status=401, text="the token is missing or wrong", headers={"www-authenticate": "Bearer"}
             )
+        if is_open and ("origin" in request.headers or not names_this_machine(request.host)):
+            return web.Response(status=421, text="without a token only programs on this machine are answered")
         try:
             if request.path not in _FREE:
                 lease.check(request.headers.get(LEASE_HEADER, ""))

@@ -89,12 +89,12 @@ async def _open_sockets(server: EngineServer, stack: contextlib.AsyncExitStack) 
         return
     from slipstream.inference.plugin.http.listener import listen_inference  # it imports vLLM's front end
 
-    names = [Path(settings.model).name, settings.model]
     if settings.inference_socket:
-        guests = await listen_inference(server, socket=str(folder / INFERENCE_SOCKET), names=names)
+        guests = await listen_inference(server, socket=str(folder / INFERENCE_SOCKET))
         stack.push_async_callback(guests.close)
     if host := settings.inference_host:
         key = os.environ[settings.inference_key_variable] if settings.inference_key_variable else ""
+        names = [Path(settings.model).name, settings.model]  # Atropos names a model by its folder
         guests = await listen_inference(server, host=host, port=settings.inference_port, key=key, names=names)
         stack.push_async_callback(guests.close)
 

@@ -49,6 +49,10 @@ class Sessions:
         """End a session and forget its key; returns the recorded turns. Raises KeyError for an unknown key."""
         return self._open.pop(key).turns
 
+    def clear(self) -> None:
+        """Forget all sessions."""
+        self._open.clear()
+
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> Session | None:
         """The session of a request with these headers."""
         for name, value in headers:

@@ -19,11 +19,12 @@ import asyncio
 import contextlib
 import json
 import time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 import slipstream
+from slipstream.inference.lending import Terms
 from slipstream.inference.plugin.arguments import checked_head, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.completions import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.guests import POLL_S, Guests
@@ -131,14 +132,19 @@ class EngineServer:
                     f"verified: {report.mismatched or report.unverified}"
                 )
 
-    async def lend(self, first_rank: int, in_flight: Literal["recompute", "keep", "drain"], tool_parser: str) -> None:
-        """Serve another run, with these settings of its own. It leaves the process group of the one before."""
+    async def lend(self, terms: Terms) -> None:
+        """Serve another run. It leaves the process group of the one before, and forgets sessions of its agents."""
         async with self._updating:
             await self.host.rpc("slipstream_leave")
+            self.sessions.clear()
             self.settings = msgspec.structs.replace(
-                self.settings, first_rank=first_rank, in_flight=in_flight, tool_parser=tool_parser
+                self.settings,
+                first_rank=terms.first_rank,
+                in_flight=terms.in_flight,
+                tool_parser=terms.tool_parser,
+                reasoning_parser=terms.reasoning_parser,
             )
-            self._tool_reader = ToolReader(tool_parser, self.host.tokenizer) if tool_parser else None
+            self._tool_reader = ToolReader(terms.tool_parser, self.host.tokenizer) if terms.tool_parser else None
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
         """Compare the live weights with a ticket: the whole model, or a LoRA adapter and its base model."""
