@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.records import ParameterSpec
+from slipstream.weights import fingerprint_numpy
 from slipstream.weights.fingerprint import as_hex, describe, digest, fingerprints
 from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
 from slipstream.weights.shards import ShardedWeights
@@ -139,24 +140,22 @@ def test_parts_of_a_large_parameter_add_up_to_it_whatever_their_layout():
         assert sum(fingerprint(*part) for part in parts) % 2**64 == expected
 
 
-class Places(TorchDispatchMode):
-    """Most elements of any int64 tensor that is made."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.int64:
-            self.num_elements = max(self.num_elements, result.numel())
-        return result
-
-
 def test_places_of_elements_that_lie_in_line_are_never_all_in_memory():
-    whole = torch.zeros(2, 1, 500, 300, dtype=torch.bfloat16)
-    for strides in (None, (150_000, 150_000, 300, 1), (150_000, 7, 300, 1)):
-        with Places() as places:
-            fingerprint(whole, 0, strides)
-        assert 0 < places.num_elements < whole.numel() / 2
+    whole = torch.zeros(2, 1, 5000, 300, dtype=torch.bfloat16)
+    for strides in (None, (1_500_000, 1_500_000, 300, 1), (1_500_000, 7, 300, 1)):
+        tracemalloc.start()
+        fingerprint(whole, 0, strides)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < whole.numel() * 4, "half of their places"
+
+
+def test_threads_share_a_large_tensor():
+    bits = torch.randint(-(2**15), 2**15, (3_500_001,), dtype=torch.int16)
+    whole = fingerprint_numpy.fingerprint(bits.numpy(), 77, 1)
+    assert fingerprint_numpy.fingerprint(bits.numpy(), 77, 3) == whole
+    apart = fingerprint(bits[:1_000_000], 77) + fingerprint(bits[1_000_000:], 1_000_077)
+    assert apart % 2**64 == whole
 
 
 def test_hexadecimal_digits_are_sixteen_of_any_sum():

@@ -1,4 +1,4 @@
-"""Fingerprints in torch's own operations, on any device; the definition is in `fingerprint`."""
+"""Fingerprints on any device, by numpy or in torch's own operations; the definition is in `fingerprint`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from slipstream.weights import fingerprint_numpy
 
 MASK = (1 << 64) - 1
 _CHUNK = 1 << 17
@@ -67,7 +69,7 @@ def fingerprint(
     """Share of `tensor` in the fingerprint of the whole tensor it belongs to, an integer in [0, 2^64).
 
     `offset` and `strides` place the elements of `tensor` (seen with shape `sizes`) in the flattened whole;
-    left out, `tensor` is the whole. Works on any device, in torch's own operations.
+    left out, `tensor` is the whole. Works on any device.
     """
     if tensor.numel() == 0:
         return 0
@@ -78,6 +80,8 @@ def fingerprint(
         places = torch.full((1,), offset, dtype=torch.int64, device=bits.device)
         for size, stride in zip(sizes, strides, strict=True):
             places = (places[:, None] + torch.arange(size, device=bits.device) * stride).reshape(-1)
+    if bits.device.type == "cpu" and places is None and bits.dtype != torch.int64:
+        return fingerprint_numpy.fingerprint(bits.numpy(), offset, torch.get_num_threads())
     total = 0
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK]
