@@ -17,7 +17,8 @@ from tests.s3_server import KEY, SECRET, TOKEN, Server, give_credentials
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.registry import load_environment
-from slipstream.envs.store import content, places
+from slipstream import remote_files
+from slipstream.envs.store import content
 from slipstream.envs.store.content import files_in, unpack
 from slipstream.envs.store.places import Registry
 from slipstream.envs.store.registry import located, pull, push, reference_of
@@ -331,7 +332,7 @@ def test_a_bucket_that_is_not_there(working, bucket):
 
 
 def test_a_server_that_hangs(working, bucket, monkeypatch):
-    monkeypatch.setattr(places, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(remote_files, "_ANSWER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert "Timeout" in refused(lambda: push(working, bucket))
