@@ -180,6 +180,18 @@ class RemoteFolder:
 
         return self.ask(size)
 
+    def sizes(self, name: str) -> dict[str, int]:
+        """Names and bytes of all files below a folder."""
+
+        def found() -> dict[str, dict[str, Any]]:
+            try:
+                return self._files.find(self._path(name), detail=True, **self._limit())
+            except FileNotFoundError:
+                return {}
+
+        start = len(self._path(name)) + 1
+        return {path[start:]: each["size"] for path, each in self.ask(found).items()}
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
 

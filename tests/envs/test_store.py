@@ -15,9 +15,9 @@ import fsspec
 import pytest
 from tests.s3_server import KEY, SECRET, TOKEN, Server, give_credentials
 
+from slipstream import remote_files
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.registry import load_environment
-from slipstream import remote_files
 from slipstream.envs.store import content
 from slipstream.envs.store.content import files_in, unpack
 from slipstream.envs.store.places import Registry

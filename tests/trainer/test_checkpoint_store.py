@@ -121,7 +121,7 @@ def test_the_manifest_names_every_file_and_hashes_the_small_ones(tmp_path):
     assert files["weights/more"].keys() == {"size_bytes", "checksum"}
     assert files["weights/more"]["size_bytes"] == (1 << 20) + 1
     (path / "weights/most").write_bytes(b"\1" * (1 << 20))
-    assert damage(path) == "weights/most has other contents than when it was written"
+    assert damage(path).startswith("weights/most has other contents than when it was written")
     os.truncate(path / "weights/more", 5)
     os.truncate(path / "weights/most", 5)
     assert damage(path) == "weights/more has 5 bytes, not 1048577"

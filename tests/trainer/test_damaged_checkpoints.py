@@ -104,7 +104,7 @@ def test_one_bit_of_a_large_file_is_found_where_it_is_loaded(tmp_path):
     flip(path / "state/learner", HASHED_BYTES + 3)
     assert damage(path) is None, "a look reads small files only"
     assert damage(path, whole="weights/") is None
-    assert damage(path, whole="state/") == "state/learner has other contents than when it was written"
+    assert damage(path, whole="state/").startswith("state/learner has other contents than when it was written")
     with pytest.raises(DamagedCheckpoint, match="state/learner"):
         store.load(path, learner)
     manifest = json.loads((path / "manifest.json").read_text())

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, Group
 import slipstream
 from slipstream.cli import (
     chat,
+    artifacts,
     commands,
     doctor,
     engine,
@@ -61,7 +62,7 @@ app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
 app.command(node.node, group=_TRAIN)
 app.command(engine.engine, group=_TRAIN)
-for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel, service.gpus, service.serve):
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel, artifacts.checkpoints, service.gpus, service.serve):
     app.command(command, group=_QUEUE)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)
@@ -73,6 +74,7 @@ app.command(proof.verify, group=_INSPECT)
 app.command(proof.replay, group=_INSPECT)
 app.command(chat.chat, group=_USE)
 app.command(commands.export, group=_USE)
+app.command(artifacts.push, group=_USE)
 app.command(chat.serve_model, group=_USE)
 app.register_install_completion_command(
     group=_SHELL, help="Complete commands and options with Tab in bash, zsh or fish; --shell names one."

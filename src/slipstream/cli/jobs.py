@@ -49,7 +49,10 @@ def submit(
     sbatch_options: Annotated[
         str, Parameter(allow_leading_hyphen=True, help='Further options, as "--qos=high --constraint=h100".')
     ] = "",
-    resume: Annotated[bool, Parameter(negative="", help="Continue the run in run.folder.")] = False,
+    store: Annotated[
+        str, Parameter(env_var="SLIPSTREAM_STORE", help="Upload the artifacts there: a folder, or s3://bucket/prefix.")
+    ] = "",
+    resume: Annotated[bool, Parameter(negative="", help="Continue the run in run.folder, or of its name in --store.")] = False,
     follow: Annotated[bool, Parameter(negative="", help="Then print the output until the job ends.")] = False,
     dry_run: Annotated[bool, Parameter(negative="", help="Print the batch script, and submit nothing.")] = False,
     json: Json = False,
@@ -68,8 +71,10 @@ def submit(
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{wrong[0]} is Slurm's: add --to slurm, or leave it out")
         return submit_locally(
-            Path(run_file), overrides, resume=resume, follow=follow, dry_run=dry_run, prints_json=json
+            Path(run_file), overrides, resume=resume, follow=follow, dry_run=dry_run, prints_json=json, store=store
         )
+    if store and store != os.environ.get("SLIPSTREAM_STORE"):
+        raise ConfigError("--store is for runs in a queue: add --to local, or leave it out")
     from slipstream.clusters import slurm
     from slipstream.clusters.batch_script import Request, batch_script
     from slipstream.launch.start import new_run_folder

@@ -126,7 +126,14 @@ def default_place() -> Where:
 
 
 def submit_locally(
-    run_file: Path, overrides: tuple[str, ...], *, resume: bool, follow: bool, dry_run: bool, prints_json: bool
+    run_file: Path,
+    overrides: tuple[str, ...],
+    *,
+    resume: bool,
+    follow: bool,
+    dry_run: bool,
+    prints_json: bool,
+    store: str = "",
 ) -> int:
     """Queue a run, and follow it if asked to; the exit code of the command."""
     from slipstream.config import load_config
@@ -143,7 +150,7 @@ def submit_locally(
         need = _need_line(found.need.gpus, found.estimate.memory_gib)
         print_json(msgspec.to_builtins(found)) if prints_json else tell(f"{need}; {found.estimate.how}")
         return 0
-    run = queue.submit(loaded, run_file.stem, resume=resume)
+    run = queue.submit(loaded, run_file.stem, resume=resume, store=store)
     if prints_json:
         print_json(as_values(run), is_result=not follow)
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.config import Loaded, LoraConfig, load_config, with_values
 from slipstream.config.parse.load import COMMAND_LINE
 from slipstream.errors import ConfigError
-from slipstream.plan.deployable import adapts_tower, find_deployable, weights_folder
+from slipstream.plan.deployable import adapts_tower, find_deployable, local_path, weights_folder
 from slipstream.regular_files import read_regular
 from slipstream.runlog import REDACTED, holds_run
 
@@ -95,6 +95,7 @@ def with_model(loaded: Loaded, model: str) -> Loaded:
     """The settings with another model, or with an adapter and its base. An adapter's shape is what its folder says."""
     from slipstream.weights.adapter_folder import adapted_modules, is_adapter_folder, read_adapter_shapes
 
+    model = local_path(model)
     path = Path(model).expanduser()
     folder = weights_folder(path) if path.exists() else None
     if folder is None or not is_adapter_folder(folder):

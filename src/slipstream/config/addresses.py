@@ -5,10 +5,33 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
 
 _FORM = "write s3://bucket or s3://bucket/prefix"
+
+
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+
+
+@dataclass(frozen=True)
+class RunReference:
+    """`run:ID` or `run:ID/step-N` in place of a model's path."""
+
+    text: str
+    run: str
+    step: int | None
+
+
+def run_reference(text: str) -> RunReference | None:
+    """The run that a model's path names; None for another path. Raises ConfigError for a reference of another form."""
+    if not text.startswith("run:"):
+        return None
+    found = re.fullmatch(rf"run:({RUN_NAME})(?:/step-(\d{{1,9}}))?", text)
+    if found is None:
+        raise ConfigError(f"{text!r:.120} names no run: write run:ID or run:ID/step-N, as in slipstream checkpoints ID")
+    return RunReference(text, found[1], int(found[2]) if found[2] else None)
 
 
 def is_address(text: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import Loaded, ModelConfig
+from slipstream.config.addresses import run_reference
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.plan.bridge import NOT_ADAPTED
@@ -64,6 +65,7 @@ def weights_folder(path: Path) -> Path:
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
     from slipstream.weights.adapter_folder import is_adapter_folder
 
+    path = Path(local_path(str(path)))
     if holds_run(path):
         store = CheckpointStore(path / "checkpoints")
         best, named = store.folder / "best", store.named()
@@ -86,6 +88,15 @@ def weights_folder(path: Path) -> Path:
     raise ConfigError(f"{path} {problem}: name the folder of a model, adapter, checkpoint or run")
 
 
+def local_path(named: str) -> str:
+    """The folder of `run:ID` or `run:ID/step-N`, verified; any other path unchanged. Raises ConfigError."""
+    if (reference := run_reference(named)) is None:
+        return named
+    from slipstream.artifacts.references import located
+
+    return str(located(reference))
+
+
 def _holds_weights(folder: Path) -> bool:
     """Whether it is the folder of a run or of a checkpoint."""
     return holds_run(folder) or (folder / "manifest.json").is_file()
@@ -96,6 +107,13 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
     Raises ConfigError where these belong into the other of the two."""
     from slipstream.weights.adapter_folder import is_adapter_folder
 
+    config, lora = loaded.config, loaded.config.lora
+    given = {"model.path": config.model.path, "teacher.path": config.teacher and config.teacher.path}
+    given["lora.path"] = lora and lora.path
+    located = {name: path for name, text in given.items() if text and (path := local_path(text)) != text}
+    if "teacher.path" in located:
+        located["teacher.path"] = str(weights_folder(Path(located["teacher.path"])))
+    loaded = loaded.with_values(located) if located else loaded
     lora = loaded.config.lora
     if lora is not None and lora.path is not None and _holds_weights(adapter := Path(lora.path).expanduser()):
         folder = weights_folder(adapter)
@@ -108,7 +126,8 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
     folder = weights_folder(path)
     if is_adapter_folder(folder):
         raise ConfigError(
-            f'model.path = "{path}" holds a LoRA adapter: give its base as model.path and {folder} as lora.path, or '
+            f'model.path = "{given["model.path"]}" holds a LoRA adapter: give its base as model.path and '
+            f"{given['model.path'] if 'model.path' in located else folder} as lora.path, or "
             "make a whole model of it with slipstream export --merged"
         )
     return loaded.with_values({"model.path": str(folder)})
@@ -122,6 +141,7 @@ def find_deployable(
     from slipstream.trainer.model.loading import resolve_folder
     from slipstream.weights.adapter_folder import is_adapter_folder
 
+    given, named = named, local_path(named)
     path = Path(named).expanduser()
     if not path.exists() and named.count("/") == 1 and not named.startswith((".", "~", "/")):
         if path.parent.is_dir():
@@ -132,7 +152,7 @@ def find_deployable(
             raise ConfigError(str(error).removeprefix("model.path = ")) from error
         path = resolve_folder(named)
     folder = weights_folder(path)
-    name = named.rstrip("/") if not Path(named).expanduser().exists() else _name_of(path)
+    name = given if given != named else named.rstrip("/") if not Path(named).expanduser().exists() else _name_of(path)
     settings = run_settings(folder)
     adapter = folder if is_adapter_folder(folder) else None
     if adapter is None and base is not None:

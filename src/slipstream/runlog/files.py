@@ -29,6 +29,8 @@ T = TypeVar("T")
 Row = dict[str, Any]
 """A line of the run folder: an event, the metrics of a step, a sample."""
 Rows = list[Row]
+STATE_VARIABLE, LINKS = "SLIPSTREAM_STATE", "runs"
+"""Environment variable: the state folder; default: `slipstream` in XDG_STATE_HOME. Its folder of links."""
 LOCK_FILE = "run.lock"
 JOB_FOLDER = "slurm"
 """Files of the run's job, which exist before the run."""
@@ -40,6 +42,26 @@ _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02
 _BLOCK_BYTES = 1 << 16
 _UNUSABLE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
 """Error numbers of a file that this program did not write."""
+
+
+def state_folder() -> Path:
+    """The user's state folder; it has a link to the folder of each submitted run."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return Path(os.environ.get(STATE_VARIABLE) or Path(base) / "slipstream").absolute()
+
+
+def folder_of_run(name: str) -> Path | None:
+    """The folder of a submitted run by its name, if it is here. `name` has been checked: it is no path."""
+    folder = link_target(state_folder() / LINKS / name)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def link_target(link: Path) -> Path | None:
+    """The path in a link; None without one."""
+    try:
+        return Path(os.readlink(link))
+    except OSError:
+        return None
 
 
 def require_own(folder: Path) -> None:

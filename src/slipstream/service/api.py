@@ -94,6 +94,10 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
     def cancel(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         return _json(runs_of(request).cancel(name))
 
+    @app.get("/v1/runs/{name}/checkpoints")
+    def checkpoints(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json(runs_of(request).checkpoints(name))
+
     @app.get("/v1/gpus")
     def gpus(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return _json(_places(store, index, str(request.scope["user"])))

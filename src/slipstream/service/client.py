@@ -9,9 +9,11 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from slipstream.artifacts.facts import STORE_VARIABLE
 from slipstream.config import Loaded, dump_given
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.runlog.redaction import hide_userinfo
+from slipstream.service.checkpoints import ShownCheckpoint
 from slipstream.service.runs import Chunk, NoSuchRun, Shown, ShownPlace
 
 ADDRESS, TOKEN = "SLIPSTREAM_SERVICE", "SLIPSTREAM_SERVICE_TOKEN"
@@ -32,10 +34,12 @@ class RemoteRuns:
         transport = httpx.HTTPTransport(retries=_TRIES)
         self._client = httpx.Client(base_url=self._address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
 
-    def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
+    def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
         """See `Runs`. Data and models go by path or address, as the service's machine sees them."""
         if resume or loaded.config.run.folder is not None:
             raise ConfigError("the service chooses run.folder: leave --run.folder and --resume out")
+        if store and store != os.environ.get(STORE_VARIABLE):
+            raise ConfigError(f"the service chooses its store: leave --store out, and set {STORE_VARIABLE} there")
         body = {"name": name, "settings": dump_given(loaded)}
         return self._ask("POST", "/v1/runs", Shown, json=body, timeout=_PLAN_S)
 
@@ -54,6 +58,10 @@ class RemoteRuns:
     def cancel(self, name: str) -> Shown:
         """See `Runs`."""
         return self._ask("POST", f"/v1/runs/{quote(name, safe='')}/cancel", Shown)
+
+    def checkpoints(self, name: str) -> list[ShownCheckpoint]:
+        """See `Runs`."""
+        return self._ask("GET", f"/v1/runs/{quote(name, safe='')}/checkpoints", list[ShownCheckpoint])
 
     def places(self) -> list[ShownPlace]:
         """See `Runs`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.artifacts.facts import read_facts
 from slipstream.errors import SlipstreamError
 from slipstream.processes.heartbeat import Heartbeat, read_heartbeat
 from slipstream.runlog import ExitReport, holds_run, read_events, read_exit, read_metrics
@@ -68,6 +69,8 @@ def conclude(folder: Path, launch: int, exit_code: int | None) -> Record:
         return record
     now = time.time()
     last = ended_attempt(folder, record.attempts[-1], exit_code, now)
+    if record.store:
+        last = with_uploads(folder, last)
     actual = measured(folder, (*record.attempts[:-1], last), record.need.gpus)
 
     def end(record: Record) -> Record:
@@ -82,16 +85,33 @@ def conclude(folder: Path, launch: int, exit_code: int | None) -> Record:
         else:
             decision = decide(last.kind, [each.kind for each in earlier])
             attempt = msgspec.structs.replace(last, decision=decision.why)
-            how = last.message or f"exit code {last.exit_code}" if last.exit_code is not None else "it was killed"
+            how = "it was killed" if last.exit_code is None else f"exit code {last.exit_code}"
             change = msgspec.structs.replace(
                 record,
                 state="queued" if decision.retries else "failed",
-                reason=how,
+                reason=last.message or how,
                 not_before=now + decision.wait_s if decision.retries else 0.0,
             )
         return msgspec.structs.replace(change, attempts=(*earlier, attempt), actual=actual)
 
     return update(folder, end)
+
+
+def with_uploads(folder: Path, attempt: Attempt) -> Attempt:
+    """The attempt of a run with a store: finished only after its uploads, and over if another folder has its run."""
+    try:
+        facts = read_facts(folder)
+    except SlipstreamError as error:
+        return msgspec.structs.replace(attempt, kind="user", message=str(error))
+    if facts.is_taken_over:
+        return msgspec.structs.replace(attempt, kind="user", message=facts.error)
+    if attempt.kind == "infrastructure" and attempt.exit_code is None and facts.error:
+        return msgspec.structs.replace(attempt, message=facts.error)
+    if attempt.kind != "finished" or facts.done:
+        return attempt
+    what = facts.error or "it was killed before"
+    message = f"the run is complete, but not its uploads ({what}): slipstream submit --resume continues them"
+    return msgspec.structs.replace(attempt, kind="infrastructure", message=message)
 
 
 def measured(folder: Path, attempts: tuple[Attempt, ...], gpus: int) -> Actual:

@@ -96,6 +96,8 @@ class Record(msgspec.Struct, frozen=True):
     need: Need
     estimate: Estimate
     state: State = "queued"
+    store: str = ""
+    """Address of the store for its artifacts."""
     reason: str = ""
     """Why it waits, or has ended."""
     changed: float = 0.0

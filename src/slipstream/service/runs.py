@@ -10,11 +10,13 @@ from typing import Protocol
 
 import msgspec
 
+from slipstream.artifacts.facts import STORE_VARIABLE
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan.times import Estimate
 from slipstream.regular_files import open_regular
 from slipstream.service import preflight
+from slipstream.service.checkpoints import ShownCheckpoint, list_checkpoints
 from slipstream.service.dispatch import tick
 from slipstream.service.ending import heartbeat_since
 from slipstream.service.local import Local, Provider
@@ -88,8 +90,8 @@ class Chunk(msgspec.Struct, frozen=True):
 class Runs(Protocol):
     """The interface of the queue."""
 
-    def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
-        """Queue a run."""
+    def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
+        """Queue a run; `store` is the address of a store for its artifacts."""
         ...
 
     def all(self) -> list[Shown]:
@@ -106,6 +108,10 @@ class Runs(Protocol):
 
     def cancel(self, name: str) -> Shown:
         """Ask for a run's end."""
+        ...
+
+    def checkpoints(self, name: str) -> list[ShownCheckpoint]:
+        """A run's checkpoints, here and in its store."""
         ...
 
     def places(self) -> list[ShownPlace]:
@@ -135,16 +141,24 @@ class LocalRuns:
         self._provider = provider or Local()
         self._folder, self._is_service = folder, is_service
 
-    def submit(self, loaded: Loaded, name: str, *, resume: bool = False) -> Shown:
-        """See `Runs`. A service has the plan made in another process."""
+    def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
+        """See `Runs`. A service has the plan made in another process, and its own store."""
         if self._is_service and loaded.config.run.folder is not None:
             raise ConfigError("run.folder is chosen by the service: leave it out")
 
         def plan(folder: Path, loaded: Loaded) -> preflight.Preflight:
             return preflight.ask(folder) if self._is_service else preflight.plan_ahead(loaded)
 
+        address = os.environ.get(STORE_VARIABLE, "") if self._is_service else store
         folder, record = submit(
-            self._store, loaded, name, plan, owner=self._owner, runs=self._folder.absolute(), resume=resume
+            self._store,
+            loaded,
+            name,
+            plan,
+            owner=self._owner,
+            runs=self._folder.absolute(),
+            resume=resume,
+            address=address,
         )
         self.keep_going()
         return shown(folder, self._store.find(record.id)[1])
@@ -180,6 +194,11 @@ class LocalRuns:
         record = self._provider.cancel(folder)
         self.keep_going()
         return shown(folder, record)
+
+    def checkpoints(self, name: str) -> list[ShownCheckpoint]:
+        """See `Runs`."""
+        folder, record = self._find(name)
+        return list_checkpoints(folder, record.store, record.id)
 
     def places(self) -> list[ShownPlace]:
         """See `Runs`."""

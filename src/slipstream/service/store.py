@@ -16,24 +16,17 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.config.addresses import RUN_NAME
 from slipstream.errors import ConfigError, DeadlineError
 from slipstream.processes.files import open_own, write_whole
-from slipstream.runlog.files import SERVICE_FOLDER, read_record, require_own, try_lock
+from slipstream.runlog.files import LINKS, SERVICE_FOLDER, link_target, read_record, require_own, state_folder, try_lock
 from slipstream.service.records import Record, step
 
-STATE_VARIABLE = "SLIPSTREAM_STATE"
-"""Environment variable: the state folder; default: `slipstream` in XDG_STATE_HOME."""
 RUN_FILE, OUTPUT = f"{SERVICE_FOLDER}/run.toml", f"{SERVICE_FOLDER}/output.log"
 """A run's settings and the output of its processes, below the run folder."""
 _RECORD, _LOCK = f"{SERVICE_FOLDER}/record.json", f"{SERVICE_FOLDER}/lock"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(RUN_NAME)
 _WAIT_S, _PAUSE_S = 120.0, 0.01
-
-
-def state_folder() -> Path:
-    """The user's state folder."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
-    return Path(os.environ.get(STATE_VARIABLE) or Path(base) / "slipstream").absolute()
 
 
 def name_from(text: str) -> str:
@@ -63,7 +56,7 @@ class Store:
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or state_folder()
-        self._links = self.root / "runs"
+        self._links = self.root / LINKS
         self._links.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)
         require_own(self.root)
@@ -87,10 +80,7 @@ class Store:
         """The folder of a run by its name; None for an unknown one."""
         if not _NAME.fullmatch(name):
             return None
-        try:
-            return Path(os.readlink(self._links / name))
-        except OSError:
-            return None
+        return link_target(self._links / name)
 
     def find(self, run: str | Path) -> tuple[Path, Record]:
         """A run by its name or folder. Raises ConfigError."""

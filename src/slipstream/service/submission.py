@@ -45,9 +45,10 @@ def submit(
     owner: str = "",
     runs: Path = Path("runs"),
     resume: bool = False,
+    address: str = "",
 ) -> tuple[Path, Record]:
     """Queue a run, in `run.folder` or in a new folder below `runs`; its folder and record. `plan` gets the folder with
-    the settings. Raises ConfigError."""
+    the settings; `address` is that of the store for artifacts. Raises ConfigError."""
     if loaded.config.cluster.nodes > 1:
         raise ConfigError(f"cluster.nodes = {loaded.config.cluster.nodes} needs Slurm: use --to slurm, or one node")
     name, folder = _new_name(store, loaded, name, runs)
@@ -56,6 +57,8 @@ def submit(
     before = record_of(folder)
     if before is not None and not before.has_ended:
         raise ConfigError(f"{before.id} is {before.state}: wait for its end, or use slipstream cancel")
+    if address:
+        address = _checked(address, name, resume=resume or before is not None)
     loaded = loaded.with_values({"run.folder": folder})
     loaded.origins["run.folder"] = "slipstream submit"
     text = dump_given(loaded)
@@ -74,6 +77,7 @@ def submit(
             model=model_name(loaded.config.model.path),
             algorithm=loaded.config.algorithm.kind,
             steps=found.steps,
+            store=address,
             grace_s=loaded.config.run.grace_s,
             need=found.need,
             estimate=with_earlier(store, found.estimate),
@@ -86,6 +90,16 @@ def submit(
                 folder.rmdir()
         raise
     return folder, record
+
+
+def _checked(address: str, name: str, *, resume: bool) -> str:
+    """The address of a store in its full form. Raises ConfigError if it cannot be used, or has another run `name`."""
+    from slipstream.artifacts.store import RunStore, open_store
+
+    address = open_store(address).address
+    if RunStore(address, name).exists() and not resume:
+        raise ConfigError(f"{address} has a run {name} already: continue it with --resume, or name another run.folder")
+    return address
 
 
 def _new_name(store: Store, loaded: Loaded, name: str, runs: Path) -> tuple[str, Path]:

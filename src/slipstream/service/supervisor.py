@@ -27,10 +27,11 @@ from slipstream.processes.launchers import LOCAL, Child, Resources
 from slipstream.runlog import is_running
 from slipstream.service import dispatch
 from slipstream.service.allocation import CPU, Gpu
-from slipstream.service.ending import conclude
+from slipstream.service.ending import conclude, exit_since
 from slipstream.service.local import Local, read_gpus
 from slipstream.service.records import Record
 from slipstream.service.store import OUTPUT, RUN_FILE, Store, record_of, update
+from slipstream.service.uploads import Uploads
 
 _POLL_S = 0.25
 _MARGIN_S = 30.0
@@ -64,12 +65,20 @@ class Supervisor:
         if record is None:
             return
         adopt()
-        child = self._start(record)
         code: int | None = None
+        uploads = Uploads(self._folder) if record.store else None
         try:
-            code = self._watch(child, record.grace_s)
+            if uploads is None or uploads.begin(self._has_to_stop):
+                child = self._start(record)
+                try:
+                    code = self._watch(child, record.grace_s, uploads)
+                finally:
+                    child.kill()
+                if uploads is not None:
+                    update(self._folder, _finalising)
+                    is_finished = _has_finished(self._folder, record, code)
+                    uploads.finish(self._has_to_stop, is_finished=is_finished, limit_s=record.grace_s + _MARGIN_S)
         finally:
-            child.kill()
             end_descendants(_ORPHANS_S)
         record = conclude(self._folder, self._launch, code)
         self._start_waiting(record)
@@ -94,15 +103,21 @@ class Supervisor:
     def _output(self) -> Path:
         return self._folder / OUTPUT
 
-    def _watch(self, child: Child, grace_s: float) -> int | None:
+    def _has_to_stop(self) -> bool:
+        record = record_of(self._folder)
+        return bool(self._stop or (record is not None and record.cancel_requested))
+
+    def _watch(self, child: Child, grace_s: float, uploads: Uploads | None) -> int | None:
         """Wait for the end of the training process, and end it on request."""
         deadline, seen = float("inf"), False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_S)
-            _reap(child.pid)
-            record = record_of(self._folder)
-            if deadline == float("inf") and (self._stop or (record is not None and record.cancel_requested)):
+            _reap(child.pid, uploads.pid if uploads is not None else None)
+            if uploads is not None:
+                uploads.look()
+            is_over = uploads is not None and uploads.is_taken_over
+            if deadline == float("inf") and (is_over or self._has_to_stop()):
                 child.send_signal(signal.SIGTERM)
                 deadline = time.monotonic() + grace_s + _MARGIN_S
             if time.monotonic() > deadline:
@@ -138,10 +153,21 @@ def _running(record: Record) -> Record:
     return msgspec.structs.replace(record, state="running") if record.state == "preparing" else record
 
 
-def _reap(own: int) -> None:
+def _finalising(record: Record) -> Record:
+    return msgspec.structs.replace(record, state="finalising", reason=f"uploads to {record.store}")
+
+
+def _has_finished(folder: Path, record: Record, code: int | None) -> bool:
+    with contextlib.suppress(SlipstreamError):  # a damaged file says nothing
+        report = exit_since(folder, record.attempts[-1].started)
+        return code == 0 or (report is not None and report.status == "finished")
+    return False
+
+
+def _reap(*own: int | None) -> None:
     """Take note of the end of orphans of the run."""
     for pid in children_of(os.getpid()):
-        if pid != own:
+        if pid not in own:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 

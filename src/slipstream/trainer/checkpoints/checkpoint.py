@@ -24,13 +24,17 @@ from slipstream.errors import ConfigError, DataError, TrainingError
 from slipstream.processes.files import write_whole
 from slipstream.records import ParameterSpec
 from slipstream.trainer.checkpoints.manifest import (
+    FINGERPRINTS_FILE,
+    LOOP_FILE,
     MANIFEST,
+    STATE_FOLDER,
     FileFacts,
     Manifest,
     check_loop_state,
     decoded,
     difference,
     facts_of,
+    is_state,
     read_manifest,
 )
 from slipstream.weights.fingerprint import digest
@@ -42,9 +46,9 @@ if TYPE_CHECKING:
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.learner import Learner
 
-_STATE = "state"
-_EXTRA = "state.json"
-_FINGERPRINTS = "fingerprints.json"
+_STATE = STATE_FOLDER
+_EXTRA = LOOP_FILE
+_FINGERPRINTS = FINGERPRINTS_FILE
 _CRITIC = "critic"
 _FORMAT = 1
 """Version of the format of `state/` and `extra`; incremented when older ones cannot be resumed from."""
@@ -298,18 +302,13 @@ def damage(path: Path, *, whole: str | None = None) -> str | None:
 
 def has_state(path: Path) -> bool:
     """Whether the complete checkpoint in `path` has its resume state."""
-    return any(map(_is_state, read_manifest(path).files))
-
-
-def _is_state(name: str) -> bool:
-    """Whether the file is needed only to resume; `extra`, with step and lineage, is kept with the weights."""
-    return name.startswith(f"{_STATE}/") and name != f"{_STATE}/{_EXTRA}"
+    return any(map(is_state, read_manifest(path).files))
 
 
 def _remove_state(path: Path) -> None:
     """Remove the resume state of the checkpoint in `path`, which stays complete at every moment."""
     manifest = read_manifest(path)
-    kept = {name: facts for name, facts in manifest.files.items() if not _is_state(name)}
+    kept = {name: facts for name, facts in manifest.files.items() if not is_state(name)}
     _replace_manifest(path, msgspec.structs.replace(manifest, files=kept))
     # Also what an interrupted removal left.
     for file in (path / _STATE).iterdir():

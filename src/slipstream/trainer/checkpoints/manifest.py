@@ -18,6 +18,7 @@ from slipstream.errors import DataError
 from slipstream.regular_files import read_regular
 
 MANIFEST = "manifest.json"
+STATE_FOLDER, LOOP_FILE, FINGERPRINTS_FILE = "state", "state.json", "fingerprints.json"
 HASHED_BYTES = 1 << 20
 """Files up to this size are checked by SHA-256 whenever a checkpoint is looked at; the checksum of a larger one is
 compared where it is loaded, exported or verified."""
@@ -75,6 +76,11 @@ def read_manifest(folder: Path) -> Manifest:
     return decoded(folder / MANIFEST, Manifest)
 
 
+def is_state(name: str) -> bool:
+    """Whether the file is needed only to resume; the loop's own, with step and lineage, is kept with the weights."""
+    return name.startswith(f"{STATE_FOLDER}/") and name != f"{STATE_FOLDER}/{LOOP_FILE}"
+
+
 def check_loop_state(extra: dict[str, Any], file: Path, step: int) -> None:
     """Raise `DataError` unless the loop can resume from `extra`, the content of `file`, at the manifest's `step`."""
     try:
@@ -113,9 +119,13 @@ def difference(file: Path, facts: FileFacts, *, whole: bool) -> str:
     size = file.stat().st_size
     if size != facts.size_bytes:
         return f"has {size} bytes, not {facts.size_bytes}"
-    small = facts.sha256 and _sha256(file) != facts.sha256
-    if small or (whole and facts.checksum and checksum_of(file) != facts.checksum):
-        return "has other contents than when it was written"
+    found, written = "", facts.sha256
+    if facts.sha256:
+        found = _sha256(file)
+    elif whole and facts.checksum:
+        found, written = checksum_of(file), facts.checksum
+    if found and found != written:
+        return f"has other contents than when it was written (digest {found:.12}, not {written:.12})"
     return ""
 
 
@@ -141,4 +151,5 @@ def _crc32(handle: int, start: int) -> int:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
