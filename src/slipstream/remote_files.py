@@ -10,6 +10,7 @@ same reason botocore's own log is off.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -196,10 +197,8 @@ class RemoteFolder:
         """Remove a file, if it is there."""
 
         def remove() -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(self._path(name))
-            except FileNotFoundError:
-                pass
 
         self.ask(remove)
 

@@ -76,12 +76,13 @@ class Place:
         path.write_text(RUN.format(model=self.model, data=self.folder / "data.jsonl", steps=steps))
         return path
 
-    def submit(self, name="run", steps=5, need=CPU_NEED, owner="", ticks=True):
+    def submit(self, name="run", steps=5, need=CPU_NEED, owner="", ticks=True, store="", resume=False, **settings):
         """Queue a run without planning it first."""
-        loaded = load_config(self.run_file(steps, f"{name}.toml"))
+        loaded = load_config(self.run_file(steps, f"{name}.toml")).with_values(settings)
         found = Preflight(need, ESTIMATE, steps)
+        runs = (self.folder / "runs").absolute()
         _, record = submit(
-            self.store, loaded, name, lambda *_: found, owner=owner, runs=(self.folder / "runs").absolute()
+            self.store, loaded, name, lambda *_: found, owner=owner, runs=runs, resume=resume, address=store
         )
         if ticks:
             self.runs.keep_going()

@@ -63,7 +63,7 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
         found = {step_of(name): folder / name for name in os.listdir(folder)}
     except FileNotFoundError:
         return {}
-    return {step: path for step, path in sorted((s, p) for s, p in found.items() if s is not None)}
+    return dict(sorted((step, path) for step, path in found.items() if step is not None))
 
 
 def newest_resumable(run: Path) -> int:
@@ -124,9 +124,10 @@ class Outgoing:
         if read_manifest(new) != manifest or any(
             difference(new / name, facts, whole=False) for name, facts in manifest.files.items()
         ):
-            return shutil.rmtree(new)
-        self.release(step)
-        new.rename(self._own / step_name(step))
+            shutil.rmtree(new)
+        else:
+            self.release(step)
+            new.rename(self._own / step_name(step))
 
     def _remove(self, path: Path) -> None:
         if path.exists():

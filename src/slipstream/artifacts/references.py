@@ -61,7 +61,9 @@ def _from_store(reference: RunReference) -> Path:
     try:
         cache = private_folder(cache_root(os.environ) / "checkpoints")
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{reference.text} cannot be copied ({error}): set XDG_CACHE_HOME to your own folder") from error
+        raise ConfigError(
+            f"{reference.text} cannot be copied ({error}): set XDG_CACHE_HOME to a folder of your own"
+        ) from error
     target = cache / f"{reference.run}-{step_name(step)}-{identity_of(steps[step])}"
     if target.is_dir():
         return target

@@ -125,7 +125,7 @@ class RunStore:
         owner = None if data is None else self._decoded(data, OWNER, _Owner)
         if owner is None or owner.token != read_facts(folder).token:
             where = f" on {owner.host}" if owner is not None else ""
-            raise TakenOver(f"{self.run} continues in another run folder{where}: this one no longer writes to the store")
+            raise TakenOver(f"{self.run} continues in another run folder{where}: follow it there")
 
     # Upload
 
@@ -176,9 +176,7 @@ class RunStore:
         self._upload_records(folder)
         self._upload_rest(folder)
 
-    def _upload_checkpoint(
-        self, folder: Path, step: int, path: Path, manifest: Manifest, *, with_state: bool
-    ) -> None:
+    def _upload_checkpoint(self, folder: Path, step: int, path: Path, manifest: Manifest, *, with_state: bool) -> None:
         base = self._base(step)
         state = [name for name in manifest.files if is_state(name)]
         if not with_state or not all((path / name).is_file() for name in state):
@@ -224,7 +222,8 @@ class RunStore:
             self._write_manifest(step, msgspec.structs.replace(manifest, files=kept))
             self._remove_files(step, manifest.files.keys() - kept.keys())
         facts, here = read_facts(folder), checkpoints_in(folder / _CHECKPOINTS)
-        gone = [step for step, each in facts.steps.items() if step < newest and step not in here and not each.is_adapter]
+        models = [step for step, each in facts.steps.items() if not each.is_adapter]
+        gone = [step for step in models if step < newest and step not in here]
         for step in gone:
             if (manifest := self._manifest(step)) is not None:
                 self._remove_files(step, [MANIFEST])

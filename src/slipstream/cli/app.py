@@ -12,8 +12,8 @@ from cyclopts import App, CycloptsError, Group
 
 import slipstream
 from slipstream.cli import (
-    chat,
     artifacts,
+    chat,
     commands,
     doctor,
     engine,

@@ -52,7 +52,9 @@ def submit(
     store: Annotated[
         str, Parameter(env_var="SLIPSTREAM_STORE", help="Upload the artifacts there: a folder, or s3://bucket/prefix.")
     ] = "",
-    resume: Annotated[bool, Parameter(negative="", help="Continue the run in run.folder, or of its name in --store.")] = False,
+    resume: Annotated[
+        bool, Parameter(negative="", help="Continue the run in run.folder, or its copy in --store.")
+    ] = False,
     follow: Annotated[bool, Parameter(negative="", help="Then print the output until the job ends.")] = False,
     dry_run: Annotated[bool, Parameter(negative="", help="Print the batch script, and submit nothing.")] = False,
     json: Json = False,

@@ -12,7 +12,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Literal
 
@@ -121,7 +121,7 @@ def _told(record: Record, error: str) -> Record:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path):
+def _alone(folder: Path) -> Generator[None]:
     """In this context no other process uploads from the folder. Raises DeadlineError."""
     handle = open_own(folder / _LOCK, os.O_RDWR)
     try:
