@@ -51,10 +51,6 @@ def model(tmp_path_factory):
 @pytest.fixture
 def place(tmp_path, monkeypatch, model):
     """A folder with a run file, and an empty queue. Nothing of its runs outlives the test."""
-    with (tmp_path / "data.jsonl").open("w") as file:
-        for number in range(64):
-            talk = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": f"{number}"}]
-            file.write(json.dumps({"messages": talk}) + "\n")
     monkeypatch.setenv("SLIPSTREAM_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("SLIPSTREAM_SERVICE", raising=False)
     monkeypatch.setattr(launchers, "popen", subprocess.Popen)
@@ -68,17 +64,21 @@ def place(tmp_path, monkeypatch, model):
 class Place:
     def __init__(self, folder, model):
         self.folder, self.model = folder, model
+        with (folder / "data.jsonl").open("w") as file:
+            for number in range(64):
+                talk = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": f"{number}"}]
+                file.write(json.dumps({"messages": talk}) + "\n")
         self.store, self.provider = Store(folder / "state"), Local()
         self.runs = LocalRuns(self.store, provider=self.provider, folder=folder / "runs")
 
-    def run_file(self, steps=5, name="run.toml"):
+    def run_file(self, steps=5, name="run.toml", more=""):
         path = self.folder / name
-        path.write_text(RUN.format(model=self.model, data=self.folder / "data.jsonl", steps=steps))
+        path.write_text(RUN.format(model=self.model, data=self.folder / "data.jsonl", steps=steps) + more)
         return path
 
-    def submit(self, name="run", steps=5, need=CPU_NEED, owner="", ticks=True, store="", resume=False, **settings):
+    def submit(self, name="run", steps=5, need=CPU_NEED, owner="", ticks=True, store="", resume=False, more=""):
         """Queue a run without planning it first."""
-        loaded = load_config(self.run_file(steps, f"{name}.toml")).with_values(settings)
+        loaded = load_config(self.run_file(steps, f"{name}.toml", more))
         found = Preflight(need, ESTIMATE, steps)
         runs = (self.folder / "runs").absolute()
         _, record = submit(

@@ -86,14 +86,17 @@ class Outgoing:
         return checkpoints_in(self._own)
 
     def take(self, uploaded: Mapping[int, StepFacts]) -> None:
-        """Hold all new whole checkpoints."""
-        waiting = self.waiting()
-        for step, path in checkpoints_in(self._checkpoints).items():
+        """Hold all new whole checkpoints: every adapter, and of whole models the newest."""
+        waiting, found = self.waiting(), checkpoints_in(self._checkpoints)
+        newest = max(waiting, default=0)
+        for step, path in reversed(found.items()):
             with contextlib.suppress(DataError, FileNotFoundError):  # not whole yet, or being removed
-                identity = identity_of(read_manifest(path))
+                manifest = read_manifest(path)
                 held = identity_of(read_manifest(waiting[step])) if step in waiting else ""
-                if identity not in (held, uploaded[step].identity if step in uploaded else ""):
+                known = (held, uploaded[step].identity if step in uploaded else "")
+                if identity_of(manifest) not in known and (is_adapter(manifest) or step >= newest):
                     self._hold(step, path)
+                newest = max(newest, step)
 
     def drop_old(self) -> None:
         """Let go what the newest replaces: earlier states, and earlier whole models."""

@@ -123,9 +123,10 @@ class RunStore:
         """Raises TakenOver if another run folder has claimed the run since."""
         data = self._try(lambda: self._files.read(f"{self.run}/{OWNER}"))
         owner = None if data is None else self._decoded(data, OWNER, _Owner)
-        if owner is None or owner.token != read_facts(folder).token:
-            where = f" on {owner.host}" if owner is not None else ""
-            raise TakenOver(f"{self.run} continues in another run folder{where}: follow it there")
+        if owner is None:
+            raise Unavailable(f"{self._files} has lost {self.run}/{OWNER}: bring it back, or submit the run again")
+        if owner.token != read_facts(folder).token:
+            raise TakenOver(f"{self.run} continues in another run folder on {owner.host}: follow it there")
 
     # Upload
 

@@ -7,6 +7,7 @@ import sys
 
 POINT, MARK = os.environ.get("FAULT", ""), os.environ.get("FAULT_MARK", "")
 SUPERVISOR = "slipstream.service.supervisor"
+UPLOADS = "slipstream.service.uploads"
 OF_SERVICE = ("decided", "launched")
 
 
@@ -60,6 +61,29 @@ def watch_launches():
     launchers.Local.launch = launch
 
 
+def watch_uploads(also_parent):
+    """Before and after a file is put, by the last part of its name."""
+    import signal
+
+    from slipstream.remote_files import RemoteFolder
+
+    real = RemoteFolder.put
+
+    def end(point):
+        if point == POINT.removesuffix(" with its supervisor") and is_first():
+            if also_parent:
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def put(self, file, name):
+        end(f"before {name.rpartition('/')[2]}")
+        digest = real(self, file, name)
+        end(f"after {name.rpartition('/')[2]}")
+        return digest
+
+    RemoteFolder.put = put
+
+
 def run_out_of_memory():
     import importlib.abc
     import importlib.machinery
@@ -91,6 +115,14 @@ def run_out_of_memory():
 
 if POINT == "memory" and "slipstream.service.worker" in sys.orig_argv:
     run_out_of_memory()
+elif POINT == "no room":
+    if UPLOADS in sys.orig_argv:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+elif (POINT.startswith(("before ", "after ")) and "." in POINT) or "DONE" in POINT:
+    if UPLOADS in sys.orig_argv:
+        watch_uploads(POINT.endswith("supervisor"))
 elif POINT and POINT != "memory":
     watch_updates()
     watch_launches()
