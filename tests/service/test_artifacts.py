@@ -146,24 +146,25 @@ def test_a_run_leaves_its_artifacts_and_is_a_model(place, tmp_path, capsys, monk
 @pytest.mark.service
 @pytest.mark.parametrize("kind", ["stopped", "complete"])
 def test_another_machine_continues_from_s3_with_the_same_losses(place, other, bucket, kind):
-    whole = place.submit("whole", 400)
+    whole = place.submit("whole", 6000)
     place.until(whole, "done")
-    more = f'folder = "{{}}/moved"\n{EVERY.format(every=100)}'
-    name = place.submit("moved", 400, store=bucket, more=more.format(place.folder / "runs"))
+    more = f'folder = "{{}}/moved"\n{EVERY.format(every=1500)}'
+    name = place.submit("moved", 6000, store=bucket, more=more.format(place.folder / "runs"))
     folder = place.folder_of(name)
     if kind == "stopped":
-        until(lambda: place.runs.keep_going() or 100 in read_facts(folder).steps)
+        until(lambda: place.runs.keep_going() or read_facts(folder).steps)
         record = place.record(name)
         os.kill(record.handle.pid, signal.SIGKILL)
         assert ends(record.worker.pid)
         until(lambda: nothing_runs(place))
+        assert not (folder / "exit.json").exists()
     else:
         place.until(name, "done")
         check_store(bucket, name)
     check_no_secret(place)
     shutil.rmtree(folder)
     there = other()
-    again = there.submit("moved", 400, store=bucket, resume=True, more=more.format(there.folder / "runs"))
+    again = there.submit("moved", 6000, store=bucket, resume=True, more=more.format(there.folder / "runs"))
     there.until(again, "done")
     new = there.folder_of(again)
     assert new != folder
@@ -171,8 +172,10 @@ def test_another_machine_continues_from_s3_with_the_same_losses(place, other, bu
     assert losses(new) == expected
     check_store(bucket, again)
     opened = [event["kind"] for event in read_events(new)].count("opened")
+    resumed = [event["step"] for event in read_events(new, kinds=("resume",))]
+    assert (len(resumed), resumed[:1] > [0]) == ((1, True) if kind == "stopped" else (0, False))
     assert opened == (2 if kind == "stopped" else 1), "a complete run is not run again"
-    assert damage(new / "checkpoints/step-000400", whole="") is None
+    assert damage(new / "checkpoints/step-006000", whole="") is None
 
 
 def check_no_secret(place):
@@ -306,7 +309,7 @@ def test_a_model_is_pushed_with_a_card(place, monkeypatch):
     command = [sys.executable, "-P", "-m", "slipstream.cli", "push", name, "me/mine", "--step", "5", "--json"]
 
     def pushed(hub, token="hf_hunter2hunter2"):
-        variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
+        variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
         assert token not in done.stdout + done.stderr
         return done.returncode, json.loads(done.stdout), done.stderr

@@ -1,7 +1,7 @@
 """Holds a run's new checkpoints until they are uploaded, by hard links, since training removes old ones.
 
-Guarantees: adapters wait however long the store is away. Of other files only the newest checkpoint waits, so the
-disk holds at most one further copy.
+Guarantees: the training process holds a checkpoint before it removes another. Adapters wait however long the store is
+away. Of other files only the newest checkpoint waits, so the disk holds at most one further copy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.artifacts.facts import OUTGOING, StepFacts
-from slipstream.errors import DataError
+from slipstream.artifacts.facts import OUTGOING, StepFacts, read_facts
+from slipstream.errors import DataError, SlipstreamError
 from slipstream.trainer.checkpoints.manifest import (
     FINGERPRINTS_FILE,
     LOOP_FILE,
@@ -75,11 +75,24 @@ def newest_resumable(run: Path) -> int:
     return 0
 
 
+def hold_for_upload(folder: Path) -> None:
+    """Hold the new checkpoints of the run in `folder`, if it has a store."""
+    if (folder / OUTGOING).is_dir():
+        with contextlib.suppress(SlipstreamError, OSError):  # the supervisor tries again at the end
+            Outgoing(folder).take(read_facts(folder).steps)
+
+
 class Outgoing:
     """The waiting checkpoints of the run in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._checkpoints, self._own = folder / "checkpoints", folder / OUTGOING
+
+    def make(self) -> None:
+        """From here on the training process holds its checkpoints."""
+        self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in self._own.glob(".*-step-*"):  # by killed processes
+            shutil.rmtree(left, ignore_errors=True)
 
     def waiting(self) -> dict[int, Path]:
         """Steps and folders, in order."""
@@ -113,7 +126,7 @@ class Outgoing:
         self._remove(self._own / step_name(step))
 
     def _hold(self, step: int, source: Path) -> None:
-        new = self._own / f".new-{step_name(step)}"
+        new = self._own / f".new-{step_name(step)}-{os.getpid()}"
         shutil.rmtree(new, ignore_errors=True)
         manifest = read_manifest(source)
         for name in (*manifest.files, MANIFEST):
@@ -134,7 +147,7 @@ class Outgoing:
 
     def _remove(self, path: Path) -> None:
         if path.exists():
-            doomed = path.with_name(f".old-{path.name}")
+            doomed = path.with_name(f".old-{path.name}-{os.getpid()}")
             shutil.rmtree(doomed, ignore_errors=True)
             path.rename(doomed)
             shutil.rmtree(doomed)

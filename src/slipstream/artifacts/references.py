@@ -23,10 +23,10 @@ from slipstream.trainer.checkpoints.manifest import difference, read_manifest
 def located(reference: RunReference) -> Path:
     """The folder of a verified checkpoint, here or copied from the store. Raises ConfigError."""
     run = folder_of_run(reference.run)
-    path = None if run is None else _in_folder(run, reference)
-    if path is None:
-        path = _from_store(reference)
     try:
+        path = None if run is None else _in_folder(run, reference)
+        if path is None:
+            path = _from_store(reference)
         _verify(path)
     except DataError as error:
         raise ConfigError(f"{reference.text} cannot be used: {error}") from error

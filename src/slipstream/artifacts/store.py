@@ -114,6 +114,7 @@ class RunStore:
     def claim(self, folder: Path) -> None:
         """From here on the run in `folder` writes, and no other one."""
         facts = read_facts(folder)
+        Outgoing(folder).make()
         token = facts.token or secrets.token_hex(8)
         write_facts(folder, Facts(token, facts.steps))
         owner = msgspec.json.encode(_Owner(token, socket.gethostname(), time.time()))

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from slipstream.artifacts.outgoing import hold_for_upload
 from slipstream.config import PlannedConfig, dump_resolved
 from slipstream.config.traits import asks_teacher, has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
@@ -250,6 +251,7 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
         config.run.keep_checkpoints,
         config.run.keep_weights,
         ends=EndTokens(*prepared.tokenizer.end_tokens),
+        on_whole=partial(hold_for_upload, run.folder),
     )
     sampling = prepared.sampling() if prepared.uses_engine else SamplingParams(max_tokens=1)
     trained = _build_models(run, children, generation, sampling)

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from slipstream.artifacts.facts import read_facts
-from slipstream.artifacts.outgoing import Outgoing
+from slipstream.artifacts.outgoing import Outgoing, hold_for_upload
 from slipstream.errors import DeadlineError, SlipstreamError
 from slipstream.processes.files import open_own
 from slipstream.processes.launchers import LOCAL, Child
@@ -56,14 +56,16 @@ class Uploads:
         return self._launch("begin") and self._wait(is_stopped, 0.0) == 0
 
     def look(self) -> None:
-        """Hold new checkpoints, note the end of a pass, and begin the next."""
+        """Note the end of a pass, and begin the next if checkpoints wait."""
         if self._child is not None and (code := self._child.poll()) is not None:
             self._ended(code)
         now = self._clock()
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
-        self._hold()
+        if self._child is None:
+            with contextlib.suppress(SlipstreamError, OSError):
+                self._outgoing.drop_old()
         if self._child is None and now >= self._next and not self.is_taken_over and self._outgoing.waiting():
             self._launch("pass")
 
@@ -71,16 +73,10 @@ class Uploads:
         """Make the last pass. One that is to stop, or of a run that has not finished, has `limit_s`."""
         limit = None if is_finished else self._clock() + limit_s
         self._wait(is_stopped, limit_s, limit)
-        self._hold()
+        hold_for_upload(self._folder)  # what a killed process had no time for
         if not self.is_taken_over:
             self._launch("finish" if is_finished else "close")
             self._wait(is_stopped, limit_s, limit)
-
-    def _hold(self) -> None:
-        with contextlib.suppress(SlipstreamError, OSError):  # a full disk: the next look may do better
-            self._outgoing.take(read_facts(self._folder).steps)
-            if self._child is None:
-                self._outgoing.drop_old()
 
     def _launch(self, work: Work) -> bool:
         try:

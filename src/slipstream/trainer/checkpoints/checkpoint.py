@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +70,21 @@ class Fingerprints(msgspec.Struct, frozen=True):
 
 class CheckpointStore:
     """The checkpoints of one run in `folder`. Keeps the newest `keep` with their resume state, and the weights of the
-    newest `keep_weights`. One writer at a time. `ends`: what `weights/` is to say of end tokens."""
+    newest `keep_weights`. One writer at a time. `ends`: what `weights/` is to say of end tokens. `on_whole` is called
+    after each checkpoint, before older ones are removed."""
 
-    def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1, ends: EndTokens | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 2,
+        keep_weights: int = 1,
+        ends: EndTokens | None = None,
+        on_whole: Callable[[], object] = lambda: None,
+    ) -> None:
         if keep < 1:
             raise ConfigError(f"keep is {keep}: a run without its last checkpoint cannot resume, keep 1 or more")
         self.folder = folder
-        self._ends = ends
+        self._ends, self._on_whole = ends, on_whole
         self.keep = keep
         self.keep_weights = max(keep, keep_weights)
         self.best_step: int | None = None
@@ -116,6 +125,7 @@ class CheckpointStore:
             sync(self.folder)
             if best:
                 self.link_best(step)
+            self._on_whole()
             self._remove_old(final)
         return final
 
