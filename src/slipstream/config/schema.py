@@ -25,7 +25,7 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, a hub id, or the folder of a run, whose best checkpoint is taken, or else
-    its latest. Of a vision-language model the language model is trained, on
+    its latest. `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). Of a vision-language model the language model is trained, on
     text and images; the vision tower stays frozen unless `train_tower` is set."""
     revision: str | None = None
     """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""
@@ -235,8 +235,8 @@ class LoraConfig(Section):
     such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`. Not
     over `training.ranks`."""
     path: str | None = None
-    """An adapter to start from, which must fit the settings above: a folder in PEFT's format, or the folder of a run or
-    checkpoint. Not set: a fresh adapter."""
+    """An adapter to start from, which must fit the settings above: a folder in PEFT's format, the folder of a run or
+    checkpoint, or `run:ID/step-N`. Not set: a fresh adapter."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
