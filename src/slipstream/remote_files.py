@@ -1,10 +1,10 @@
-"""Files in a folder, or at any address that fsspec opens, such as an S3 bucket.
+"""Files in a folder, or at any address of fsspec, such as an S3 bucket.
 
 Guarantees: a file appears whole or not at all, with the size and digest of its source; no listing is cached; each
 request has a deadline.
 
 Credentials, profile, region and endpoint of a bucket are found as botocore finds them. A message shows the class of an
-error and its code. It never shows the text or the cause of an error, which may repeat the keys of a request. For the
+error and its code. It never shows the text or the cause of an error: both may repeat the keys of a request. For the
 same reason botocore's own log is off.
 """
 
@@ -46,7 +46,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Unavailable(ConfigError):
-    """The place of the files cannot be used now."""
+    """The files cannot be reached now."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Entry:
     """Its last part."""
     size_bytes: int
     modified: Any
-    """When; of a type that depends on the place."""
+    """When; each kind of place has its own type."""
     is_folder: bool
 
 
@@ -73,14 +73,14 @@ class RemoteFolder:
     """A folder at an address; names are relative to it. All methods raise `Unavailable` if the place cannot be used."""
 
     def __init__(self, address: str, setting: str = "", rights: str = "s3:ListBucket and s3:GetObject") -> None:
-        """`setting` has the address; `rights` are those of S3, for messages. Raises ConfigError for a text that is no
-        address, and without the package that opens it."""
+        """`setting` has the address; `rights` are those of S3, for messages. Raises ConfigError for any other
+        text, and without the package for it."""
         if not address.strip():  # as a path it means the current folder
             raise ConfigError(f"{setting or 'the registry'} is empty: give a folder, or s3://bucket/prefix")
         self.address = check_address(address, setting) if is_address(address) else str(Path(address).resolve())
         self._rights = rights
         scheme = self.address.partition("://")[0]
-        for library in ("botocore", "aiobotocore", "s3fs"):  # what they log has requests with all headers in it
+        for library in ("botocore", "aiobotocore", "s3fs"):  # their messages have requests with all headers
             logging.getLogger(library).setLevel(logging.CRITICAL)
         try:
             self._files: Any  # methods of asynchronous file systems also take a timeout
@@ -99,7 +99,7 @@ class RemoteFolder:
         return self.address
 
     def entries(self, name: str) -> list[Entry]:
-        """What a folder holds; nothing for one that is not there."""
+        """The entries of a folder; none for a missing one."""
 
         def listed() -> list[dict[str, Any]]:
             try:
@@ -118,7 +118,7 @@ class RemoteFolder:
         ]
 
     def get(self, name: str, file: Path, size_bytes: int) -> None:
-        """Copy a file here. Raises DataError for one of another size, which is not read to its end."""
+        """Copy a file here. Raises DataError for one of another size, and does not read it to its end."""
         limit = self._limit(size_bytes)
 
         def copy() -> None:
@@ -138,7 +138,7 @@ class RemoteFolder:
             if isinstance(self._files, LocalFileSystem):
                 _copy_whole(file, Path(path))
                 return
-            # `open(..., "wb")` would commit what is written so far when the block raises.
+            # `open(..., "wb")` would commit a part of the file when the block raises.
             options = {"chunksize": _PART_BYTES} if self.address.startswith("s3:") else {}
             self._files.put_file(str(file), path, **options, **self._limit(expected.size_bytes))
 
@@ -215,8 +215,8 @@ class RemoteFolder:
         except Exception as error:  # noqa: BLE001 (each kind of place raises other errors)
             problem = f"{self.address} cannot be used ({_shown(error)})"
         raise Unavailable(
-            f"{problem}: correct its address, its endpoint and the credentials, which need the rights "
-            f"{self._rights}, or check the network"
+            f"{problem}: correct its address, its endpoint and the credentials (rights "
+            f"{self._rights}), or check the network"
             if "://" in self.address
             else f"{problem}: make room there, or name another folder"
         )
@@ -240,12 +240,12 @@ class RemoteFolder:
         return f"{self._root}/{name}" if name else self._root
 
     def _limit(self, num_bytes: int = 0) -> dict[str, float]:
-        """The deadline of a call; a file system that is not asynchronous has none."""
+        """The deadline of a call, if the file system is asynchronous."""
         return {"timeout": _ANSWER_S + num_bytes / _SLOWEST_BYTES_PER_S} if self._files.async_impl else {}
 
 
 class _Bounded(Callback):
-    """Ends a download that is longer than the file was listed."""
+    """Ends a download of more bytes than were listed."""
 
     def __init__(self, size_bytes: int, place: str) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def _copy_whole(file: Path, path: Path) -> None:
 
 
 def _digests(file: Path) -> tuple[Digest, str]:
-    """The digest of a file, and the one that S3 computes of it: MD5, or of several parts the MD5 of theirs."""
+    """The digest of a file, and its digest in S3: MD5, or for several parts the MD5 of theirs."""
     whole, size, parts = hashlib.sha256(), 0, list[Any]()
     with open_regular(file) as opened:
         is_one = os.fstat(opened.fileno()).st_size < 2 * _PART_BYTES  # as s3fs divides it
@@ -302,7 +302,7 @@ def _pieces(file: Any) -> Iterator[bytes]:
 
 
 def _shown(error: BaseException) -> str:
-    """The class of an error, and the code that a server gave or the text of the operating system's number."""
+    """The class of an error, and the code of a server or the text of the operating system's number."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
     if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) is None:

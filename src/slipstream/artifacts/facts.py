@@ -30,15 +30,15 @@ class Facts(msgspec.Struct, frozen=True):
     """The state of the uploads."""
 
     token: str = ""
-    """Of this run folder; the store has that of the folder that writes."""
+    """This run folder's name in the store, if it is the one to write."""
     steps: dict[int, StepFacts] = {}
     error: str = ""
     """Why the last pass failed; empty after success."""
     failed_since: float = 0.0
     is_taken_over: bool = False
     """Another run folder continues the run."""
-    done: str = ""
-    """Digest of `DONE`, once it is written."""
+    is_done: bool = False
+    """Whether `DONE` is there, of this attempt's run."""
 
 
 def read_facts(folder: Path) -> Facts:

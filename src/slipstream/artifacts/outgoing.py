@@ -1,7 +1,7 @@
 """Holds a run's new checkpoints until they are uploaded, by hard links, since training removes old ones.
 
 Guarantees: the training process holds a checkpoint before it removes another. Adapters wait however long the store is
-away. Of other files only the newest checkpoint waits, so the disk holds at most one further copy.
+away. Otherwise only the newest checkpoint waits, so the disk holds at most one further copy.
 """
 
 from __future__ import annotations

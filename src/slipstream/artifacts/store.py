@@ -132,7 +132,7 @@ class RunStore:
     # Upload
 
     def upload(self, folder: Path) -> None:
-        """Upload the waiting checkpoints in order. An interrupted call leaves nothing that looks whole."""
+        """Upload the waiting checkpoints in order. After an interruption nothing incomplete looks whole."""
         outgoing = Outgoing(folder)
         waiting = outgoing.waiting()
         if not waiting:
@@ -153,7 +153,10 @@ class RunStore:
             outgoing.release(step)
 
     def finish(self, folder: Path, step: int) -> None:
-        """Upload what the run's end has left, and then `DONE`."""
+        """Upload the end of a complete run, and then `DONE`. An earlier one stays."""
+        if not Outgoing(folder).waiting() and (done := self.done()) is not None and done.step == step:
+            write_facts(folder, msgspec.structs.replace(read_facts(folder), is_done=True))
+            return
         self.upload(folder)
         self.check_owner(folder)
         files = self._upload_records(folder) | self._upload_rest(folder)
@@ -168,11 +171,11 @@ class RunStore:
         done = Done(self.run, step, time.time(), files, best=_best_in(folder))
         self.check_owner(folder)
         data = msgspec.json.format(msgspec.json.encode(done), indent=1)
-        digest = self._try(lambda: self._files.write(f"{self.run}/{DONE}", data))
-        write_facts(folder, msgspec.structs.replace(read_facts(folder), done=digest.sha256))
+        self._try(lambda: self._files.write(f"{self.run}/{DONE}", data))
+        write_facts(folder, msgspec.structs.replace(read_facts(folder), is_done=True))
 
     def close(self, folder: Path) -> None:
-        """Upload what a failed or cancelled attempt has left."""
+        """Upload the end of a failed or cancelled attempt."""
         self.upload(folder)
         self.check_owner(folder)
         self._upload_records(folder)
@@ -213,7 +216,7 @@ class RunStore:
         }
 
     def _remove_old(self, folder: Path, newest: int) -> None:
-        """Remove from the store the states before the newest, and whole models that this folder had and removed."""
+        """Remove from the store the states before the newest, and whole models after their removal from this folder."""
         for step in sorted(self._listed(), reverse=True):
             manifest = self._manifest(step) if step < newest else None
             if manifest is None:
@@ -243,7 +246,7 @@ class RunStore:
 
     def restore(self, folder: Path) -> int:
         """Bring the run's newest checkpoint with state and its records to `folder`, if it has none as new; its step, or
-        0. Of a complete run all that `DONE` names comes. Raises DataError for a damaged file."""
+        0. With `DONE` the records of its end come, too. Raises DataError for a damaged file."""
         steps, done = self.steps(), self.done()
         newest = max((step for step, manifest in steps.items() if has_state(manifest)), default=0)
         if not newest or (holds_run(folder) and newest_resumable(folder) >= newest):
@@ -289,7 +292,7 @@ class RunStore:
             )
 
     def fetch(self, step: int, folder: Path, *, weights_only: bool = False) -> None:
-        """Copy a checkpoint to the new `folder`, verified. Raises ConfigError for a step that is not there, and
+        """Copy a checkpoint to the new `folder`, verified. Raises ConfigError for a missing step, and
         DataError."""
         manifest = self.steps().get(step)
         if manifest is None:

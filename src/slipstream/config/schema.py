@@ -25,8 +25,9 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, a hub id, or the folder of a run, whose best checkpoint is taken, or else
-    its latest. `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). Of a vision-language model the language model is trained, on
-    text and images; the vision tower stays frozen unless `train_tower` is set."""
+    its latest. `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). Of a
+    vision-language model the language model is trained, on text and images; the vision tower stays frozen unless
+    `train_tower` is set."""
     revision: str | None = None
     """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""
     thinking: bool | None = None

@@ -107,7 +107,7 @@ def with_uploads(folder: Path, attempt: Attempt) -> Attempt:
         return msgspec.structs.replace(attempt, kind="user", message=facts.error)
     if attempt.kind == "infrastructure" and attempt.exit_code is None and facts.error:
         return msgspec.structs.replace(attempt, message=facts.error)
-    if attempt.kind != "finished" or facts.done:
+    if attempt.kind != "finished" or facts.is_done:
         return attempt
     what = facts.error or "it was killed before"
     message = f"the run is complete, but not its uploads ({what}): slipstream submit --resume continues them"

@@ -51,6 +51,7 @@ class Shown(msgspec.Struct, frozen=True):
     estimated_s: float | None
     actual: Actual | None
     cancel_requested: bool
+    store: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -260,4 +261,5 @@ def shown(folder: Path, record: Record) -> Shown:
         estimated_s=record.estimate.seconds,
         actual=record.actual,
         cancel_requested=record.cancel_requested > 0,
+        store=record.store,
     )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.artifacts.facts import OUTGOING
 from slipstream.config import Loaded, dump_given, load_config
 from slipstream.errors import ConfigError
 from slipstream.names import model_name
@@ -57,7 +58,9 @@ def submit(
     before = record_of(folder)
     if before is not None and not before.has_ended:
         raise ConfigError(f"{before.id} is {before.state}: wait for its end, or use slipstream cancel")
-    if address:
+    if not address:
+        shutil.rmtree(folder / OUTGOING, ignore_errors=True)  # of an earlier start with a store
+    else:
         address = _checked(address, name, resume=resume or before is not None)
     loaded = loaded.with_values({"run.folder": folder})
     loaded.origins["run.folder"] = "slipstream submit"

@@ -1,4 +1,4 @@
-"""The uploads of an attempt's artifacts, in a process of their own beside training.
+"""The uploads of an attempt's artifacts, in a process of its own.
 
 Guarantees: one such process at a time; it ends with the supervisor; training does not wait for it. While the store is
 away, passes follow one another at growing intervals, and checkpoints wait on the disk. An attempt ends after a last
@@ -52,7 +52,7 @@ class Uploads:
         return self._child.pid if self._child is not None else None
 
     def begin(self, is_stopped: Callable[[], bool]) -> bool:
-        """Claim the run in the store, and restore what this folder lacks; whether that was possible."""
+        """Claim the run in the store, and bring newer files here; returns success."""
         return self._launch("begin") and self._wait(is_stopped, 0.0) == 0
 
     def look(self) -> None:
@@ -70,10 +70,10 @@ class Uploads:
             self._launch("pass")
 
     def finish(self, is_stopped: Callable[[], bool], *, is_finished: bool, limit_s: float) -> None:
-        """Make the last pass. One that is to stop, or of a run that has not finished, has `limit_s`."""
+        """Make the last pass. It has `limit_s` after a request to stop, and if the run has not finished."""
         limit = None if is_finished else self._clock() + limit_s
         self._wait(is_stopped, limit_s, limit)
-        hold_for_upload(self._folder)  # what a killed process had no time for
+        hold_for_upload(self._folder)  # a killed process had no time for it
         if not self.is_taken_over:
             self._launch("finish" if is_finished else "close")
             self._wait(is_stopped, limit_s, limit)
@@ -87,8 +87,10 @@ class Uploads:
         return self._child is not None
 
     def _wait(self, is_stopped: Callable[[], bool], grace_s: float, limit: float | None = None) -> int:
-        """Wait for the process under way; its exit code. One that is stopped has `grace_s`."""
-        while self._child is not None and (code := self._child.poll()) is None:
+        """Wait for the process under way; its exit code. After a request to stop it has `grace_s`."""
+        if self._child is None:
+            return 0
+        while (code := self._child.poll()) is None:
             if is_stopped():
                 limit = min(limit or float("inf"), self._clock() + grace_s)
                 grace_s = float("inf")
@@ -96,7 +98,7 @@ class Uploads:
                 self._child.kill()
                 limit = None
             time.sleep(_POLL_S)
-        return self._ended(code) if self._child is not None else 0
+        return self._ended(code)
 
     def _ended(self, code: int) -> int:
         self._child = None

@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_state(name: str) -> bool:
-    """Whether the file is needed only to resume; the loop's own, with step and lineage, is kept with the weights."""
+    """Whether the file is needed only to resume; the loop's own file stays with the weights."""
     return name.startswith(f"{STATE_FOLDER}/") and name != f"{STATE_FOLDER}/{LOOP_FILE}"
 
 
