@@ -3,6 +3,7 @@
 import json
 import secrets
 import shutil
+import subprocess
 
 import fsspec
 import msgspec
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from slipstream.artifacts import facts, references
 from slipstream.artifacts.facts import read_facts
 from slipstream.artifacts.outgoing import Outgoing, has_state
-from slipstream.artifacts.store import RunStore, TakenOver
+from slipstream.artifacts.store import RunStore, TakenOver, noted
 from slipstream.config.addresses import run_reference
 from slipstream.errors import ConfigError, DataError
 from slipstream.remote_files import RemoteFolder, Unavailable
@@ -208,8 +209,6 @@ class Scripted(Uploads):
         self._run, self._address, self.codes = run, address, []
 
     def _launch(self, work):
-        from slipstream.artifacts.store import noted
-
         code = 1 if noted(self._run, lambda: opened(self._address).upload(self._run)) else 0
         self.codes.append(code)
         self._ended(code)
@@ -251,6 +250,27 @@ def test_an_hour_without_the_store(run, tmp_path, adapter):
     assert Outgoing(run).waiting() == {}
     assert [*opened(address).steps()] == [*waiting]
     assert read_facts(run).error == ""
+
+
+def test_a_full_disk(run, tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        pauses = []
+        there = opened(str(place), pauses=pauses)
+        there.claim(run)
+        checkpoint(run, 2)
+        checkpoint(run, 4, size=1 << 20)
+        hold(run)
+        assert "No space left on device" in noted(run, lambda: there.upload(run))
+        assert pauses == [1.0, 2.0]
+        assert [*there.steps()] == [2]
+        assert not [path for path in place.rglob("*") if "slipstream-" in path.name], "no part of a file is left"
+        assert [*Outgoing(run).waiting()] == [4]
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def test_an_adapter_that_changes_nothing_is_no_start(run, tmp_path, monkeypatch):

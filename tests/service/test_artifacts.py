@@ -112,7 +112,10 @@ def losses(folder):
 def test_a_run_leaves_its_artifacts_and_is_a_model(place, tmp_path, capsys, monkeypatch, other):
     """In a folder as the store; `checkpoints` lists them, and from another machine they are models."""
     store = str(tmp_path / "store")
-    name = place.submit("run", 6, store=store, more=LORA.format(every=2))
+    monkeypatch.setenv("SLIPSTREAM_STORE", store)
+    with pytest.raises(SystemExit):
+        main(["submit", str(place.run_file(6, more=LORA.format(every=2))), "--to", "local", "--json"])
+    name = json.loads(capsys.readouterr().out)["id"]
     place.until(name, "done")
     check_store(store, name, [2, 4, 6])
     assert [*(place.folder_of(name) / "service/outgoing").iterdir()] == []
@@ -148,6 +151,7 @@ def test_another_machine_continues_from_s3_with_the_same_losses(place, other, bu
     folder = place.folder_of(name)
     if kind == "stopped":
         until(lambda: place.runs.keep_going() or read_facts(folder).steps)
+        check_no_secret(place)
         record = place.record(name)
         os.kill(record.handle.pid, signal.SIGKILL)
         assert ends(record.worker.pid)
@@ -174,6 +178,8 @@ def test_another_machine_continues_from_s3_with_the_same_losses(place, other, bu
 
 
 def check_no_secret(place):
+    for process in psutil.process_iter(["cmdline"]):
+        assert not any(secret in part for part in process.info["cmdline"] or () for secret in (KEY, SECRET, TOKEN))
     for path in place.folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             data = path.read_bytes()

@@ -25,7 +25,7 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, a hub id, or the folder of a run, whose best checkpoint is taken, or else
-    its latest. `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). Of a
+    its latest. `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). From a
     vision-language model the language model is trained, on text and images; the vision tower stays frozen unless
     `train_tower` is set."""
     revision: str | None = None

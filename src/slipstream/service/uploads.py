@@ -1,4 +1,4 @@
-"""The uploads of an attempt's artifacts, in a process of its own.
+"""The uploads of an attempt's artifacts, in a separate process.
 
 Guarantees: one such process at a time; it ends with the supervisor; training does not wait for it. While the store is
 away, passes follow one another at growing intervals, and checkpoints wait on the disk. An attempt ends after a last
