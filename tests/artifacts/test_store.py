@@ -159,6 +159,36 @@ def test_an_upload_that_ends_at_any_file_leaves_nothing_that_looks_whole(run, ad
         there.check_owner(here)
 
 
+def test_a_folder_that_comes_back_after_another_one_uploads_nothing_old(run, tmp_path):
+    address, other = str(tmp_path / "store"), tmp_path / "other"
+    shutil.copytree(run, other)
+    here = opened(address)
+    here.claim(run)
+    checkpoint(run, 2)
+    hold(run)
+    here.upload(run)
+    checkpoint(run, 4)
+    hold(run)  # and then its machine is lost
+    there = opened(address)
+    there.claim(other)
+    (other / "events.jsonl").unlink()
+    assert there.restore(other) == 2
+    for step in (4, 6):
+        checkpoint(other, step)
+        hold(other)
+        there.upload(other)
+    expected = opened(address).steps()
+    assert [*expected] == [2, 4, 6]
+    back = opened(address)
+    back.claim(run)
+    assert back.restore(run) == 6
+    hold(run)
+    back.finish(run, 6)
+    assert opened(address).steps() == expected
+    with pytest.raises(TakenOver):
+        there.close(other)
+
+
 def test_what_was_damaged_there_is_refused(run, tmp_path):
     address = str(tmp_path / "store")
     there = opened(address)

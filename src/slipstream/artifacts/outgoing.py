@@ -99,8 +99,10 @@ class Outgoing:
         return checkpoints_in(self._own)
 
     def take(self, uploaded: Mapping[int, StepFacts]) -> None:
-        """Hold all new whole checkpoints: every adapter, and of whole models the newest."""
-        waiting, found = self.waiting(), checkpoints_in(self._checkpoints)
+        """Hold all new whole checkpoints: every adapter, and the newest whole model."""
+        waiting, last = self.waiting(), max(uploaded, default=0)
+        # Earlier ones are uploaded, or another folder has continued the run since.
+        found = {step: path for step, path in checkpoints_in(self._checkpoints).items() if step >= last}
         newest = max(waiting, default=0)
         for step, path in reversed(found.items()):
             with contextlib.suppress(DataError, FileNotFoundError):  # not whole yet, or being removed
@@ -110,6 +112,11 @@ class Outgoing:
                 if identity_of(manifest) not in known and (is_adapter(manifest) or step >= newest):
                     self._hold(step, path)
                 newest = max(newest, step)
+
+    def clear(self) -> None:
+        """Let all go: another folder has continued the run."""
+        for path in self.waiting().values():
+            self._remove(path)
 
     def drop_old(self) -> None:
         """Let go what the newest replaces: earlier states, and earlier whole models."""

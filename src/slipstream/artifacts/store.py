@@ -255,27 +255,27 @@ class RunStore:
         shutil.rmtree(incoming, ignore_errors=True)
         with disk_errors(folder):
             incoming.mkdir(parents=True, mode=0o700)
-            for step in {newest, done.best or newest} if done is not None else {newest}:
+            best = done.best if done is not None and done.best in steps else newest
+            for step in {newest, best}:
                 self.fetch(step, incoming / step_name(step))
             known = done.files if done is not None else dict[str, Digest]()
             for name in (*_WHOLE, *_LINES, *(_AT_END if done is not None else ())):
                 self._fetch_record(name, incoming / name, known.get(name))
             (folder / _CHECKPOINTS).mkdir(mode=0o700, exist_ok=True)
-            facts = read_facts(folder)
+            Outgoing(folder).clear()
+            last = StepFacts(identity_of(steps[newest]), time.time(), is_adapter(steps[newest]))
+            write_facts(folder, msgspec.structs.replace(read_facts(folder), steps={newest: last}))
             for step, path in checkpoints_in(incoming).items():
                 final = folder / _CHECKPOINTS / step_name(step)
                 shutil.rmtree(final, ignore_errors=True)
                 path.rename(final)
-                new = StepFacts(identity_of(steps[step]), time.time(), is_adapter(steps[step]))
-                facts = msgspec.structs.replace(facts, steps={**facts.steps, step: new})
-            write_facts(folder, facts)
             names = sorted(os.listdir(incoming), key=lambda name: name == "events.jsonl")  # by it a run is known
             for name in names:
                 (incoming / name).replace(folder / name)
             incoming.rmdir()
-            if done is not None and done.best is not None:
+            if done is not None and done.best == best:
                 (folder / _BEST).unlink(missing_ok=True)
-                (folder / _BEST).symlink_to(step_name(done.best))
+                (folder / _BEST).symlink_to(step_name(best))
         return newest
 
     def _fetch_record(self, name: str, file: Path, known: Digest | None) -> None:
