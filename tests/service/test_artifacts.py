@@ -130,7 +130,10 @@ def test_a_run_leaves_its_artifacts_and_is_a_model(place, tmp_path, capsys, monk
     with pytest.raises(ConfigError, match="has a run"):  # of this name, from another folder
         other().submit("x", 6, store=store, more=f'folder = "{tmp_path}/elsewhere/{name}"\n')
 
-    monkeypatch.delenv("SLIPSTREAM_STORE", raising=False)
+    with pytest.raises(SystemExit):
+        main(["checkpoints", name, "--json"])
+    assert [len(row["places"]) for row in json.loads(capsys.readouterr().out)] == [1, 1, 1]
+    monkeypatch.delenv("SLIPSTREAM_STORE")
     with pytest.raises(ConfigError, match="SLIPSTREAM_STORE"):
         local_path(f"run:{name}/step-4")
     monkeypatch.setenv("SLIPSTREAM_STORE", store)

@@ -27,14 +27,15 @@ class ShownCheckpoint(msgspec.Struct, frozen=True):
     """Path and address."""
 
 
-def list_checkpoints(folder: Path, store: str, run: str) -> list[ShownCheckpoint]:
+def list_checkpoints(folder: Path | None, store: str, run: str) -> list[ShownCheckpoint]:
     """The checkpoints of the run in `folder`, and in the store at an address, if any. Raises ConfigError."""
     found: dict[int, tuple[Manifest, tuple[str, ...], bool]] = {}
-    link = folder / "checkpoints/best"
-    best = link.resolve() if link.is_symlink() else None
-    for step, path in checkpoints_in(folder / "checkpoints").items():
-        with contextlib.suppress(DataError):  # it is not whole
-            found[step] = (read_manifest(path), (str(path),), path.resolve() == best)
+    if folder is not None:
+        link = folder / "checkpoints/best"
+        best = link.resolve() if link.is_symlink() else None
+        for step, path in checkpoints_in(folder / "checkpoints").items():
+            with contextlib.suppress(DataError):  # it is not whole
+                found[step] = (read_manifest(path), (str(path),), path.resolve() == best)
     if store:
         from slipstream.artifacts.store import RunStore
 

@@ -21,7 +21,7 @@ from slipstream.service.dispatch import tick
 from slipstream.service.ending import heartbeat_since
 from slipstream.service.local import Local, Provider
 from slipstream.service.records import ACTIVE, Actual, Attempt, Record
-from slipstream.service.store import OUTPUT, Store
+from slipstream.service.store import OUTPUT, Store, name_from
 from slipstream.service.submission import submit
 
 MAX_CHUNK = 1 << 16
@@ -197,8 +197,15 @@ class LocalRuns:
         return shown(folder, record)
 
     def checkpoints(self, name: str) -> list[ShownCheckpoint]:
-        """See `Runs`."""
-        folder, record = self._find(name)
+        """See `Runs`. A run without a folder here may be in the store."""
+        try:
+            folder, record = self._find(name)
+        except NoSuchRun:
+            address = os.environ.get(STORE_VARIABLE, "")
+            found = list_checkpoints(None, address, name) if name_from(name) == name and not self._is_service else []
+            if not found:
+                raise
+            return found
         return list_checkpoints(folder, record.store, record.id)
 
     def places(self) -> list[ShownPlace]:
