@@ -280,6 +280,12 @@ def test_an_hour_without_the_store(run, tmp_path, adapter):
     assert Outgoing(run).waiting() == {}
     assert [*opened(address).steps()] == [*waiting]
     assert read_facts(run).error == ""
+    for step in (7, 8):
+        checkpoint(run, step)
+        hold(run)
+    opened(address).upload(run)
+    assert [step for step, each in opened(address).steps().items() if has_state(each)] == [8]
+    assert not [name for name in opened(address)._files.sizes("run") if "learner" in name and "step-000008" not in name]
 
 
 def test_a_full_disk(run, tmp_path):

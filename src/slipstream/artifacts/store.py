@@ -217,15 +217,17 @@ class RunStore:
 
     def _remove_old(self, folder: Path, newest: int) -> None:
         """Remove from the store the states before the newest, and whole models after their removal from this folder."""
-        for step in sorted(self._listed(), reverse=True):
-            manifest = self._manifest(step) if step < newest else None
-            if manifest is None:
-                continue
-            kept = {name: facts for name, facts in manifest.files.items() if not is_state(name)}
-            if len(kept) == len(manifest.files):
-                break  # states before it were removed with its own
-            self._write_manifest(step, msgspec.structs.replace(manifest, files=kept))
-            self._remove_files(step, manifest.files.keys() - kept.keys())
+        states: dict[int, list[str]] = {}
+        for path in self._try(lambda: self._files.sizes(f"{self.run}/{_CHECKPOINTS}")):
+            folder_name, _, name = path.partition("/")
+            step = step_of(folder_name)
+            if step is not None and step < newest and is_state(name):
+                states.setdefault(step, []).append(name)
+        for step, names in states.items():
+            if (manifest := self._manifest(step)) is not None and has_state(manifest):
+                kept = {name: facts for name, facts in manifest.files.items() if not is_state(name)}
+                self._write_manifest(step, msgspec.structs.replace(manifest, files=kept))
+            self._remove_files(step, names)
         facts, here = read_facts(folder), checkpoints_in(folder / _CHECKPOINTS)
         models = [step for step, each in facts.steps.items() if not each.is_adapter]
         gone = [step for step in models if step < newest and step not in here]
