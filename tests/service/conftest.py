@@ -52,7 +52,8 @@ def model(tmp_path_factory):
 def place(tmp_path, monkeypatch, model):
     """A folder with a run file, and an empty queue. Nothing of its runs outlives the test."""
     monkeypatch.setenv("SLIPSTREAM_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("SLIPSTREAM_SERVICE", raising=False)
+    for name in ("SLIPSTREAM_SERVICE", "SLIPSTREAM_STORE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launchers, "popen", subprocess.Popen)
     monkeypatch.chdir(tmp_path)
     made = Place(tmp_path, model)
