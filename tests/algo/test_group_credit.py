@@ -97,9 +97,7 @@ def test_it_is_tried_before_a_run(own, name, says):
 
 def test_an_error_of_a_later_group_names_file_and_group(own):
     check_credit(own("later"))
-    with pytest.raises(
-        TrainingError, match=r"own.py:later raised .*0 advantages.* on the group 5.0"
-    ):
+    with pytest.raises(TrainingError, match=r"own.py:later raised .*0 advantages.* on the group 5.0"):
         group_credit(own("later"))(group_of(1.0))
 
 
