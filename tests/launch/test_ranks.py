@@ -98,7 +98,7 @@ def one_step(parts, config, batch):
     """The numbers of an optimizer step."""
     learner, objective = parts.learner, build_objective(config, SAMPLING)
     if parts.reference is not None:
-        batch.reference_logprobs = parts.reference.forward(batch.sequences, SAMPLING).logprobs
+        batch.fill("reference_logprobs", parts.reference.forward(batch.sequences, SAMPLING).logprobs)
     metrics = learner.forward_backward(batch, objective)
     stats = learner.optim_prepare(RATE)
     learner.optim_commit()

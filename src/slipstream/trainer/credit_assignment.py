@@ -105,7 +105,8 @@ def assign_credit(
         advantages_S = torch.zeros_like(advantages_S)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
-        has_own = all("advantages" in sequence.streams for sequence in batch.rollouts[i].sequences)
+        of_rollout = batch.rollouts[i].sequences
+        has_own = bool(of_rollout) and all("advantages" in sequence.streams for sequence in of_rollout)
         advantages[i], carries_loss[i] = advantage if carries and not has_own else 0.0, carries
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     has_own = any(any(sequence.values("advantages") or ()) for sequence in sequences)
