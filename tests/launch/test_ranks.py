@@ -170,67 +170,6 @@ def test_losses_gradients_and_weights_are_those_of_one_process(case, ranks, mode
     compare(several, one)
 
 
-def pcgrad(gradients, seed):
-    """Algorithm 1 of arXiv 2001.06782 on whole gradients, in float64."""
-    draw = random.Random(seed)
-    orders = [draw.sample(range(len(gradients)), len(gradients)) for _ in gradients]
-    total = torch.zeros_like(gradients[0])
-    for i, order in enumerate(orders):
-        own = gradients[i].clone()
-        for j in order:
-            if j != i and own @ gradients[j] < 0:
-                own -= (own @ gradients[j]) / (gradients[j] @ gradients[j]) * gradients[j]
-        total += own
-    return total
-
-
-def by_task():
-    batch = make_batch(5, 8, 4)
-    for place in range(4):  # what the first task likes the second dislikes
-        batch.sequences[4 + place] = batch.sequences[place]
-        batch.advantages[4 + place] = -0.8 * batch.advantages[place]
-    batch.tasks = [("sums", "words", "code")[place // 4 % 3] for place in range(len(batch.sequences))]
-    return batch
-
-
-def flat(gradients, names):
-    return torch.cat([gradients[name].cpu().double().flatten() for name in names])
-
-
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))])
-def test_gradients_of_tasks_are_combined_as_whole_ones(ranks, model, tmp_path):
-    config, seed = make_config(model, 1, {"kind": "grpo", "kl_coef": 0.0}), "0/3"
-    with trained(config, tmp_path) as (parts, _):
-        learner, objective, batch = parts.learner, build_objective(config, SAMPLING), by_task()
-        divisors, each = objective.counts(batch), []
-        for task in batch.by_task():
-            learner._add_gradients(task, objective, divisors)
-            each.append({name: master.grad.clone() for name, master in learner.optimizer.masters().items()})
-            learner.optimizer.discard_gradients()
-        learner._add_gradients(batch, objective, divisors)
-        whole = {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
-        names = list(whole)
-    tasks = [flat(gradients, names) for gradients in each]
-    torch.testing.assert_close(sum(tasks), flat(whole, names), atol=1e-6, rtol=1e-4)
-    expected = pcgrad(tasks, seed)
-    assert (expected - sum(tasks)).norm() > 0.05 * expected.norm(), "the tasks conflict"
-    config = make_config(model, ranks, {"kind": "grpo", "kl_coef": 0.0})
-    with trained(config, tmp_path) as (parts, _):
-        metrics = parts.learner.forward_backward(by_task(), build_objective(config, SAMPLING), by_task=seed)
-        stats = parts.learner.optim_prepare(RATE)
-        parts.learner.optim_commit()
-        parts.learner.save(tmp_path / "combined")
-    pairs = [(a, b) for a in tasks for b in tasks if a is not b]
-    cosines = [float(a @ b / (a.norm() * b.norm())) for a, b in pairs]
-    assert metrics["task_conflict_fraction"] == pytest.approx(sum(cosine < 0 for cosine in cosines) / len(cosines))
-    assert metrics["task_lowest_cosine"] == pytest.approx(min(cosines), abs=1e-5)
-    assert stats.grad_norm == pytest.approx(float(expected.norm()), rel=1e-5)
-    state = read_state(tmp_path / "combined")
-    moments = {key.partition(".exp_avg.")[2]: tensor for key, tensor in state.items() if ".exp_avg." in key}
-    moment = flat(moments, names)
-    assert (10 * moment - expected).norm() <= 1e-5 * expected.norm()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("lora", "reshard"), [(None, "step"), ({"rank": 4}, "layer")])
 def test_a_model_with_an_image_tower_over_ranks(lora, reshard, tmp_path):

@@ -172,23 +172,6 @@ def test_limits_of_a_part(scripted, mixture):
     assert limits["never"] != {1}
 
 
-@pytest.mark.full
-def test_gradients_of_parts_can_be_combined_by_pcgrad(scripted, mixture, tmp_path):
-    (tmp_path / "never.py").write_text(PARTS["never"].replace("return 0.0", 'return float(completion == "b")'))
-    options = ("--algorithm.task_gradients", "pcgrad", "--training.steps", "6", "--evaluation", "false")
-    # With four updates each has a single group, and so one task: there is nothing to combine.
-    for updates, conflicts in (("1", True), ("2", None), ("4", False)):
-        scripted.folder = tmp_path / f"run-{updates}"
-        report = scripted.run(*mixture, *options, "--training.updates_per_batch", updates)
-        assert report.status == "finished", scripted.error
-        rows = [row for row in scripted.metrics[1:] if "train/loss" in row]
-        lowest = min(row["train/task_lowest_cosine"] for row in rows)
-        found = max(row["train/task_conflict_fraction"] for row in rows)
-        assert conflicts is None or (lowest < 0, found > 0) == (conflicts, conflicts), "one wants an a, the other a b"
-    with pytest.raises(ConfigError, match=r"algorithm\.task_gradients has no effect without environment\.name"):
-        load_config(tmp_path / "run.toml", ["--algorithm.task_gradients", "pcgrad"])
-
-
 def test_what_is_wrong_in_a_part_is_named_with_it(scripted, mixture, tmp_path):
     run_file = tmp_path / "run.toml"
     (tmp_path / "never.py").write_text("def tasks(split, num_tasks, seed):\n    return 1 / 0\n")

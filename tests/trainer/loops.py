@@ -72,8 +72,8 @@ class Learner:
     def fill_old_logprobs(self, steps, sampling):
         self.calls.append(f"old {len(steps)}")
 
-    def forward_backward(self, batch, objective, *, by_task=None):
-        self.steps.append((batch, by_task))
+    def forward_backward(self, batch, objective):
+        self.steps.append(batch)
         return dict(self.metrics)
 
     def optim_prepare(self, rate):

@@ -56,7 +56,7 @@ def test_the_rate_follows_the_number_of_the_optimizer_step_in_the_run():
     assert (result.metrics["train/grad_norm"], result.metrics["train/loss"]) == (0.125, 0.25)
     assert (result.metrics["train/skipped_updates"], result.no_signal, result.is_critic_only) == (0.0, None, False)
     assert result.credit.carries_loss == [True] * 8
-    assert [len(batch.sequences) for batch, _ in trainer.learner.steps] == [4] * 4
+    assert [len(batch.sequences) for batch in trainer.learner.steps] == [4] * 4
     first = make_trainer(planned(training=settings))
     first.train(batch_of(0, *GROUPS))
     assert first.learner.calls[2] == "prepare 0.25", "half of the peak: the first of two steps of warm-up"
@@ -128,7 +128,7 @@ def test_sft_trains_on_whatever_was_written():
     assert (result.no_signal, result.credit, result.metrics.keys()) == (
         None, None, {"train/loss", "train/learning_rate", "train/grad_norm"},
     )  # fmt: skip
-    assert trainer.learner.steps[0][0].advantages is None
+    assert trainer.learner.steps[0].advantages is None
     nothing = make_trainer(planned("sft")).train(batch_of(0, outcome="reward_error"))
     assert (nothing.no_signal, nothing.metrics) == (NoSignal.NOTHING_KEPT, {})
     one_of_two = make_trainer(planned("sft", training={"updates_per_batch": 2}))
@@ -154,20 +154,6 @@ def test_an_exact_run_takes_no_difference_in_its_steps(differs):
     assert plain.train(batch_of(2)).no_signal is None
 
 
-def test_where_tasks_gradients_are_combined_steps_name_them_and_have_a_seed_each():
-    trainer = make_trainer(planned(algorithm={"task_gradients": "pcgrad"}, run={"seed": 3}))
-    batch = batch_of(2, (1.0, 0.0), (0.0, 1.0))
-    for rollout, source in zip(batch.rollouts, ("a", "a", "b/x", "b/y"), strict=True):
-        rollout.source = source
-    trainer.train(batch)
-    ((step, seed),) = trainer.learner.steps
-    assert (step.tasks, seed) == (["a", "a", "b", "b"], "3/2")
-    plain = make_trainer(planned())
-    plain.train(batch)
-    ((step, seed),) = plain.learner.steps
-    assert (step.tasks, seed) == (None, None)
-
-
 def test_silent_rollouts_are_ignored_only_where_neither_loss_nor_critic_needs_them():
     batch = batch_of(0, (1.0, 0.0), *[(1.0, 1.0)] * 4)
     counts = []
@@ -177,7 +163,7 @@ def test_silent_rollouts_are_ignored_only_where_neither_loss_nor_critic_needs_th
         for rollout in batch.rollouts:
             rollout.sequences = [sequence()]
         trainer.train(batch)
-        counts.append(len(trainer.learner.steps[0][0].sequences))
+        counts.append(len(trainer.learner.steps[0].sequences))
     assert counts == [3, 10, 10]
 
 
@@ -224,7 +210,7 @@ def test_rollouts_without_a_token_make_no_update(critic):
     trainer = make_trainer(planned(training={"updates_per_batch": 4}), critic=critic)
     result = trainer.train(batch)
     assert result.no_signal is None
-    assert [sum(s.num_trainable > 0 for s in step.sequences) for step, _ in trainer.learner.steps] == [1, 2, 2]
+    assert [sum(s.num_trainable > 0 for s in step.sequences) for step in trainer.learner.steps] == [1, 2, 2]
     assert result.metrics["dropped/no_tokens"] == 3.0
 
 

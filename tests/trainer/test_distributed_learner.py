@@ -20,7 +20,7 @@ from slipstream.trainer.learner import Learner, Reference, Sums
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.packing import StepBatch, even_rows
+from slipstream.trainer.packing import even_rows
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.fingerprint import describe
 
@@ -175,22 +175,6 @@ def test_what_two_ranks_found_is_added_up(make, make_batch, monkeypatch):
     assert sum(len(share.batch.sequences) for share in shares) == 9
     assert len(shares[0].rows) == len(shares[1].rows)
     assert [command.divisors for command in others.sent] == [{"tokens": 7.0}] * 2
-
-
-def test_tasks_are_combined_as_by_a_plain_one(make, make_batch):
-    batch = make_batch()
-    opposite = [0.5 - 0.9 * advantage for advantage in batch.advantages]
-    step = StepBatch(batch.sequences * 2, batch.advantages + opposite)
-    step.tasks = ["one"] * 9 + ["other"] * 9
-    found = []
-    for sharded in (True, False):
-        learner = make(sharded)
-        metrics = learner.forward_backward(copy.deepcopy(step), objective(), by_task="0/1")
-        found.append((metrics, learner.optim_prepare(1e-3).grad_norm))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3, abs=1e-6)
-    assert found[0][0]["task_conflict_fraction"] == 1.0
-    assert found[0][0]["task_lowest_cosine"] < 0.0
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3)
 
 
 def test_a_gradient_of_zero_is_discarded(make, make_batch):

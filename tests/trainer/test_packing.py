@@ -205,14 +205,6 @@ def test_streams_that_do_not_fit_are_refused():
         list(micro_batches(StepBatch([first, second]), 20))
 
 
-def test_a_batch_is_divided_by_tasks_with_all_that_it_knows():
-    sequences = [of([1], size) for size in (1, 2, 3)] + [records.Sequence([1], [False])]
-    batch = StepBatch(sequences, [1.0, 2.0, 3.0, 4.0], tasks=["b", "a", "b", "c"])
-    first, second = batch.by_task()
-    assert (first.sequences, second.sequences) == ([sequences[1]], [sequences[0], sequences[2]])
-    assert (first.advantages, second.advantages) == ([2.0], [1.0, 3.0])
-
-
 def test_what_counts_as_a_signal():
     def having(**streams):
         return of([1], 1, streams={name: records.Stream.of(values) for name, values in streams.items()})
@@ -246,7 +238,7 @@ def test_rollouts_that_carry_no_loss_are_left_out_with_their_targets():
     steps = make_step_batches(batch, [1.0, 2.0, 3.0, 4.0, 5.0], updates_per_batch=2, carries_loss=carries)
     assert [step.advantages for step in steps] == [[1.0, 1.0, 3.0, 3.0], [5.0, 5.0]]
     assert [step.num_sequences for step in steps] == [4, 2]
-    assert (steps[0].tasks, steps[0].silent) == (None, [])
+    assert steps[0].silent == []
     (whole,) = make_step_batches(batch)
     assert (whole.advantages, whole.num_sequences) == (None, 8)
     with pytest.raises(TrainingError, match="4 advantages for 5 rollouts of batch 4"):

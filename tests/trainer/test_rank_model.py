@@ -16,7 +16,6 @@ from slipstream.trainer.distributed.worker import (
     Answer,
     AnyCommand,
     Backward,
-    Combine,
     Commit,
     Describe,
     Gather,
@@ -26,7 +25,6 @@ from slipstream.trainer.distributed.worker import (
     RankModel,
     Save,
     Score,
-    SetAside,
     decode,
     encode,
     rank_batch_of,
@@ -173,7 +171,7 @@ def test_commands_come_out_as_they_were_sent(make_batch):
     sampling = SamplingParams(max_tokens=3)
     for command in (
         Score("policy", share, sampling), Score("critic", share, None), Backward("policy", share, {"tokens": 3.0}),
-        SetAside("policy"), Combine("policy", "1/2"), Prepare("policy", 0.5), Commit("policy"),
+        Prepare("policy", 0.5), Commit("policy"),
         Gather("policy", "base"), Describe("policy", "base"), Save("policy", "folder"), Load("policy", "folder"),
         Negate("policy", 1, 2),
     ):  # fmt: skip

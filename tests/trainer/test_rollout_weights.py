@@ -87,20 +87,3 @@ def test_one_sequence_a_rollout_has_the_bits_of_the_mean_over_sequences(normaliz
     lengths = torch.tensor(row.counts, dtype=torch.float32)[row.sequence_index_N]
     given = token_weights(row.sequence_index_N, row.num_sequences, normalize, row.rollout_tokens_S)
     assert torch.equal(given, 1.0 / lengths if normalize == "sequence" else torch.ones_like(lengths))
-
-
-@pytest.mark.parametrize("combined", [False, True])
-def test_parts_of_a_mixture_keep_the_weights_of_the_whole(combined):
-    batch = batch_of(random.Random(3), 3)
-    for place, rollout in enumerate(batch.rollouts):
-        rollout.source = "ab"[place % 2]
-    (step,) = make_step_batches(batch, [1.0] * len(batch.rollouts), by_task=combined)
-    parts = step.by_task()
-    assert len(parts) == 1 + combined
-    whole = weights_of(step, micro_batches(step, 100), "sequence")
-    objective = PolicyObjective(resolved(RLConfig(normalize="sequence")), SAMPLING)
-    divisor = objective.counts(step)["loss"]
-    for part in parts:
-        for row in micro_batches(part, 100):
-            given = token_weights(row.sequence_index_N, row.num_sequences, "sequence", row.rollout_tokens_S) / divisor
-            assert given.tolist() == [whole[token] for token in row.target_ids_N.tolist()]

@@ -151,10 +151,6 @@ class RLConfig(Section):
     kl_estimator: Auto | KLEstimator = "auto"
     """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
     reward."""
-    task_gradients: Literal["mean", "pcgrad"] = "mean"
-    """How the gradients of a mixture's parts become one: `mean`, that of the loss over all; `pcgrad` (arXiv
-    2001.06782): each is projected onto the normal plane of those that it conflicts with, and then they are summed up.
-    The trainer then holds a gradient of the whole model for each part."""
     entropy_coef: bounds.NonNegativeFactor = 0.0
     """Weight of an entropy bonus: the policy's entropy, a mean over tokens, is raised."""
     importance_sampling: Auto | Correction = "auto"

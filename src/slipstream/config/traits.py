@@ -132,15 +132,6 @@ def has_curriculum(config: RunConfig) -> bool:
     return isinstance(config.algorithm, RLConfig) and environment is not None and environment.curriculum == "adaptive"
 
 
-def num_task_gradients(config: RunConfig) -> int:
-    """How many whole gradients the trainer holds at once: one for each part of a mixture whose gradients are combined
-    by what they are."""
-    algorithm, environment = config.algorithm, config.environment
-    if environment is None or not isinstance(algorithm, RLConfig) or algorithm.task_gradients == "mean":
-        return 1
-    return max(1, len(environment.mixture))
-
-
 def num_replicas(config: RunConfig) -> int:
     """How many engines each orchestrator has; 1 while nobody has decided."""
     if servers := config.inference.servers:

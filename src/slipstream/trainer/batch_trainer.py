@@ -139,11 +139,6 @@ class BatchTrainer:
         all_clipped = num_skipped == len(steps)
         return BatchResult(metrics | update_metrics, credit, NoSignal.ALL_CLIPPED if all_clipped else None)
 
-    @property
-    def _combines_tasks(self) -> bool:
-        algorithm = self.config.algorithm
-        return isinstance(algorithm, PlannedRL) and algorithm.task_gradients == "pcgrad"
-
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
         training = self.config.training
@@ -154,7 +149,6 @@ class BatchTrainer:
             epochs=training.epochs_per_batch,
             carries_loss=credit.carries_loss if credit else None,
             ignores_silent=self.critic is None and self.objective.ignores_silent,
-            by_task=self._combines_tasks,
         )
 
     def optimizer_steps(self, steps: Sequence[tuple[int, StepBatch]], batch_step: int) -> tuple[dict[str, float], int]:
@@ -182,8 +176,7 @@ class BatchTrainer:
         `may_be_zero`: after the first update of a batch the ratio of every token may be outside the clipping range.
         """
         training = self.config.training
-        seed = f"{self.config.run.seed}/{number}" if self._combines_tasks else None
-        metrics = self.learner.forward_backward(step, self.objective, by_task=seed)
+        metrics = self.learner.forward_backward(step, self.objective)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         if self.config.run.exact:
             refuse_difference(metrics.get("mismatch/abs_logprob_diff", math.nan), f"optimizer step {number}")

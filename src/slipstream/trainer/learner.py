@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.gradient_surgery import Combination
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError, one_line
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
@@ -258,46 +257,24 @@ class Learner:
             for step in {id(step): step for step in steps}.values():
                 step.fill("old_logprobs", self.forward(step.sequences, sampling).logprobs)
 
-    def forward_backward(
-        self, batch: StepBatch, objective: Objective, *, by_task: str | None = None
-    ) -> dict[str, float]:
-        """Accumulate the gradient of the step's loss; returns the objective's metrics. With `by_task`, a seed, the
-        gradients of the batch's tasks are combined by PCGrad. Raises TrainingError for a batch without a trainable
-        token."""
-        self._repeat = partial(self.forward_backward, batch, objective, by_task=by_task)
+    def forward_backward(self, batch: StepBatch, objective: Objective) -> dict[str, float]:
+        """Accumulate the gradient of the step's loss; returns the objective's metrics. Raises TrainingError for a batch
+        without a trainable token."""
+        self._repeat = partial(self.forward_backward, batch, objective)
         if not any(sequence.num_trainable for sequence in batch.sequences):
             raise TrainingError(
                 f"the batch of optimizer step {self.step} has {len(batch.sequences)} sequences and no "
                 "trainable token: check the masks and which outcomes are trained on"
             )
         divisors = objective.counts(batch)
-        conflicts: dict[str, float] = {}
-        if by_task is None or len(tasks := batch.by_task()) < 2:
-            sums, found = self._add_gradients(batch, objective, divisors), Combination([], 0.0, 1.0)
-        else:
-            # Each with the divisors of all: without conflicts their sum is the gradient of the whole loss.
-            sums = Sums()
-            for task in tasks:
-                sums.add(self._add_gradients(task, objective, divisors))
-                self._keep_apart()
-            found = self._combine(by_task)
-        if by_task is not None:
-            conflicts = {"task_conflict_fraction": found.conflict_fraction, "task_lowest_cosine": found.lowest_cosine}
+        sums = self._add_gradients(batch, objective, divisors)
         values = {key: value.cpu() for key, value in sums.values.items()}
         experts = share_that_differs(values)
         metrics = objective.summarize(values, divisors) | experts
         counts = {"num_micro_batches": float(sums.num_micro_batches), "num_row_tokens": float(sums.num_row_tokens)}
         self._longest_row = max(self._longest_row, sums.longest_row)
         memory = memory_metrics(self.model.device, self.planned_bytes, self._longest_row)
-        return {**metrics, **conflicts, **counts, **memory}
-
-    def _keep_apart(self) -> None:
-        """Keep the gradient so far apart, as one task's."""
-        self.optimizer.set_aside()
-
-    def _combine(self, seed: str) -> Combination:
-        """Combine the tasks' gradients."""
-        return self.optimizer.combine(seed)
+        return {**metrics, **counts, **memory}
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

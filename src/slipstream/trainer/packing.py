@@ -58,20 +58,10 @@ class StepBatch:
     """One for each sequence; a sequence that carries its own per-token advantages uses those."""
     silent: list[records.Sequence] = field(default_factory=list[records.Sequence])
     """Sequences that count in the loss's divisor but are not computed, because their gradient is exactly 0."""
-    tasks: list[str] | None = None
-    """Per sequence, the part of a mixture that it belongs to, where tasks' gradients are combined."""
     rollout_tokens: list[int] | None = None
     """Per sequence, the trainable tokens of its whole rollout. None: each sequence is a rollout."""
     num_further: int = 0
     """Sequences with a trainable token beyond the first of each rollout."""
-
-    def by_task(self) -> list[StepBatch]:
-        """The sequences of each task that has a trainable token, by the tasks' names; the whole where it names none."""
-        if self.tasks is None:
-            return [self]
-        names = sorted({name for name, s in zip(self.tasks, self.sequences, strict=True) if s.num_trainable})
-        chosen = ([place for place, name in enumerate(self.tasks) if name == wanted] for wanted in names)
-        return [self.only(places) for places in chosen]
 
     def only(self, places: list[int]) -> StepBatch:
         """The sequences at `places`, with what belongs to each."""
@@ -434,16 +424,14 @@ def make_step_batches(
     epochs: int = 1,
     carries_loss: Sequence[bool] | None = None,
     ignores_silent: bool = False,
-    by_task: bool = False,
 ) -> list[StepBatch]:
     """Split a batch into the step batches of its optimizer steps: whole groups over `updates_per_batch` steps, repeated
     `epochs` times.
 
     `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, and those with
-    `carries_loss` false. Rollouts without a trainable token are left out too, so that no step is empty. With `by_task`
-    the steps name the task of each sequence. With `ignores_silent` most rollouts of advantage 0 only count in the
-    divisors (`StepBatch.silent`). Epochs repeat the same objects, so that streams filled in once serve all. Fewer
-    groups than updates give fewer steps.
+    `carries_loss` false. Rollouts without a trainable token are left out too, so that no step is empty. With
+    `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat the
+    same objects, so that streams filled in once serve all. Fewer groups than updates give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -456,7 +444,6 @@ def make_step_batches(
     steps: list[StepBatch] = []
     for part in split(len(members), min(updates_per_batch, len(members))) if members else ():
         step = StepBatch([], None if advantages is None else [])
-        step.tasks = [] if by_task else None
         num_silent = 0
         rollout_tokens: list[int] = []
         for index in (index for group in part for index in members[group]):
@@ -474,8 +461,6 @@ def make_step_batches(
                     continue
             step.sequences += sequences
             rollout_tokens += [batch.rollouts[index].num_sampled] * len(sequences)
-            if step.tasks is not None:
-                step.tasks += [batch.rollouts[index].source.partition("/")[0]] * len(sequences)
             if advantages is not None and step.advantages is not None:
                 step.advantages += [advantages[index]] * len(sequences)
         step.rollout_tokens = rollout_tokens if step.num_further else None

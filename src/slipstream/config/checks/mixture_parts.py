@@ -18,7 +18,7 @@ def mixture_inapplicable(config: RunConfig) -> dict[str, str]:
         return {}
     if environment.name != MIXTURE:
         reason = f'has no effect without environment.name = "{MIXTURE}"'
-        return dict.fromkeys(("environment.mixture", "environment.curriculum", "algorithm.task_gradients"), reason)
+        return dict.fromkeys(("environment.mixture", "environment.curriculum"), reason)
     found = {f"environment.{name}": "has no effect on a mixture, whose parts have it each" for name in _OF_PARTS}
     if not isinstance(algorithm, RLConfig):
         found["environment.curriculum"] = "applies to grpo, not to sft, which samples nothing to train on"

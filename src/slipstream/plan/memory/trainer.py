@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.traits import keeps_copy, num_task_gradients, shares_weights, uses_critic
+from slipstream.config.traits import keeps_copy, shares_weights, uses_critic
 from slipstream.plan.facts import Facts, ModelFacts
 from slipstream.plan.memory.sizes import (
     BYTES_OF,
@@ -79,10 +79,9 @@ def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: 
     """Bytes of one trained model with its optimizer state, on one rank."""
     num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
     trained = num_adapter_parameters or facts.model.num_decoding
-    apart = 4 * trained * (num_task_gradients(config) - 1)
-    if with_reference and config.lora is not None and config.lora.path is not None:
-        apart += trained * BYTES_OF[dtype]  # the initial adapter
-    return apart + training_state_bytes(
+    has_initial_adapter = with_reference and config.lora is not None and config.lora.path is not None
+    initial_adapter = trained * BYTES_OF[dtype] if has_initial_adapter else 0
+    return initial_adapter + training_state_bytes(
         facts.model,
         dtype,
         with_reference=with_reference,

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.gradient_surgery import Combination
 from slipstream.trainer.distributed.worker import (
     Answer,
     AnyCommand,
     Backward,
-    Combine,
     Commit,
     Describe,
     Gather,
@@ -33,7 +31,6 @@ from slipstream.trainer.distributed.worker import (
     RankModel,
     Save,
     Score,
-    SetAside,
     rank_batch_of,
 )
 from slipstream.trainer.learner import Learner, Sums
@@ -163,14 +160,6 @@ class ShardedLearner(Learner):
             sums.add(answer.sums)
         sums.longest_row = answers[0].sums.longest_row  # rank 0's, whose memory is reported with it
         return sums
-
-    def _keep_apart(self) -> None:
-        self._sharded.all_do(SetAside(self._sharded.name))
-
-    def _combine(self, seed: str) -> Combination:
-        found = self._sharded.all_do(Combine(self._sharded.name, seed))[0].combination
-        assert found is not None
-        return found
 
     def _prepare(self, learning_rate: float) -> OptimStats:
         found = self._sharded.all_do(Prepare(self._sharded.name, learning_rate))[0].update

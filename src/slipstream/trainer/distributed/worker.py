@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.gradient_surgery import Combination
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.trainer.distributed.engine_memory import WorkerMemory, shard_like
@@ -75,19 +74,6 @@ class Backward(Command, frozen=True):
     divisors: dict[str, float]
 
 
-class SetAside(Command, frozen=True):
-    """Keep the gradient so far apart, as one task's."""
-
-    doing = "keep a task's gradient"
-
-
-class Combine(Command, frozen=True):
-    """Combine the gradients that were set aside; `seed` decides the order of the projections."""
-
-    doing = "combine the tasks' gradients"
-    seed: str
-
-
 class Prepare(Command, frozen=True):
     """Clip the gradient and compute the update."""
 
@@ -137,7 +123,7 @@ class Negate(Command, frozen=True):
     stride: int
 
 
-AnyCommand = Score | Backward | SetAside | Combine | Prepare | Commit | Gather | Describe | Save | Load | Negate
+AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load | Negate
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -146,7 +132,6 @@ class Answer(msgspec.Struct, frozen=True):
     predictions: list[Tensor] = []
     """By kind, those of all the rank's sequences."""
     sums: Sums = msgspec.field(default_factory=Sums)
-    combination: Combination | None = None
     update: OptimStats | None = None
     num_bytes: int = 0
     """Copied to the engine."""
@@ -216,10 +201,6 @@ class RankModel:
                 return self._score(command.batch, command.sampling)
             case Backward():
                 return self._backward(command.batch, command.divisors)
-            case SetAside():
-                self._trained.set_aside()
-            case Combine():
-                return Answer(combination=self._trained.combine(command.seed))
             case Prepare():
                 return Answer(update=self.prepare(command.learning_rate))
             case Commit():

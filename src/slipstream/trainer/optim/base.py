@@ -18,11 +18,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.algo.gradient_surgery import Combination
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.model import fused_weight_gradients
 from slipstream.trainer.optim.loss_scale import LossScale
-from slipstream.trainer.optim.task_gradients import combine
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 RateOf = Callable[[str], float]
@@ -93,7 +91,6 @@ class Optimizer(ABC):
         """Optimizer steps made so far."""
         self.sums_over_ranks: Callable[[list[float]], list[float]] | None = None
         """For sharded parameters: all-reduces sums over this rank's shards, in float64."""
-        self._set_aside: list[dict[str, Tensor]] = []
         self._prepared = False
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
@@ -162,25 +159,9 @@ class Optimizer(ABC):
         self._prepared = False
 
     def discard_gradients(self) -> None:
-        """Discard the gradients accumulated since the last step, also those set aside."""
-        self._set_aside = []
+        """Discard the gradients accumulated since the last step."""
         for holder in self._holders.values():
             holder.grad = None
-
-    def set_aside(self) -> None:
-        """Keep the gradient accumulated since the last call apart, as one task's."""
-        own = {name: holder.grad for name, holder in self._holders.items() if holder.grad is not None}
-        for holder in self._holders.values():
-            holder.grad = None
-        self._set_aside.append(own)
-
-    def combine(self, seed: str) -> Combination:
-        """Make the tasks' gradients one, by PCGrad; see `task_gradients.py`."""
-        gradients, self._set_aside = self._set_aside, []
-        combined, found = combine(gradients, seed, self.sums_over_ranks)
-        for name, gradient in combined.items():
-            self._holders[name].grad = gradient
-        return found
 
     def state(self) -> dict[str, Tensor]:
         """The state for `load_state`, as tensors: `step`, and `KEY.NAME` for each parameter: its weights, its optimizer
