@@ -70,7 +70,7 @@ class Place:
                 talk = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": f"{number}"}]
                 file.write(json.dumps({"messages": talk}) + "\n")
         self.store, self.provider = Store(folder / "state"), Local()
-        self.runs = LocalRuns(self.store, provider=self.provider, folder=folder / "runs")
+        self.runs = LocalRuns(self.store, providers={"local": self.provider}, folder=folder / "runs")
 
     def run_file(self, steps=5, name="run.toml", more=""):
         path = self.folder / name

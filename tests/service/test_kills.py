@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.runlog import read_events, read_exit, read_settings
-from slipstream.service.local import read_gpus
+from slipstream.service.gpus import read_gpus
 from slipstream.service.records import ACTIVE, Need
 from tests.waiting import ends, until
 

@@ -10,40 +10,49 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from slipstream.errors import SlipstreamError
 from slipstream.service.allocation import Start, choose
-from slipstream.service.local import Provider
+from slipstream.service.provider import Provider
+from slipstream.service.providers import Providers
 from slipstream.service.records import Attempt, Record
 from slipstream.service.store import Store, update
 
 
-def tick(store: Store, provider: Provider) -> None:
+def tick(store: Store, providers: Providers) -> None:
     """Make a pass over the runs of this host."""
     host = socket.gethostname()
     with store.dispatching():
-        runs = [(folder, record) for folder, record in store.records() if record.host == host and not record.has_ended]
-        swept: dict[str, tuple[Path, Record]] = {}
-        for folder, record in runs:
-            with contextlib.suppress(SlipstreamError, OSError):
-                swept[record.id] = (folder, provider.sweep(folder, record))
-        records = [record for _, record in swept.values()]
-        queued = [record for record in records if record.state == "queued"]
-        if not queued:
-            return
-        choice = choose(queued, provider.capacity(records).free, time.time())
-        for name in choice.waits.keys() | choice.overtaken.keys():
-            folder, record = swept[name]
-            _note(folder, record, choice.waits.get(name, record.reason), choice.overtaken.get(name, 0))
-        for start in choice.starts:
-            folder, _ = swept[start.id]
-            with contextlib.suppress(SlipstreamError, OSError):  # a removed folder: the next pass looks again
-                record = update(folder, lambda now, start=start: _decided(now, start))
-                if record.state == "preparing":
-                    _start(provider, folder, record)
+        swept: dict[str, dict[str, tuple[Path, Record]]] = {name: {} for name in providers}
+        for folder, record in store.records():
+            if record.host == host and not record.has_ended and record.to in providers:
+                with contextlib.suppress(SlipstreamError, OSError):
+                    swept[record.to][record.id] = (folder, providers[record.to].sweep(folder, record))
+        for name, provider in providers.items():
+            _place(provider, swept[name])
+
+
+def _place(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
+    """Start all runs that this provider has a place for."""
+    records = [record for _, record in runs.values()]
+    queued = [record for record in records if record.state == "queued"]
+    if not queued:
+        return
+    capacity = provider.capacity(records)
+    choice = choose(queued, capacity.free, time.time())
+    for name in choice.waits.keys() | choice.overtaken.keys():
+        folder, record = runs[name]
+        _note(folder, record, choice.waits.get(name, record.reason), choice.overtaken.get(name, 0))
+    for start in choice.starts:
+        folder, _ = runs[start.id]
+        with contextlib.suppress(SlipstreamError, OSError):  # a removed folder: the next pass looks again
+            record = update(folder, lambda now, start=start: _decided(now, start))
+            if record.state == "preparing":
+                _start(provider, folder, record)
 
 
 def _start(provider: Provider, folder: Path, record: Record) -> None:

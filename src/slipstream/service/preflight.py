@@ -20,7 +20,7 @@ from slipstream.processes.exits import last_error
 from slipstream.processes.launchers import LOCAL
 from slipstream.runlog.files import SERVICE_FOLDER, read_record
 from slipstream.service.allocation import Gpu
-from slipstream.service.local import ask_driver, read_gpus
+from slipstream.service.gpus import ask_driver, read_gpus
 from slipstream.service.records import Need
 from slipstream.service.store import RUN_FILE
 

@@ -96,6 +96,8 @@ class Record(msgspec.Struct, frozen=True):
     need: Need
     estimate: Estimate
     state: State = "queued"
+    to: str = "local"
+    """The provider's name."""
     store: str = ""
     """Address of the store for its artifacts."""
     reason: str = ""

@@ -15,11 +15,10 @@ from slipstream.config import Loaded
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan.times import Estimate
 from slipstream.regular_files import open_regular
-from slipstream.service import preflight
 from slipstream.service.checkpoints import ShownCheckpoint, list_checkpoints
 from slipstream.service.dispatch import tick
 from slipstream.service.ending import heartbeat_since
-from slipstream.service.local import Local, Provider
+from slipstream.service.providers import Providers, all_providers
 from slipstream.service.records import ACTIVE, Actual, Attempt, Record
 from slipstream.service.store import OUTPUT, Store, name_from
 from slipstream.service.submission import submit
@@ -133,13 +132,13 @@ class LocalRuns:
         owner: str = "",
         *,
         records: Callable[[], Sequence[tuple[Path, Record]]] | None = None,
-        provider: Provider | None = None,
+        providers: Providers | None = None,
         folder: Path = Path("runs"),
         is_service: bool = False,
     ) -> None:
         self._store, self._owner = store, owner
         self._records = records or store.records
-        self._provider = provider or Local()
+        self._providers = providers or all_providers(plans_apart=is_service)
         self._folder, self._is_service = folder, is_service
 
     def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
@@ -147,15 +146,12 @@ class LocalRuns:
         if self._is_service and loaded.config.run.folder is not None:
             raise ConfigError("run.folder is chosen by the service: leave it out")
 
-        def plan(folder: Path, loaded: Loaded) -> preflight.Preflight:
-            return preflight.ask(folder) if self._is_service else preflight.plan_ahead(loaded)
-
         address = os.environ.get(STORE_VARIABLE, "") if self._is_service else store
         folder, record = submit(
             self._store,
             loaded,
             name,
-            plan,
+            self._providers["local"].preflight,
             owner=self._owner,
             runs=self._folder.absolute(),
             resume=resume,
@@ -191,8 +187,8 @@ class LocalRuns:
 
     def cancel(self, name: str) -> Shown:
         """See `Runs`."""
-        folder, _ = self._find(name)
-        record = self._provider.cancel(folder)
+        folder, record = self._find(name)
+        record = self._providers[record.to].cancel(folder)
         self.keep_going()
         return shown(folder, record)
 
@@ -211,7 +207,7 @@ class LocalRuns:
     def places(self) -> list[ShownPlace]:
         """See `Runs`."""
         records = [record for _, record in self._records() if record.state in ACTIVE]
-        capacity = self._provider.capacity(records)
+        capacity = self._providers["local"].capacity(records)
         using = {place: [r.id for r in records if any(each.place == place for each in r.leases)]
                  for place in (*(gpu.uuid for gpu in capacity.gpus), "cpu")}  # fmt: skip
         if not capacity.gpus:
@@ -219,7 +215,6 @@ class LocalRuns:
 
             total, free = usable_memory_bytes() / (1 << 30), free_memory_bytes() / (1 << 30)
             return [ShownPlace("cpu", f"{usable_cpus()} cores", round(total, 2), round(free, 2), (*using["cpu"],), ())]
-        own = self._provider.pids(records)
         return [
             ShownPlace(
                 gpu.uuid,
@@ -227,14 +222,14 @@ class LocalRuns:
                 round(gpu.total / (1 << 30), 2),
                 round(capacity.free.get(gpu.uuid, 0) / (1 << 30), 2),
                 tuple(using[gpu.uuid]),
-                tuple(f"{p.name} (process {p.pid})" for p in gpu.processes if p.pid not in own),
+                tuple(f"{p.name} (process {p.pid})" for p in gpu.processes if p.pid not in capacity.own),
             )
             for gpu in capacity.gpus
         ]
 
     def keep_going(self) -> None:
         """See `Runs`."""
-        tick(self._store, self._provider)
+        tick(self._store, self._providers)
 
     def _find(self, name: str) -> tuple[Path, Record]:
         with contextlib.suppress(SlipstreamError):

@@ -28,7 +28,8 @@ from slipstream.runlog import is_running
 from slipstream.service import dispatch
 from slipstream.service.allocation import CPU, Gpu
 from slipstream.service.ending import conclude, exit_since
-from slipstream.service.local import Local, read_gpus
+from slipstream.service.gpus import read_gpus
+from slipstream.service.providers import all_providers
 from slipstream.service.records import Record
 from slipstream.service.store import OUTPUT, RUN_FILE, Store, record_of, update
 from slipstream.service.uploads import Uploads
@@ -128,14 +129,14 @@ class Supervisor:
 
     def _start_waiting(self, record: Record) -> None:
         """Pass over the queue: another run may have the place, or this one may be due again after its wait."""
-        provider = Local()
+        providers = all_providers()
         with contextlib.suppress(SlipstreamError):
             store = Store()
-            dispatch.tick(store, provider)
+            dispatch.tick(store, providers)
             if record.state == "queued" and record.not_before:
                 while (wait_s := record.not_before - time.time()) > 0 and not self._stop:
                     time.sleep(min(wait_s, _POLL_S))
-                dispatch.tick(store, provider)
+                dispatch.tick(store, providers)
 
 
 def granted(gpus: Sequence[Gpu], record: Record) -> list[str]:
