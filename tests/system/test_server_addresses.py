@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -18,6 +19,7 @@ from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from tests.certificates import certificate
+from tests.waiting import until
 
 from .servers import TOKEN, ended, server, setting_of
 from .test_node_runs import finish
@@ -108,10 +110,9 @@ def test_tokens_of_foreign_clients_have_their_version_with_every_third_published
     kept = ("--run.checkpoint_every", 3, "--run.keep_checkpoints", 9, "--run.keep_weights", 9)
     steps = ("--training.steps", 12, "--training.learning_rate", "1e-2")
     with server(model, socket=tmp_path / "engine.sock") as engine:
-        run = train((), run_file, folder, *every, *kept, *steps, *setting_of(engine))
-        until_up(engine.inference)
+        until(lambda: is_up(engine.inference), 200)
         guests = [Guest(engine.inference, model.name, length=50) for _ in range(2)]
-        finish(run)
+        finish(train((), run_file, folder, *every, *kept, *steps, *setting_of(engine)))
         answers = [answer for guest in guests for answer in guest.end()]
     events = read_events(folder)
     published, applied = ([(e["version"], e["digest"]) for e in events if e["kind"] == k] for k in ("publish", "apply"))
@@ -151,7 +152,11 @@ def gap(weights, pieces):
     return torch.cat(every).max().item()
 
 
-def until_up(url):
-    """Until a server answers at its address for clients."""
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=200, timeout=60) as client:
-        client.models.list()
+def is_up(url):
+    """Whether a server answers clients at this address, with `/v1`."""
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(f"{url.removesuffix('/v1')}/health", timeout=60) as answer,
+    ):
+        return answer.status == 200
+    return False
