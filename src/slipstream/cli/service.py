@@ -156,7 +156,8 @@ def submit_locally(
     else:
         tell(f"run:        {run.id}\nrun folder: {run.folder}\nstate:      {run.state} {run.reason}".rstrip())
         time = "unknown" if run.estimated_s is None else f"about {as_duration(run.estimated_s)}"
-        tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}", flush=True)
+        cost = "" if run.estimated_cost is None else f", cost {run.estimated_cost:g}"
+        tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}{cost}", flush=True)
     return follow_queued(queue, run.id, Output(as_json=prints_json)) if follow else 0
 
 

@@ -7,8 +7,6 @@ and, after its death, from a later pass over the queue.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import statistics
 import time
 from pathlib import Path
 
@@ -17,9 +15,10 @@ import msgspec
 from slipstream.artifacts.facts import read_facts
 from slipstream.errors import SlipstreamError
 from slipstream.processes.heartbeat import Heartbeat, read_heartbeat
-from slipstream.runlog import ExitReport, holds_run, read_events, read_exit, read_metrics
+from slipstream.runlog import ExitReport, holds_run, read_events, read_exit
+from slipstream.service.figures import measured
 from slipstream.service.policy import decide, kind_of
-from slipstream.service.records import ACTIVE, Actual, Attempt, Record
+from slipstream.service.records import ACTIVE, Attempt, Record
 from slipstream.service.store import update
 
 _ROUNDING_S = 0.01
@@ -56,9 +55,9 @@ def ended_attempt(folder: Path, attempt: Attempt, exit_code: int | None, now: fl
     )
 
 
-def conclude(folder: Path, launch: int, exit_code: int | None) -> Record:
+def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int = 0) -> Record:
     """Store the end of supervisor number `launch`'s attempt, and the next state: done, failed, cancelled or queued.
-    `exit_code` is None if nobody has waited for its process."""
+    `exit_code` is None if nobody has waited for its process; `host_bytes`: memory of its largest process."""
 
     def begin(record: Record) -> Record:
         is_its = record.launches == launch and record.state in ACTIVE and record.handle is not None
@@ -71,7 +70,7 @@ def conclude(folder: Path, launch: int, exit_code: int | None) -> Record:
     last = ended_attempt(folder, record.attempts[-1], exit_code, now)
     if record.store:
         last = with_uploads(folder, last)
-    actual = measured(folder, (*record.attempts[:-1], last), record.need.gpus)
+    actual = measured(folder, record, (*record.attempts[:-1], last), host_bytes)
 
     def end(record: Record) -> Record:
         assert last.kind is not None
@@ -112,26 +111,6 @@ def with_uploads(folder: Path, attempt: Attempt) -> Attempt:
     what = facts.error or "it was killed before"
     message = f"the run is complete, but not its uploads ({what}): slipstream submit --resume continues them"
     return msgspec.structs.replace(attempt, kind="infrastructure", message=message)
-
-
-def measured(folder: Path, attempts: tuple[Attempt, ...], gpus: int) -> Actual:
-    """Time and memory of a run so far."""
-    seconds = sum(each.ended - each.started for each in attempts)
-    found = Actual(seconds=round(seconds, 3), gpu_hours=round(gpus * seconds / 3600, 6))
-    with contextlib.suppress(SlipstreamError, OSError):
-        if not holds_run(folder):
-            return found
-        rows = read_metrics(folder)
-        took = [b["time"] - a["time"] for a, b in itertools.pairwise(rows) if a["lineage"] == b["lineage"]]
-        peaks = [event["held_gib"] for event in read_events(folder, kinds=("memory",)) if event.get("held_gib")]
-        found = msgspec.structs.replace(
-            found,
-            steps=max((row["step"] for row in rows), default=0),
-            step_s=round(statistics.median(took), 4) if took else None,
-            rest_s=round(max(0.0, seconds - sum(took)), 3) if took else None,
-            memory_gib=max(peaks, default=None),
-        )
-    return found
 
 
 def _was_oom_killed(folder: Path, started: float) -> bool:

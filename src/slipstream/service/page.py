@@ -12,6 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.report.curves import curves
 from slipstream.report.markup import NONE, Child, Html, duration, h, join, number, table
 from slipstream.runlog import holds_run, read_run
+from slipstream.service.records import Actual
 from slipstream.service.runs import Shown, ShownPlace
 
 _REFRESH_S = 5
@@ -105,8 +106,28 @@ def _figures(run: Shown) -> Html:
         ["seconds", number(run.estimated_s), number(actual.seconds if actual else None)],
         ["GPU-hours", number(estimate.gpu_hours), number(actual.gpu_hours if actual else None)],
         ["memory, GiB", number(estimate.memory_gib), number(actual.memory_gib if actual else None)],
+        ["cost", number(run.estimated_cost), number(actual.cost if actual else None)],
     ]
-    return join(table(["", "estimate", "actual"], rows, caption="estimate and actual"), h("p.note", estimate.how))
+    found = table(["", "estimate", "actual"], rows, caption="estimate and actual")
+    return join(found, h("p.note", estimate.how), _record(actual) if actual is not None else None)
+
+
+def _record(actual: Actual) -> Html:
+    """The other measured figures."""
+    seconds = {"queued": actual.queued_s, **{f"start: {name}": each for name, each in actual.start_s.items()},
+               **{f"steps: {name}": each for name, each in actual.parts_s.items()}}  # fmt: skip
+    rows: list[Sequence[Child]] = [[name, duration(each)] for name, each in seconds.items()]
+    rows += [
+        ["tokens generated", number(actual.tokens_generated)],
+        ["tokens trained", number(actual.tokens_trained)],
+        ["tokens generated a second", number(actual.generated_per_s)],
+        ["tokens trained a second", number(actual.trained_per_s)],
+        *([f"peak of memory: {name}", number(each, "GiB")] for name, each in actual.peaks_gib.items()),
+        *([f"console: {name}", path] for name, path in actual.consoles.items()),
+    ]
+    if actual.wandb_url.startswith("https://"):
+        rows.append(["Weights & Biases", h("a", actual.wandb_url, href=actual.wandb_url)])
+    return table(["", "measured"], rows, caption="record")
 
 
 def _took(run: Shown) -> str:

@@ -79,6 +79,25 @@ class Actual(msgspec.Struct, frozen=True):
     gpu_hours: float = 0.0
     memory_gib: float | None = None
     """Peak of the trainer on a GPU."""
+    queued_s: float = 0.0
+    """Before the first attempt."""
+    start_s: dict[str, float] = {}
+    """Seconds by the stages of all starts. Some overlap."""
+    parts_s: dict[str, float] = {}
+    """Seconds by the parts of all steps. `generate` overlaps the others."""
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    generated_per_s: float | None = None
+    """Tokens a second while generating."""
+    trained_per_s: float | None = None
+    """Tokens a second while training."""
+    peaks_gib: dict[str, float] = {}
+    """Peaks of memory: `trainer` and `engine` on a GPU, `host` of the largest process."""
+    cost: float | None = None
+    """By `Record.price`."""
+    wandb_url: str = ""
+    consoles: dict[str, str] = {}
+    """Process, and the file of its output below the run folder."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -100,6 +119,8 @@ class Record(msgspec.Struct, frozen=True):
     """The provider's name."""
     store: str = ""
     """Address of the store for its artifacts."""
+    price: float | None = None
+    """Of a GPU-hour."""
     reason: str = ""
     """Why it waits, or has ended."""
     changed: float = 0.0

@@ -48,6 +48,8 @@ class Shown(msgspec.Struct, frozen=True):
     attempts: tuple[Attempt, ...]
     estimate: Estimate
     estimated_s: float | None
+    estimated_cost: float | None
+    """By the price of a GPU-hour at the submission."""
     actual: Actual | None
     cancel_requested: bool
     store: str = ""
@@ -246,6 +248,7 @@ def shown(folder: Path, record: Record) -> Shown:
     step = record.actual.steps if record.actual is not None else 0
     if record.state in ACTIVE and (beat := heartbeat_since(folder, record.attempts[-1].started)) is not None:
         step = beat.step
+    hours = record.estimate.gpu_hours
     return Shown(
         id=record.id,
         folder=str(folder),
@@ -261,6 +264,7 @@ def shown(folder: Path, record: Record) -> Shown:
         attempts=record.attempts,
         estimate=record.estimate,
         estimated_s=record.estimate.seconds,
+        estimated_cost=None if record.price is None or hours is None else round(record.price * hours, 2),
         actual=record.actual,
         cancel_requested=record.cancel_requested > 0,
         store=record.store,

@@ -24,6 +24,7 @@ from slipstream.processes.files import write_whole
 from slipstream.runlog import holds_run, refuse_used
 from slipstream.runlog.files import SERVICE_FOLDER
 from slipstream.runlog.redaction import redact_toml
+from slipstream.service.figures import gpu_hour_price
 from slipstream.service.preflight import Preflight
 from slipstream.service.records import Record
 from slipstream.service.store import RUN_FILE, Store, name_from, record_of
@@ -52,6 +53,7 @@ def submit(
     the settings; `address` is that of the store for artifacts. Raises ConfigError."""
     if loaded.config.cluster.nodes > 1:
         raise ConfigError(f"cluster.nodes = {loaded.config.cluster.nodes} needs Slurm: use --to slurm, or one node")
+    price = gpu_hour_price()
     name, folder = _new_name(store, loaded, name, runs)
     if not resume or not holds_run(folder):
         refuse_used(folder)
@@ -81,6 +83,7 @@ def submit(
             algorithm=loaded.config.algorithm.kind,
             steps=found.steps,
             store=address,
+            price=price,
             grace_s=loaded.config.run.grace_s,
             need=found.need,
             estimate=with_earlier(store, found.estimate),

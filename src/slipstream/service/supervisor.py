@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -81,7 +82,9 @@ class Supervisor:
                     uploads.finish(self._has_to_stop, is_finished=is_finished, limit_s=record.grace_s + _MARGIN_S)
         finally:
             end_descendants(_ORPHANS_S)
-        record = conclude(self._folder, self._launch, code)
+        # Linux counts in KiB, over all processes of the run with an end.
+        host_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+        record = conclude(self._folder, self._launch, code, host_bytes)
         self._start_waiting(record)
 
     def _on_stop(self, number: int, frame: object) -> None:

@@ -1,0 +1,105 @@
+"""Measured figures of a run, by the files of its folder: time, tokens, memory, cost, and places to look at."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import statistics
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runlog import holds_run, read_events, read_metrics
+from slipstream.runlog.files import SERVICE_FOLDER, Rows
+from slipstream.service.records import Actual, Attempt, Record
+from slipstream.service.store import OUTPUT
+
+PRICE = "SLIPSTREAM_GPU_HOUR_PRICE"
+"""Environment variable: the price of a GPU-hour, in any currency."""
+_SUMS = ("after_batch", "step")
+"""Times of rows: sums of other times there."""
+
+
+def gpu_hour_price() -> float | None:
+    """The price of a GPU-hour by the environment; None without one. Raises ConfigError."""
+    text = os.environ.get(PRICE, "")
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 <= (price := float(text)) < math.inf:
+            return price
+    raise ConfigError(f"{PRICE}={text} is no price of a GPU-hour: give a number such as 2.5")
+
+
+def measured(folder: Path, record: Record, attempts: tuple[Attempt, ...], host_bytes: int = 0) -> Actual:
+    """Figures of a run after these attempts. `host_bytes`: the largest process of the last one."""
+    seconds = sum(each.ended - each.started for each in attempts)
+    gpu_hours = round(record.need.gpus * seconds / 3600, 6)
+    earlier = record.actual.peaks_gib.get("host", 0.0) if record.actual is not None else 0.0
+    host_gib = max(earlier, round(host_bytes / (1 << 30), 3))
+    found = Actual(
+        seconds=round(seconds, 3),
+        gpu_hours=gpu_hours,
+        queued_s=round(attempts[0].started - record.submitted, 3) if attempts else 0.0,
+        cost=None if record.price is None else round(record.price * gpu_hours, 6),
+        peaks_gib={"host": host_gib} if host_gib else {},
+        consoles=consoles_of(folder),
+    )
+    with contextlib.suppress(SlipstreamError, OSError):
+        if holds_run(folder):
+            events = read_events(folder, kinds=("stage", "memory", "sink_opened"))
+            found = with_rows(found, read_metrics(folder), events)
+    return found
+
+
+def with_rows(found: Actual, rows: Rows, events: Rows) -> Actual:
+    """The figures with those of rows of metrics and of events."""
+    took = [b["time"] - a["time"] for a, b in itertools.pairwise(rows) if a["lineage"] == b["lineage"]]
+    parts = {name for row in rows for name in row if name.startswith("time/") and name.endswith("_s")}
+    names = sorted(name.removeprefix("time/").removesuffix("_s") for name in parts)
+    parts_s = {name: round(_sum(rows, f"time/{name}_s"), 3) for name in names if name not in _SUMS}
+    start_s: dict[str, float] = {}
+    for event in events:
+        if event["kind"] == "stage":
+            start_s[event["name"]] = round(start_s.get(event["name"], 0.0) + event["seconds"], 3)
+    generated = int(_sum(rows, "tokens/generated"))
+    trained = int(_sum(rows, "tokens/trained") or _sum(rows, "train/num_tokens"))
+    held = [event["held_gib"] for event in events if event["kind"] == "memory" and event.get("held_gib")]
+    engine = [value for row in rows if (value := row.get("memory/engine_gib"))]
+    peaks = {name: max(values) for name, values in (("trainer", held), ("engine", engine)) if values}
+    urls = [event["url"] for event in events if event["kind"] == "sink_opened" and event["name"] == "wandb"]
+    return msgspec.structs.replace(
+        found,
+        steps=max((row["step"] for row in rows), default=0),
+        step_s=round(statistics.median(took), 4) if took else None,
+        rest_s=round(max(0.0, found.seconds - sum(took)), 3) if took else None,
+        start_s=start_s,
+        parts_s=parts_s,
+        tokens_generated=generated,
+        tokens_trained=trained,
+        generated_per_s=_rate(generated, parts_s.get("generate")),
+        trained_per_s=_rate(trained, parts_s.get("train")),
+        memory_gib=max(held, default=None),
+        peaks_gib={**found.peaks_gib, **peaks},
+        wandb_url=urls[-1] if urls else "",
+    )
+
+
+def consoles_of(folder: Path) -> dict[str, str]:
+    """The output of each process, by a path below the run folder."""
+    found = {"run": OUTPUT} if (folder / OUTPUT).is_file() else {}
+    own = {path.stem: path for path in folder.glob(f"{SERVICE_FOLDER}/*.log") if path.name != Path(OUTPUT).name}
+    names = {"-".join(path.relative_to(folder / "logs").with_suffix("").parts): path
+             for path in folder.glob("logs/**/*.log")}  # fmt: skip
+    return found | {name: str(path.relative_to(folder)) for name, path in sorted((own | names).items())}
+
+
+def _sum(rows: Rows, name: str) -> float:
+    return math.fsum(row.get(name) or 0.0 for row in rows)
+
+
+def _rate(num: int, seconds: float | None) -> float | None:
+    return round(num / seconds, 2) if num and seconds else None

@@ -1,0 +1,100 @@
+"""The measured figures of a run, each from the files of its folder."""
+
+import json
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.service.figures import PRICE, gpu_hour_price, measured
+from slipstream.service.page import run_page
+from slipstream.service.records import Actual, Attempt, Need
+from slipstream.service.runs import shown
+
+from .made import record
+
+GIB = 1 << 30
+EVENTS = [
+    {"kind": "opened", "pid": 1},
+    {"kind": "stage", "name": "load the model", "began_s": 0.0, "seconds": 1.5},
+    {"kind": "stage", "name": "load the model", "began_s": 0.0, "seconds": 2.0},
+    {"kind": "sink_opened", "name": "trackio", "url": "http://elsewhere.example"},
+    {"kind": "sink_opened", "name": "wandb", "url": "https://wandb.example/me/mine/runs/key"},
+    {"kind": "memory", "step": 1, "model": "m", "held_gib": 4.5, "planned_gib": 5.0},
+    {"kind": "memory", "step": 2, "model": "m", "held_gib": 6.5, "planned_gib": 5.0},
+]
+ROW = {"time/batch_s": 1.0, "time/train_s": 2.0, "time/generate_s": 0.5, "time/step_s": 9.0, "memory/engine_gib": 7.0}
+ROWS = [{"step": number, "time": 100.0 + 4 * number, **ROW, "tokens/generated": 60.0, "tokens/trained": 50.0,
+         "train/num_tokens": 44.0} for number in (1, 2, 3)]  # fmt: skip
+LOGS = ("service/output.log", "service/supervisor.log", "logs/engine.log", "logs/rank-1.log", "logs/teacher/engine.log")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, lines in (("events", EVENTS), ("metrics", ROWS)):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for line in lines:
+                file.write(json.dumps({"time": 100.0, "lineage": 0, **line}) + "\n")
+    for name in LOGS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_each_figure_of_the_record(folder):
+    attempts = (Attempt(1, 110.0, ended=130.0), Attempt(2, 140.0, ended=150.0))
+    run = record(submitted=100.0, need=Need(2), price=3.0, actual=Actual(peaks_gib={"host": 1.0}))
+    found = measured(folder, run, attempts, 2 * GIB)
+    assert found == Actual(
+        steps=3,
+        step_s=4.0,
+        rest_s=22.0,
+        seconds=30.0,
+        gpu_hours=round(2 * 30 / 3600, 6),
+        memory_gib=6.5,
+        queued_s=10.0,
+        start_s={"load the model": 3.5},
+        parts_s={"batch": 3.0, "generate": 1.5, "train": 6.0},
+        tokens_generated=180,
+        tokens_trained=150,
+        generated_per_s=120.0,
+        trained_per_s=25.0,
+        peaks_gib={"host": 2.0, "trainer": 6.5, "engine": 7.0},
+        cost=round(3.0 * round(2 * 30 / 3600, 6), 6),
+        wandb_url="https://wandb.example/me/mine/runs/key",
+        consoles={
+            "run": "service/output.log",
+            "supervisor": "service/supervisor.log",
+            "engine": "logs/engine.log",
+            "rank-1": "logs/rank-1.log",
+            "teacher-engine": "logs/teacher/engine.log",
+        },
+    )
+    assert measured(folder, run, attempts).peaks_gib["host"] == 1.0, "the peak of an earlier attempt counts"
+    page = run_page(shown(folder, record(state="done", attempts=attempts, actual=found)), b"")
+    for text in ("load the model", "logs/teacher/engine.log", 'href="https://wandb.example/me/mine/runs/key"'):
+        assert text in page
+
+
+def test_sft_counts_the_tokens_of_the_loss_and_a_run_without_rows_has_its_time(folder):
+    rows = [{name: value for name, value in row.items() if not name.startswith("tokens/")} for row in ROWS]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"lineage": 0, **row}) + "\n" for row in rows))
+    attempts = (Attempt(1, 110.0, ended=130.0),)
+    found = measured(folder, record(), attempts)
+    assert (found.tokens_generated, found.tokens_trained, found.generated_per_s) == (0, 132, None)
+    assert (found.cost, found.gpu_hours) == (None, 0.0)
+    (folder / "metrics.jsonl").write_text("{")
+    (folder / "events.jsonl").unlink()
+    found = measured(folder, record(), attempts)
+    assert (found.seconds, found.steps, found.step_s) == (20.0, 0, None)
+    assert found.consoles["engine"] == "logs/engine.log"
+
+
+def test_a_price_is_a_number(monkeypatch):
+    monkeypatch.delenv(PRICE, raising=False)
+    assert gpu_hour_price() is None
+    monkeypatch.setenv(PRICE, "2.5")
+    assert gpu_hour_price() == 2.5
+    for text in ("-1", "inf", "nan", "free"):
+        monkeypatch.setenv(PRICE, text)
+        with pytest.raises(ConfigError, match=PRICE):
+            gpu_hour_price()
