@@ -26,7 +26,6 @@ LAYERS = {
                 "algo",
                 "shared_kernels",
                 "data",
-                "detection",
                 "transport",
                 "sinks",
                 "weights",
@@ -57,10 +56,16 @@ SAME_LAYER = {
 }
 """Pairs of one layer in which the first may import the second."""
 LIGHT_MODULES = (
-    *("python", "records", "config", "runlog", "detection.figures", "detection.row_targets", "plan.derive"),
+    *("python", "records", "config", "runlog", "plan.derive"),
     *("launch.startup", "launch.parts.watchdog", "processes.exits", "cli", "report"),
 )
+LIGHT_PARTS = ("slipstream_matching.figures", "slipstream_matching.row_targets")
 HEAVY_MODULES = ("torch", "transformers", "vllm")
+PLUG_IN = "slipstream_matching"
+MAY_IMPORT_IT = {"cli", "report"}
+"""Packages around the core."""
+STILL_IMPORT_IT = {"envs", "launch", "orchestrator", "trainer"}
+"""Packages of the core that it has not left yet."""
 
 
 @functools.cache
@@ -162,6 +167,11 @@ def test_the_package_imports_no_benchmark():
     assert [(file, name) for file, name in found if name.split(".")[0] in benchmarks] == []
 
 
+def test_the_core_imports_nothing_of_the_plug_in():
+    found = {package_of(path) for path in FILES for _, name in imports(path) if name.split(".")[0] == PLUG_IN}
+    assert found == MAY_IMPORT_IT | STILL_IMPORT_IT
+
+
 def test_trainer_inference_and_environments_do_not_know_each_other():
     apart = {"trainer", "inference", "envs"}
     for path in FILES:
@@ -172,7 +182,8 @@ def test_trainer_inference_and_environments_do_not_know_each_other():
 
 def test_heavy_libraries_are_not_imported_early():
     program = (
-        f"import importlib, sys\nfor name in {LIGHT_MODULES!r}:\n    importlib.import_module(f'slipstream.{{name}}')\n"
+        f"import importlib, sys\nfor name in {[*(f'slipstream.{each}' for each in LIGHT_MODULES), *LIGHT_PARTS]!r}:\n"
+        f"    importlib.import_module(name)\n"
         f"    assert not set({HEAVY_MODULES!r}) & sys.modules.keys(), name"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

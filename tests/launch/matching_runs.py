@@ -9,12 +9,12 @@ from slipstream import records
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import read_image
-from slipstream.detection.answer import answer_fragments, tokenized
-from slipstream.detection.coordinates import LITERALS
-from slipstream.detection.objects import SceneObject
 from slipstream.orchestrator.matching.answers import answer_tokens
 from slipstream.orchestrator.matching.targets import examples_of
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+from slipstream_matching.answer import answer_fragments, tokenized
+from slipstream_matching.coordinates import LITERALS
+from slipstream_matching.objects import SceneObject
 
 BOXES = ([("red", [10, 20, 300, 400])], [("big blue", [0, 0, 999, 500]), ("tiny", [7, 600, 90, 700])])
 

@@ -4,7 +4,6 @@ import pytest
 
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.detection.coordinates import LITERALS
 from slipstream.envs.detector.image_rows import Detection
 from slipstream.errors import ConfigError, DataError
 from slipstream.orchestrator.evaluate import Evaluation
@@ -19,6 +18,7 @@ from slipstream.orchestrator.matching.targets import (
 )
 from slipstream.plan.derive import make_plan
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+from slipstream_matching.coordinates import LITERALS
 from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
 from tests.plan.test_plan import GRPO, facts
 

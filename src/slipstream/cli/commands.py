@@ -456,9 +456,9 @@ def model_new(
     from slipstream.plan.preflight.torch_builds import check_torch_builds
 
     check_torch_builds()
-    from slipstream.detection.coordinates import LITERALS
     from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
     from slipstream.trainer.model.small.tiny_qwen3 import new_model
+    from slipstream_matching.coordinates import LITERALS
 
     if coordinates and not vision:
         raise ConfigError("--coordinates has no effect without --vision: add it, or leave --coordinates out")

@@ -68,12 +68,12 @@ from slipstream.sinks.prometheus import MetricsServer
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
-    from slipstream.detection.coordinates import AnswerTokens
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
     from slipstream.trainer.checkpoints.resumed import Identity, Resumed
     from slipstream.trainer.checkpoints.writer import CheckpointWriter
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.loop import Reader, TrainingLoop
+    from slipstream_matching.coordinates import AnswerTokens
 
 
 Restarts = Literal["here", "outside", "nowhere"]

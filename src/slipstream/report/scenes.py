@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from slipstream.data.images.reading import bytes_of, decoded
-from slipstream.detection.coordinates import fraction_of
-from slipstream.detection.matching import Matching, MatchSettings, match
-from slipstream.detection.objects import SceneObject
-from slipstream.detection.text_tokens import parsed_text
 from slipstream.errors import SlipstreamError
 from slipstream.records import TRAINABLE_OUTCOMES, Media
 from slipstream.report.headline import setting
 from slipstream.report.markup import Child, Html, h, join, number
 from slipstream.runlog import RunRecord
 from slipstream.runlog.samples import sample_id
+from slipstream_matching.coordinates import fraction_of
+from slipstream_matching.matching import Matching, MatchSettings, match
+from slipstream_matching.objects import SceneObject
+from slipstream_matching.text_tokens import parsed_text
 
 MOST = 6
 """Pictures, half of them of the worst answers and half of the best."""

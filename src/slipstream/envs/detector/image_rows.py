@@ -3,7 +3,7 @@
 Settings: `path` and `split`, `eval_path` and `eval_split` (as those of the environment `rows`; without the last two one
 image in ten is held out, by its content), and `prompt`.
 
-An object has `desc` and `bbox_2d`, x1, y1, x2, y2 in bins from 0 to 999 or coordinate tokens (`detection.objects`). The
+An object has `desc` and `bbox_2d`, x1, y1, x2, y2 in bins from 0 to 999 or coordinate tokens. The
 prompt is the row's column `prompt`, or `settings.prompt`; images come before its text. The reward is the F1 of the
 objects that an answer names, matched by their masks alone, descriptions playing no part; a broken answer is parsed
 without repair. Every row is checked before a run starts, and named with its file and number.
@@ -19,17 +19,17 @@ from typing import Any
 from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.images.parts import COLUMNS, with_images
 from slipstream.data.readers import Row, read_rows
-from slipstream.detection.answer import answer_text
-from slipstream.detection.figures import counts_of
-from slipstream.detection.matching import MatchSettings, match
-from slipstream.detection.objects import in_reading_order, true_objects
-from slipstream.detection.text_tokens import parsed_text
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split
 from slipstream.envs.detector import MATCHING, NAME
 from slipstream.envs.rows import check_settings
 from slipstream.envs.split import split_of
 from slipstream.errors import DataError, did_you_mean
 from slipstream.records import Message, Task
+from slipstream_matching.answer import answer_text
+from slipstream_matching.figures import counts_of
+from slipstream_matching.matching import MatchSettings, match
+from slipstream_matching.objects import in_reading_order, true_objects
+from slipstream_matching.text_tokens import parsed_text
 
 PROMPT = "Detect all objects in the image and give each with desc and bbox_2d as JSON."
 _SETTINGS = ("path", "subset", "split", "eval_path", "eval_split", "prompt")

@@ -11,10 +11,10 @@ from typing import Any
 from slipstream.config import RunConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.detection.coordinates import AnswerTokens, coordinate_ids
-from slipstream.detection.matching import MatchSettings
 from slipstream.envs.detector import NAME as DETECTION
 from slipstream.errors import ConfigError
+from slipstream_matching.coordinates import AnswerTokens, coordinate_ids
+from slipstream_matching.matching import MatchSettings
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

@@ -10,13 +10,13 @@ from typing import Protocol
 from slipstream.config import PlannedConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.examples import Examples, SFTReader
-from slipstream.detection.coordinates import AnswerTokens
-from slipstream.detection.figures import DetectionCounts
-from slipstream.detection.schedule import rollout_seed
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.matching.schedule import channel_of
 from slipstream.orchestrator.matching.targets import Matched, matched
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
+from slipstream_matching.coordinates import AnswerTokens
+from slipstream_matching.figures import DetectionCounts
+from slipstream_matching.schedule import rollout_seed
 
 _WATCHED = 10
 """Steps of channel B over which invalid rollouts are counted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.config import PlannedConfig
 from slipstream.config.sft import MatchingConfig
-from slipstream.detection.schedule import Channel, channel_by_pattern, channel_by_share
+from slipstream_matching.schedule import Channel, channel_by_pattern, channel_by_share
 
 
 def channel_of(config: MatchingConfig, step: int) -> Channel:

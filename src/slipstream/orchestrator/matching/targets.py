@@ -1,6 +1,6 @@
 """From tasks with objects, and from rollouts of them, to the sequences that are trained on.
 
-A task has its objects in `info["objects"]`, as the rows of a detector list them (`detection.objects.true_objects`).
+A task has its objects in `info["objects"]`, as the rows of a detector list them.
 What is wrong with them is a `DataError` that names the task, before anything starts; what a rollout gets wrong is
 dropped and counted.
 """
@@ -16,20 +16,20 @@ from slipstream.config import RunConfig
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.examples import Examples
-from slipstream.detection.answer import answer_text
-from slipstream.detection.coordinates import AnswerTokens
-from slipstream.detection.figures import DetectionCounts, counts_of
-from slipstream.detection.matching import match
-from slipstream.detection.objects import SceneObject, in_reading_order, true_objects
-from slipstream.detection.parser import parse
-from slipstream.detection.row_targets import Target, from_rollout, teacher_forced
-from slipstream.detection.text_tokens import parsed_text
 from slipstream.envs.detector import MATCHING
 from slipstream.errors import ConfigError, DataError
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.matching.answers import answer_tokens, detects, match_settings
 from slipstream.records import TRAINABLE_OUTCOMES, Box, DetectionTarget, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
+from slipstream_matching.answer import answer_text
+from slipstream_matching.coordinates import AnswerTokens
+from slipstream_matching.figures import DetectionCounts, counts_of
+from slipstream_matching.matching import match
+from slipstream_matching.objects import SceneObject, in_reading_order, true_objects
+from slipstream_matching.parser import parse
+from slipstream_matching.row_targets import Target, from_rollout, teacher_forced
+from slipstream_matching.text_tokens import parsed_text
 
 _SHOWN = 3
 """Examples of invalid answers that are kept of a batch."""

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from slipstream.algo.logprobs import token_statistics
 from slipstream.config.sft import MatchingConfig
-from slipstream.detection.coordinate_losses import (
+from slipstream.errors import TrainingError
+from slipstream.trainer.model.image_features import RowEmbeddings
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.packing import MicroBatch, StepBatch
+from slipstream_matching.coordinate_losses import (
     box_ciou_loss,
     box_giou_loss,
     box_l1,
@@ -27,11 +31,7 @@ from slipstream.detection.coordinate_losses import (
     soft_targets,
     with_expected_embeddings,
 )
-from slipstream.detection.coordinates import LAST_BIN
-from slipstream.errors import TrainingError
-from slipstream.trainer.model.image_features import RowEmbeddings
-from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.packing import MicroBatch, StepBatch
+from slipstream_matching.coordinates import LAST_BIN
 
 
 class MatchingObjective:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.detection.coordinates import fraction_of
 from slipstream.errors import TrainingError
 from slipstream.records import DetectionTarget
 from slipstream.trainer.attention.row_layout import to_device
+from slipstream_matching.coordinates import fraction_of
 
 
 @dataclass

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.detection.coordinates import LAST_BIN
-from slipstream.detection.objects import SceneObject
 from slipstream.errors import ConfigError
+from slipstream_matching.coordinates import LAST_BIN
+from slipstream_matching.objects import SceneObject
 
 _INFEASIBLE = 1e6
 Mask = NDArray[np.bool_]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from slipstream.detection.matching import Matching
-from slipstream.detection.parser import ParsedAnswer
+from slipstream_matching.matching import Matching
+from slipstream_matching.parser import ParsedAnswer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco
 
-from slipstream.detection.matching import MatchSettings, box_iou, candidates, mask_iou, mask_of, match
-from slipstream.detection.objects import SceneObject
 from slipstream.errors import ConfigError
+from slipstream_matching.matching import MatchSettings, box_iou, candidates, mask_iou, mask_of, match
+from slipstream_matching.objects import SceneObject
 
 SMALL = MatchSettings(maskiou_resolution=40)
 BINS = st.integers(0, 999)

@@ -4,15 +4,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.detection.scripted_tokens import END, END_ID, Pieces
+from tests.matching.scripted_tokens import END, END_ID, Pieces
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from slipstream.detection.answer import answer_text
-from slipstream.detection.coordinates import AnswerTokens, coordinate_ids, literal
-from slipstream.detection.matching import MatchSettings, match
-from slipstream.detection.objects import SceneObject
-from slipstream.detection.parser import parse
-from slipstream.detection.row_targets import BoxTarget, from_rollout, teacher_forced
+from slipstream_matching.answer import answer_text
+from slipstream_matching.coordinates import AnswerTokens, coordinate_ids, literal
+from slipstream_matching.matching import MatchSettings, match
+from slipstream_matching.objects import SceneObject
+from slipstream_matching.parser import parse
+from slipstream_matching.row_targets import BoxTarget, from_rollout, teacher_forced
 
 RULES = MatchSettings(maskiou_resolution=64)
 CAT = SceneObject("black cat", "bbox_2d", (100, 100, 400, 400))

@@ -1,8 +1,8 @@
 import pytest
-from tests.detection.scripted_tokens import END_ID, FIRST_COORDINATE, Pieces
+from tests.matching.scripted_tokens import END_ID, FIRST_COORDINATE, Pieces
 
-from slipstream.detection.coordinates import AnswerTokens, coordinate_ids, fraction_of, literal, literal_bin
 from slipstream.errors import ConfigError
+from slipstream_matching.coordinates import AnswerTokens, coordinate_ids, fraction_of, literal, literal_bin
 
 
 def test_checklist_1_bins_are_of_999():

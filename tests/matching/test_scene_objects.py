@@ -1,10 +1,10 @@
 import pytest
-from tests.detection.scripted_tokens import Pieces
+from tests.matching.scripted_tokens import Pieces
 
-from slipstream.detection.answer import answer_fragments, answer_text, tokenized
-from slipstream.detection.coordinates import literal
-from slipstream.detection.objects import SceneObject, in_reading_order, true_objects
 from slipstream.errors import DataError
+from slipstream_matching.answer import answer_fragments, answer_text, tokenized
+from slipstream_matching.coordinates import literal
+from slipstream_matching.objects import SceneObject, in_reading_order, true_objects
 
 CAT = {"desc": "black cat", "bbox_2d": ["<|coord_110|>", "<|coord_310|>", "<|coord_410|>", "<|coord_705|>"]}
 SAIL = {"desc": "sail", "poly": [1, 2, 30, 4, 5, 60], "poly_points": 3}

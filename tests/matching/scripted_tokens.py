@@ -2,7 +2,7 @@
 
 import re
 
-from slipstream.detection.coordinates import NUM_BINS, AnswerTokens, literal
+from slipstream_matching.coordinates import NUM_BINS, AnswerTokens, literal
 
 END = "<|im_end|>"
 FIRST_COORDINATE = 1000

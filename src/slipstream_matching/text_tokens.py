@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from slipstream.detection.coordinates import LITERALS, NUM_BINS, AnswerTokens
-from slipstream.detection.parser import ParsedAnswer, parse
+from slipstream_matching.coordinates import LITERALS, NUM_BINS, AnswerTokens
+from slipstream_matching.parser import ParsedAnswer, parse
 
 _LITERAL = re.compile("|".join(map(re.escape, sorted(LITERALS, key=len, reverse=True))).encode())
 _BYTES = 256

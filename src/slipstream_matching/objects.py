@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from slipstream.detection.coordinates import LAST_BIN, literal_bin
 from slipstream.errors import DataError
+from slipstream_matching.coordinates import LAST_BIN, literal_bin
 
 Kind = Literal["bbox_2d", "poly"]
 KINDS: tuple[Kind, ...] = ("bbox_2d", "poly")

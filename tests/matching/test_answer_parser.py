@@ -4,12 +4,12 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.detection.scripted_tokens import END, Pieces
+from tests.matching.scripted_tokens import END, Pieces
 
-from slipstream.detection.answer import answer_text
-from slipstream.detection.coordinates import literal, literal_bin
-from slipstream.detection.objects import SceneObject, has_arity
-from slipstream.detection.parser import parse
+from slipstream_matching.answer import answer_text
+from slipstream_matching.coordinates import literal, literal_bin
+from slipstream_matching.objects import SceneObject, has_arity
+from slipstream_matching.parser import parse
 
 A = ", ".join(f'"{literal(bin_)}"' for bin_ in (1, 2, 3, 4))
 P = ", ".join(f'["{literal(bin_)}", "{literal(bin_)}"]' for bin_ in (1, 2, 3))

@@ -4,15 +4,15 @@ from dataclasses import astuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.detection.scripted_tokens import Pieces
+from tests.matching.scripted_tokens import Pieces
 
-from slipstream.detection.answer import answer_text
-from slipstream.detection.coordinates import literal
-from slipstream.detection.figures import DetectionCounts, counts_of
-from slipstream.detection.matching import MatchSettings, match
-from slipstream.detection.objects import SceneObject
-from slipstream.detection.parser import parse
-from slipstream.detection.schedule import channel_by_pattern, channel_by_share, rollout_seed
+from slipstream_matching.answer import answer_text
+from slipstream_matching.coordinates import literal
+from slipstream_matching.figures import DetectionCounts, counts_of
+from slipstream_matching.matching import MatchSettings, match
+from slipstream_matching.objects import SceneObject
+from slipstream_matching.parser import parse
+from slipstream_matching.schedule import channel_by_pattern, channel_by_share, rollout_seed
 
 LEFT = SceneObject("cat", "bbox_2d", (0, 0, 400, 999))
 RIGHT = SceneObject("dog", "bbox_2d", (500, 0, 999, 999))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast
 
-from slipstream.detection.coordinates import AnswerTokens, literal_bin
-from slipstream.detection.objects import KINDS, Kind, SceneObject, has_arity
+from slipstream_matching.coordinates import AnswerTokens, literal_bin
+from slipstream_matching.objects import KINDS, Kind, SceneObject, has_arity
 
 Reason = Literal[
     "unclosed",  # the answer ends within it

@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from slipstream.detection.coordinates import AnswerTokens, literal
-from slipstream.detection.objects import SceneObject
 from slipstream.errors import DataError
+from slipstream_matching.coordinates import AnswerTokens, literal
+from slipstream_matching.objects import SceneObject
 
 Region = Literal["context", "structure", "desc", "coordinate"]
 """What a token is trained for: nothing; its label, as a part of the JSON or of a description; a box."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.detection.coordinates import LAST_BIN, NUM_BINS
+from slipstream_matching.coordinates import LAST_BIN, NUM_BINS
 
 
 def _wide(tensor: Tensor) -> Tensor:

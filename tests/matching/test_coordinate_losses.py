@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.detection.coordinate_losses import (
+from slipstream_matching.coordinate_losses import (
     box_ciou_loss,
     box_giou_loss,
     box_l1,

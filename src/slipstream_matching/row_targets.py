@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slipstream.detection.answer import Fragment, Region, Tokenized, answer_fragments, objects_fragments, tokenized
-from slipstream.detection.coordinates import AnswerTokens
-from slipstream.detection.matching import Matching
-from slipstream.detection.objects import SceneObject
-from slipstream.detection.parser import ParsedAnswer
+from slipstream_matching.answer import Fragment, Region, Tokenized, answer_fragments, objects_fragments, tokenized
+from slipstream_matching.coordinates import AnswerTokens
+from slipstream_matching.matching import Matching
+from slipstream_matching.objects import SceneObject
+from slipstream_matching.parser import ParsedAnswer
 
 
 class BoxTarget(NamedTuple):
