@@ -48,8 +48,8 @@ def new_vision_model(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     added_tokens: Sequence[str] = (),
 ) -> Path:
-    """Write the model into `folder` (new or empty) and return it. `added_tokens`: further tokens, which are text like
-    other text, such as those of coordinates. Images are scaled to at most 128 x 128 pixels; 16 x
+    """Write the model into `folder` (new or empty) and return it. `added_tokens`: further tokens, read as
+    text, such as coordinates. Images are scaled to at most 128 x 128 pixels; 16 x
     16 of them are a token. A head has `hidden_size / num_heads` dimensions, a multiple of 32. Other arguments as of
     `tiny_qwen3.new_model`."""
     from tokenizers import AddedToken
