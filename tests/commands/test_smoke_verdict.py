@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.commands.smoke import Health, Limits, across, health_of
+from slipstream.commands.smoke import Health, Limits, across, health_of, trial_of
 
 
 def row(channel, loss=1.0, invalid=0, truncated=0, any_match=0.5):
@@ -59,3 +59,23 @@ def test_the_run_that_hid_behind_a_green_smoke():
     losses = (0.22, 0.14, 20.07, 1.21, 0.55, 19.62)
     rows = [row("AAB"[place % 3], loss, invalid=10, any_match=0.0) for place, loss in enumerate(losses)]
     assert len(health_of("ab", rows, Limits()).problems) == 3
+
+
+STEP = {"train/loss": 0.1, "train/grad_norm": 2.0, "probe/abs_logprob_diff": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "problem"),
+    [
+        ([{}, STEP, STEP | {"train/loss": None, "train/skipped": 1.0}], "", ""),
+        ([{}, {"train/loss": None, "train/skipped": 1.0}], "", "no step was trained"),
+        ([STEP | {"train/loss": float("nan")}], "", "not finite"),
+        ([STEP | {"train/grad_norm": 0.0}], "", "gradient"),
+        ([], "the engine did not start", "it ended with: the engine did not start"),
+    ],
+)
+def test_the_verdict_on_a_run_without_channels(rows, error, problem):
+    found = trial_of(rows, error)
+    assert any(problem in text for text in found.problems) == bool(problem)
+    if not problem:
+        assert (found.num_steps, found.loss, found.grad_norm, found.probe) == (2, 0.1, 2.0, 1e-6)

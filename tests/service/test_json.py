@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from slipstream.cli import main
+from slipstream.cli.service import untested
+from slipstream.plan.families import FAMILIES
 
 from .scripted.wandb import URL
 
@@ -100,18 +103,24 @@ def of_run(folder, **changes):
     }
 
 
-def test_every_command_prints_all_its_fields(place, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", f"{SCRIPTED}{os.pathsep}{os.environ['PYTHONPATH']}")
-    monkeypatch.setenv("SLIPSTREAM_GPU_HOUR_PRICE", "2.5")
-    store, folder = str(tmp_path / "store"), str(tmp_path / "runs/run")
+@pytest.fixture
+def asked(capsys):
+    """The answer of a command in JSON, or all its lines."""
 
-    def asked(*arguments, is_one=True):
+    def ask(*arguments, is_one=True, code=0):
         with pytest.raises(SystemExit) as ended:
             main([*map(str, arguments), "--json"])
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert ended.value.code == 0, lines
+        assert ended.value.code == code, lines
         return lines[0] if is_one else lines
 
+    return ask
+
+
+def test_every_command_prints_all_its_fields(place, asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"{SCRIPTED}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("SLIPSTREAM_GPU_HOUR_PRICE", "2.5")
+    store, folder = str(tmp_path / "store"), str(tmp_path / "runs/run")
     file = place.run_file(STEPS, more=f'folder = "{folder}"\n{MORE}')
     same(asked("submit", file, "--to", "local", "--store", store), of_run(folder))
     *pieces, last = asked("logs", "-f", "run", is_one=False)
@@ -137,3 +146,33 @@ def test_every_command_prints_all_its_fields(place, capsys, monkeypatch, tmp_pat
     summary = {"name": "run", "folder": "runs/run", "status": "finished", "step": STEPS, "total_steps": STEPS}
     summary |= {"reward": None, "accuracy": None, "started": positive, "duration_s": positive, "message": ""}
     same(asked("runs"), [summary | {"model": str}])
+
+
+def test_the_rows_of_models(place, asked, capsys):
+    columns = {"family", "class", "a step of SFT", "rows", "LoRA", "engine on a CPU", "engine on a GPU"}
+    columns |= {"float32 head and residual", "same bits", "tested"}
+    rows = asked("models")
+    assert [row["class"] for row in rows] == [each.architecture for each in FAMILIES]
+    for row in rows:
+        same(row, {name: bool if name == "tested" else str for name in columns})
+    (row,) = asked("models", place.model)
+    assert (row["class"], row["tested"], row["engine on a CPU"]) == ("Qwen3ForCausalLM", True, "tested")
+    other = place.folder / "other"
+    shutil.copytree(place.model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    (row,) = asked("models", other)
+    assert (row["class"], row["tested"]) == ("OtherForCausalLM", False)
+    assert untested(str(other)) == "OtherForCausalLM"
+    assert untested(str(place.model)) == untested("owner/name") == ""
+
+
+@pytest.mark.full
+def test_smoke_of_a_run_file(place, asked):
+    run = {"num_steps": 2, "loss": positive, "grad_norm": positive, "probe": None, "problems": []}
+    smoke = ("smoke", place.run_file(100), "--steps", 2, "--folder", place.folder / "smoke")
+    same(asked(*smoke), {"folder": str(place.folder / "smoke"), "runs": [run], "healthy": True})
+    found = asked(*smoke[:-1], place.folder / "again", "--model.path", place.folder / "nowhere", code=7)
+    same(found, {"folder": str, "healthy": False, "runs": [run | {
+        "num_steps": 0, "loss": None, "grad_norm": None, "problems": [str]}]})  # fmt: skip
+    assert asked("smoke", place.run_file(100), "--channels", "a_only", code=2)["error"] == "ConfigError"

@@ -1,4 +1,4 @@
-"""docs/models.md: a row of its table is a family of models. A small one of it, with random weights, is trained here."""
+"""`slipstream models`: a row is a family of models. A small one of it, with random weights, is trained here."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,9 @@ from tests.trainer import conftest as small
 from tests.trainer.steps import learner_of
 
 from slipstream import records
-from slipstream.data.images.families import FAMILIES
+from slipstream.data.images.families import FAMILIES as IMAGE_FAMILIES
 from slipstream.plan.derive import CLOSER, NOT_IN_FLOAT16, REPLAYED, SHARED
+from slipstream.plan.families import FAMILIES
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.loading import packing_obstacle
 from slipstream.trainer.model.lora import blank_adapter
@@ -48,15 +49,8 @@ CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig", "Gemma4ForCausalLM": "Gemma4
            "Qwen3_5ForCausalLM": "Qwen3_5TextConfig"}  # fmt: skip
 
 
-def table():
-    """Rows by the name of their class."""
-    lines = (ROOT / "docs" / "models.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    heads, _, *rows = rows
-    return {row[1].strip("`"): dict(zip(heads, row, strict=True)) for row in rows}
-
-
-TABLE = table()
+TABLE = {each.architecture: each.columns() for each in FAMILIES}
+"""Rows by the name of their class."""
 
 
 def save(name, folder):
@@ -102,6 +96,9 @@ def test_the_other_columns_are_those_of_the_code_and_of_tests():
 
 def test_the_page_names_what_the_code_knows():
     page = (ROOT / "docs" / "models.md").read_text()
-    assert all(f"`{kind}`" in page for kind in FAMILIES)
+    rows = [row | {"class": f"`{row['class']}`"} for row in TABLE.values()]
+    lines = [f"| {' | '.join(cells)} |" for cells in ([*rows[0]], *([*row.values()] for row in rows))]
+    assert [line for line in page.splitlines() if line.startswith("| ")] == lines
+    assert all(f"`{kind}`" in page for kind in IMAGE_FAMILIES)
     assert all(re.sub(r"(\d)", r" \1", name) in page.split("Not in float16")[1] for name in ("Gemma2", "Gemma3"))
     assert {*NOT_IN_FLOAT16} == {"Gemma2", "Gemma3", "Glm4"}

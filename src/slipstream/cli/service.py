@@ -150,6 +150,8 @@ def submit_locally(
         need = _need_line(found.need.gpus, found.estimate.memory_gib)
         print_json(msgspec.to_builtins(found)) if prints_json else tell(f"{need}; {found.estimate.how}")
         return 0
+    if not is_remote() and (kind := untested(loaded.config.model.path)):
+        tell(f"warning: {kind} has no test here: slipstream smoke {run_file} makes a few steps first", file=sys.stderr)
     run = queue.submit(loaded, run_file.stem, resume=resume, store=store)
     if prints_json:
         print_json(as_values(run), is_result=not follow)
@@ -159,6 +161,16 @@ def submit_locally(
         cost = "" if run.estimated_cost is None else f", cost {run.estimated_cost:g}"
         tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}{cost}", flush=True)
     return follow_queued(queue, run.id, Output(as_json=prints_json)) if follow else 0
+
+
+def untested(model: str) -> str:
+    """The class of a model in a folder, if no test has its family; empty otherwise."""
+    from slipstream.plan.families import family_of
+    from slipstream.plan.preflight.model_folder import read_config_file
+
+    folder = Path(model)
+    kinds = read_config_file(folder).get("architectures") if folder.is_dir() else None
+    return str(kinds[0]) if isinstance(kinds, list) and kinds and family_of(str(kinds[0])) is None else ""
 
 
 def line_of(run: Shown) -> dict[str, object]:

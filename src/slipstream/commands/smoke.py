@@ -1,4 +1,4 @@
-"""A few steps of each channel of rollout matching, and a verdict on what came of them.
+"""A few steps of a run file, under rollout matching of each channel, and a verdict on what came of them.
 
 That a run finishes says little: a policy whose every rollout is invalid is trained on the appended true objects, with a
 loss like any other. Healthy is a run whose rollouts are mostly valid and whole, of which some match, and whose two
@@ -116,11 +116,68 @@ def run_channels(
     limits: Limits,
 ) -> Health:
     """Run so many steps in a process of their own, whose output is kept beside `folder`, and judge them."""
-    command = ["sft", str(run_file), *overrides, "--no-evaluation", "--plain"]
-    command += ["--training.steps", str(steps), "--training.warmup_steps", "0", "--run.folder", str(folder)]
-    command += ["--matching.b_ratio", str(B_RATIOS[channels])]
+    options = ["--matching.b_ratio", str(B_RATIOS[channels])]
+    rows, error = _run("sft", run_file, folder, steps, [*overrides, *options], timeout_s)
+    return health_of(channels, rows, limits, error)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run without rollout matching."""
+
+    num_steps: int
+    loss: float | None
+    """Of the last trained step."""
+    grad_norm: float | None
+    """The largest."""
+    probe: float | None
+    """The largest mean difference of log-probabilities between engine and trainer; None without an engine."""
+    problems: tuple[str, ...] = ()
+
+
+def trial_of(rows: Iterable[Row], error: str = "") -> Trial:
+    """The verdict on a short run by its metrics; `error`: its failure."""
+    rows = list(rows)
+    steps = [row for row in rows if row.get("train/loss") is not None or row.get("train/skipped") is not None]
+    trained = [row for row in steps if not row.get("train/skipped")]
+    losses, norms = [row.get("train/loss") for row in trained], _values(trained, "train/grad_norm")
+    problems = [f"it ended with: {error}"] if error else []
+    if not trained and not error:
+        problems.append("no step was trained: rewards agree in all groups, so take an easier or a harder task")
+    if any(loss is None or not math.isfinite(loss) for loss in losses):
+        problems.append("a loss is missing or not finite")
+    if trained and not max(norms, default=0.0) > 0:
+        problems.append("no step has a gradient")
+    return Trial(
+        len(steps),
+        losses[-1] if losses else None,
+        max(norms, default=None),
+        max(_values(rows, "probe/abs_logprob_diff"), default=None),
+        tuple(problems),
+    )
+
+
+def run_trial(
+    command: Literal["sft", "train"],
+    run_file: Path,
+    folder: Path,
+    *,
+    steps: int,
+    overrides: Sequence[str],
+    timeout_s: float,
+) -> Trial:
+    """See `run_channels`, without rollout matching."""
+    return trial_of(*_run(command, run_file, folder, steps, overrides, timeout_s))
+
+
+def _run(
+    command: str, run_file: Path, folder: Path, steps: int, overrides: Sequence[str], timeout_s: float
+) -> tuple[Sequence[Row], str]:
+    """Rows of metrics of a run in a separate process, and its error."""
+    arguments = [command, str(run_file), *overrides, "--no-evaluation", "--plain"]
+    arguments += ["--training.steps", str(steps), "--training.warmup_steps", "0", "--run.folder", str(folder)]
     folder.with_suffix(".log").unlink(missing_ok=True)
-    child = LOCAL.launch("slipstream.cli", command, output=folder.with_suffix(".log"))
+    child = LOCAL.launch("slipstream.cli", arguments, output=folder.with_suffix(".log"))
     try:
         code: int | None = child.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -135,5 +192,4 @@ def run_channels(
         error = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
     elif read_exit(folder) is None:
         error = "it left no exit record"
-    rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
-    return health_of(channels, rows, limits, error)
+    return read_metrics(folder) if (folder / "metrics.jsonl").exists() else [], error
