@@ -64,7 +64,7 @@ HEAVY_MODULES = ("torch", "transformers", "vllm")
 PLUG_IN = "slipstream_matching"
 MAY_IMPORT_IT = {"cli", "report"}
 """Packages around the core."""
-STILL_IMPORT_IT = {"envs", "launch", "orchestrator", "trainer"}
+STILL_IMPORT_IT = {"envs", "launch", "orchestrator"}
 """Packages of the core that it has not left yet."""
 
 

@@ -31,10 +31,17 @@ def test_another_schema_is_refused(change):
         decode(msgspec.msgpack.encode(batch), Batch)
 
 
+def test_a_batch_of_schema_2_is_read():
+    batch = msgspec.msgpack.decode(encode(BATCH)) | {"schema": 2}
+    batch["rollouts"][0]["sequences"][0]["detection"] = None
+    assert decode(msgspec.msgpack.encode(batch), Batch) == BATCH
+
+
 def test_a_batch_of_schema_1_is_read():
     batch = msgspec.msgpack.decode(encode(BATCH)) | {"schema": 1}
     (sequence,) = batch["rollouts"][0]["sequences"]
     del sequence["streams"]
+    sequence["detection"] = None
     sequence |= {"token_ids": [1, 2, 3], "mask": [False, True, True]}
     sequence |= {"advantages": [0.0, 0.5, -0.1], "teacher_logprobs": None}
     found = decode(msgspec.msgpack.encode(batch), Batch)

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """A batch's. 1 had fields for advantages and the teacher's log-probabilities; it is read."""
 
 StreamType = Literal["float64", "float32", "int64"]
@@ -185,27 +185,6 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: str
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A box of rollout matching, and where it is to be predicted."""
-
-    slots: tuple[int, ...]
-    """Indices of its four coordinate tokens in the sequence."""
-    coordinates: tuple[int, ...]
-    """Bins of x1, y1, x2, y2 of the true box."""
-    is_appended: bool = True
-    """Whether it stands after what a rollout wrote."""
-
-
-class DetectionTarget(msgspec.Struct, frozen=True):
-    """What a sequence of rollout matching is trained on."""
-
-    weights: list[float]
-    """Of each token's cross-entropy."""
-    boxes: list[Box]
-    is_rollout: bool = False
-    """Whether it begins with a rollout (channel B)."""
-
-
 class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
     """Of a mixture of experts, those that the engine's routers chose for the first tokens of a sequence. `data`: ids of
     `width` bytes, little-endian, token by token, `per_token` of each layer; a layer without experts has zeros."""
@@ -258,8 +237,6 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     """More values of the trained tokens, by name. `advantages` stand before those that the trainer computes;
     `teacher_logprobs` are of the sampling temperature. A loss reads any of them."""
     media: list[Media] = []
-    detection: DetectionTarget | None = None
-    """Under rollout matching; `mask` is then true where a token has a weight or is a box's coordinate."""
     experts: ExpertChoices | None = None
     """Under `model.replay_experts`; of the first tokens, mostly all but the last."""
 
@@ -563,10 +540,10 @@ def decode(data: bytes, kind: type[RecordT]) -> RecordT:
     if kind is not Batch:
         return msgspec.msgpack.decode(data, type=kind)
     schema = msgspec.msgpack.decode(data, type=_Numbered).schema
-    if schema == 1:
-        return msgspec.convert(_upgraded(msgspec.msgpack.decode(data)), kind)
+    if schema in (1, 2):
+        return msgspec.convert(_upgraded(msgspec.msgpack.decode(data), schema), kind)
     if schema != SCHEMA_VERSION:
-        raise msgspec.ValidationError(f"a batch of schema {schema}, and this Slipstream reads 1 and {SCHEMA_VERSION}")
+        raise msgspec.ValidationError(f"a batch of schema {schema}, and this Slipstream reads 1 to {SCHEMA_VERSION}")
     return msgspec.msgpack.decode(data, type=kind)
 
 
@@ -574,10 +551,13 @@ class _Numbered(msgspec.Struct):
     schema: int = SCHEMA_VERSION
 
 
-def _upgraded(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of schema 1 as one of today's."""
+def _upgraded(batch: dict[str, Any], schema: int) -> dict[str, Any]:
+    """A batch of schema 1 or 2 as one of today's."""
     for rollout in batch["rollouts"]:
         for sequence in rollout["sequences"]:
+            sequence.pop("detection", None)
+            if schema == 2:
+                continue
             given = {name: sequence.pop(name, None) for name in ("advantages", "teacher_logprobs")}
             sequence["streams"] = {
                 name: Stream.of(compress(values, sequence["mask"])) for name, values in given.items() if values

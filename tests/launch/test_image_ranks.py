@@ -10,8 +10,8 @@ from slipstream.launch.build import build_objective
 from slipstream.orchestrator.matching.targets import matched
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.fingerprint import describe
-from tests.launch.matching_runs import answer_ids, new_detector, rollout
 from tests.launch.test_ranks import GRPO, PPO, RATE, SAMPLING, make_config, one_step, trained
+from tests.matching.matching_runs import answer_ids, new_detector, rollout
 from tests.trainer.test_image_rows import save, sequences
 
 TOWERS = ("visual", "vision_tower", "projector")

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from slipstream.records import Rollout, Sequence
 from slipstream.report import write_report
 from slipstream.runlog.samples import sample_of
-from tests.launch.matching_runs import picture
+from tests.matching.matching_runs import picture
 from tests.report.browser import browser, find, needs_browser
 from tests.report.conftest import HOSTILE, write_run
 from tests.report.test_browser import check

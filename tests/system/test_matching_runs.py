@@ -10,7 +10,7 @@ from slipstream.errors import EngineError
 from slipstream.orchestrator.matching.answers import answer_tokens
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.coordinates import LITERALS
-from tests.launch.matching_runs import answer_ids
+from tests.matching.matching_runs import answer_ids
 from tests.system.boxes import SYSTEM
 
 from .conftest import LETTERS, Scripted

@@ -192,7 +192,7 @@ def test_a_row_holds_what_each_target_is_given():
     assert [index for index, micro in micros.items() if "teacher_logprobs" not in micro.streams] == [5]
     assert "returns" in micros[5].streams
     (plain,) = micro_batches(StepBatch([of([1, 2], 2)]), 20)
-    assert (plain.streams, plain.boxes, plain.experts) == ({}, None, None)
+    assert (plain.streams, plain.experts) == ({}, None)
 
 
 def test_streams_that_do_not_fit_are_refused():

@@ -125,7 +125,7 @@ def test_a_rank_gets_all_that_a_row_is_trained_on_and_not_where_it_is_from():
     own = records.Sequence(
         [5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], [records.VersionSpan(1, "0.3")],
         {"advantages": records.Stream.of([0.5, 1.0]), "ids": records.Stream.of([3, 4, 5, 6], "int64", 2)},
-        media=[image], detection=records.DetectionTarget([1.0, 2.0, 3.0], []),
+        media=[image],
     )  # fmt: skip
     other = records.Sequence([1, 2], [False, True])
     batch = StepBatch([other, own, other], [1.0, 2.0, 3.0])

@@ -16,7 +16,7 @@ import msgspec
 
 from slipstream.config.sft import TrainOn
 from slipstream.errors import DataError
-from slipstream.records import Batch, DetectionTarget, Media, Message, Rollout, Version
+from slipstream.records import Batch, Media, Message, Rollout, Stream, Version
 from slipstream.records import Sequence as TokenSequence
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 
 
 class Examples(Collection[TokenSequence]):
-    """Token sequences with their loss masks, images and boxes, in five bytes a token, and eight more where tokens have
-    weights; reading one makes it anew."""
+    """Token sequences with their loss masks, images and streams, in five bytes a token and the bytes of the streams;
+    reading one makes it anew."""
 
     def __init__(self) -> None:
         self._token_ids = array("i")
         self._mask = bytearray()
         self._ends = array("q", [0])
         self._media: dict[int, tuple[Media, ...]] = {}
-        self._detection: dict[int, DetectionTarget] = {}
+        self._streams: dict[int, dict[str, Stream]] = {}
 
     def append(self, sequence: TokenSequence) -> None:
         """Add one at the end."""
         if sequence.media:
             self._media[len(self)] = tuple(sequence.media)
-        if sequence.detection is not None:
-            self._detection[len(self)] = sequence.detection
+        if sequence.streams:
+            self._streams[len(self)] = sequence.streams
         self._token_ids.extend(sequence.token_ids)
         self._mask.extend(sequence.mask)
         self._ends.append(len(self._token_ids))
@@ -54,8 +54,8 @@ class Examples(Collection[TokenSequence]):
         start, end = self._ends[index], self._ends[index + 1]
         # "?" is C's bool: several times as fast as a loop.
         mask = cast("list[bool]", memoryview(self._mask[start:end]).cast("?").tolist())
-        media, detection = list(self._media.get(index, ())), self._detection.get(index)
-        return TokenSequence(self._token_ids[start:end].tolist(), mask, media=media, detection=detection)
+        media, streams = list(self._media.get(index, ())), dict(self._streams.get(index, {}))
+        return TokenSequence(self._token_ids[start:end].tolist(), mask, streams=streams, media=media)
 
     def __iter__(self) -> Iterator[TokenSequence]:
         return (self[index] for index in range(len(self)))

@@ -288,7 +288,7 @@ def build_objective(config: PlannedConfig, sampling: SamplingParams, coordinate_
     from slipstream.trainer.loss import PolicyObjective, SFTObjective
 
     if config.matching is not None:
-        from slipstream.trainer.matching.objective import MatchingObjective
+        from slipstream_matching.objective import MatchingObjective
 
         return MatchingObjective(config.matching, coordinate_ids)
     if config.algorithm.kind == "sft":

@@ -27,7 +27,6 @@ from slipstream.trainer.attention.row_images import RowImage, RowImages
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 from slipstream.trainer.distributed.context import ContextGroup, RowShard, shard_targets, shard_tokens
 from slipstream.trainer.experts.row_choices import RowChoices, RowExperts
-from slipstream.trainer.matching.row_boxes import RowBoxes, row_boxes
 
 T = TypeVar("T")
 _DTYPES: dict[records.StreamType, torch.dtype] = {
@@ -134,8 +133,6 @@ class MicroBatch:
     rows of a step may have the same image."""
     rotary_ids_3T: Tensor | None = None
     """Frame, row and column positions (mRoPE), if the row has images; `position_ids_T` then count tokens."""
-    boxes: RowBoxes | None = None
-    """Under rollout matching."""
     experts: RowExperts | None = None
     """The engine's, under `model.replay_experts`."""
     shard: RowShard | None = None
@@ -347,8 +344,7 @@ def _micro_batch(
         # Equal shards: a last segment without targets.
         add(records.Sequence([0] * missing, [False] * missing), 0, missing, None)
     indices = [index for group in groups for index in group]
-    own, places = batch.only(indices), [all_targets[index].positions for index in indices]
-    counts = list(map(len, places))
+    own, counts = batch.only(indices), [len(all_targets[index].positions) for index in indices]
 
     def integers(values: list[int]) -> Tensor:
         """Seven times as fast as torch.tensor: the GPU is idle until a step's first row is built."""
@@ -375,7 +371,6 @@ def _micro_batch(
         rollout_tokens_S=None if tokens is None else to_device(torch.tensor(tokens, dtype=torch.float32), device),
         images=images.found,
         rotary_ids_3T=None if rotary is None else to_device(rotary, device),
-        boxes=row_boxes([sequence.detection for sequence in own.sequences], places, predict_index, device),
         experts=choices.experts(device),
         shard=shard,
     )

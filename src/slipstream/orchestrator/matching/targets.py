@@ -20,7 +20,7 @@ from slipstream.envs.detector import MATCHING
 from slipstream.errors import ConfigError, DataError
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.matching.answers import answer_tokens, detects, match_settings
-from slipstream.records import TRAINABLE_OUTCOMES, Box, DetectionTarget, Media, Message, Rollout, Task
+from slipstream.records import TRAINABLE_OUTCOMES, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
 from slipstream_matching.answer import answer_text
 from slipstream_matching.coordinates import AnswerTokens
@@ -28,6 +28,7 @@ from slipstream_matching.figures import DetectionCounts, counts_of
 from slipstream_matching.matching import match
 from slipstream_matching.objects import SceneObject, in_reading_order, true_objects
 from slipstream_matching.parser import parse
+from slipstream_matching.row_boxes import mask_and_streams
 from slipstream_matching.row_targets import Target, from_rollout, teacher_forced
 from slipstream_matching.text_tokens import parsed_text
 
@@ -81,13 +82,8 @@ def sequence_of(
 ) -> TokenSequence:
     """A target as the trainer takes it."""
     weights = target.ce_weights(config.desc_ce_weight)
-    mask = [weight > 0.0 for weight in weights]
-    boxes = [Box(box.slots, box.coordinates, box.is_appended) for box in target.boxes]
-    for box in boxes:
-        for slot in box.slots:
-            mask[slot] = True
-    detection = DetectionTarget(weights, boxes, is_rollout)
-    return TokenSequence(target.token_ids, mask, media=list(media), detection=detection)
+    mask, streams = mask_and_streams(weights, target.boxes, is_rollout=is_rollout)
+    return TokenSequence(target.token_ids, mask, streams=streams, media=list(media))
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """From tasks and rollouts to what is trained on: masks token by token, drops, figures."""
 
 import pytest
+from tests.matching.matching_runs import answer_ids, new_detector, rollout, target_of, task
+from tests.plan.test_plan import GRPO, facts
 
 from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
@@ -19,8 +21,6 @@ from slipstream.orchestrator.matching.targets import (
 from slipstream.plan.derive import make_plan
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.coordinates import LITERALS
-from tests.launch.matching_runs import answer_ids, new_detector, rollout, task
-from tests.plan.test_plan import GRPO, facts
 
 
 @pytest.fixture(scope="module", params=["char", "byte"])
@@ -30,16 +30,17 @@ def detector(request, tmp_path_factory):
 
 def shown(detector, sequence):
     """The trained text: what has a weight as it is, coordinates of boxes as `#`, the rest as `.`, a character each."""
-    slots = {slot for box in sequence.detection.boxes for slot in box.slots}
+    slots = {slot for box in target_of(sequence).boxes for slot in box.slots}
+    weights = target_of(sequence).weights
     found = []
     for place, id_ in enumerate(sequence.token_ids):
         text = detector.tokens.piece(id_).decode()
         if place in slots:
             assert sequence.mask[place]
-            assert sequence.detection.weights[place] == 0.0
+            assert weights[place] == 0.0
             found.append("#")
         else:
-            assert sequence.mask[place] == (sequence.detection.weights[place] > 0.0)
+            assert sequence.mask[place] == (weights[place] > 0.0)
             found.append(text if sequence.mask[place] else "." * (1 if text in LITERALS else len(text)))
     return "".join(found)
 
@@ -63,7 +64,7 @@ def test_channel_a_trains_the_whole_answer_and_its_end(detector):
         '{"object_1": {"desc": "big blue", "bbox_2d": ["#", "#", "#", "#"]}, '
         '"object_2": {"desc": "tiny", "bbox_2d": ["#", "#", "#", "#"]}}<|im_end|>'
     )
-    boxes = detector.examples[1].detection.boxes
+    boxes = target_of(detector.examples[1]).boxes
     assert [box.coordinates for box in boxes] == [(0, 0, 999, 500), (7, 600, 90, 700)]
     assert all(
         tuple(detector.tokens.bins[detector.examples[1].token_ids[slot]] for slot in box.slots) == box.coordinates
@@ -83,9 +84,9 @@ def test_channel_b_trains_matched_json_and_what_was_missed(detector):
         '{"desc": ".....", "bbox_2d": ["#", "#", "#", "#"]}, '
         '"object_3": {"desc": "big blue", "bbox_2d": ["#", "#", "#", "#"]}}<|im_end|>'
     )
-    boxes = [(box.coordinates, box.is_appended) for box in sequence.detection.boxes]
+    boxes = [(box.coordinates, box.is_appended) for box in target_of(sequence).boxes]
     assert boxes == [((7, 600, 90, 700), False), ((0, 0, 999, 500), True)]
-    assert sequence.detection.is_rollout
+    assert target_of(sequence).is_rollout
     num_prompt = len(detector.tokenizer.render(detector.tasks[1].prompt))
     kept = len(ids) - 2  # neither the last brace nor the end of the turn
     assert sequence.token_ids[num_prompt : num_prompt + kept] == ids[:kept]
@@ -171,7 +172,7 @@ def test_order_of_objects(detector):
     for order in ("sorted", "as_given"):
         config = MatchingConfig(object_order=order)
         examples = examples_of([given], detector.tokenizer, detector.tokens, config, 512)
-        first[order] = examples[0].detection.boxes[0].coordinates
+        first[order] = target_of(examples[0]).boxes[0].coordinates
     assert first == {"sorted": (0, 1, 10, 100), "as_given": (0, 500, 10, 600)}
 
 

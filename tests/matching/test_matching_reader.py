@@ -4,13 +4,13 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from tests.matching.matching_runs import answer_ids, new_detector, rollout
 
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.matching.reader import MatchingReader
 from slipstream.orchestrator.matching.schedule import channel_of, generates_for
 from slipstream.plan.draw_notes import schedule_notes
-from tests.launch.matching_runs import answer_ids, new_detector, rollout
 
 
 @pytest.fixture(scope="module")

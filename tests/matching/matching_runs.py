@@ -15,6 +15,7 @@ from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.answer import answer_fragments, tokenized
 from slipstream_matching.coordinates import LITERALS
 from slipstream_matching.objects import SceneObject
+from slipstream_matching.row_boxes import APPENDED, BINS, IN_ROLLOUT, ORIGINS, WEIGHTS
 
 BOXES = ([("red", [10, 20, 300, 400])], [("big blue", [0, 0, 999, 500]), ("tiny", [7, 600, 90, 700])])
 
@@ -47,6 +48,28 @@ def answer_ids(detector, *objects):
     """The tokens of a whole answer, the end of the turn included."""
     scene = [SceneObject(desc, "bbox_2d", box) for desc, box in objects]
     return [*tokenized(answer_fragments(scene), detector.tokens).ids, detector.tokens.end_id]
+
+
+def target_of(sequence):
+    """What the streams of a sequence say: the weight of each token, its boxes by their slots, whether it is of a
+    rollout."""
+    places = [place for place, is_trained in enumerate(sequence.mask) if is_trained]
+    weights, bins, origins = (sequence.values(name) for name in (WEIGHTS, BINS, ORIGINS))
+    every = dict(zip(places, weights, strict=True))
+    slots = [(place, int(bin_), origin) for place, bin_, origin in zip(places, bins, origins, strict=True) if bin_ >= 0]
+    boxes = [slots[first : first + 4] for first in range(0, len(slots), 4)]
+    return SimpleNamespace(
+        weights=[every.get(place, 0.0) for place in range(len(sequence))],
+        boxes=[
+            SimpleNamespace(
+                slots=tuple(place for place, _, _ in box),
+                coordinates=tuple(bin_ for _, bin_, _ in box),
+                is_appended=box[0][2] != IN_ROLLOUT,
+            )
+            for box in boxes
+        ],
+        is_rollout=any(origin in (IN_ROLLOUT, APPENDED) for *_, origin in slots),
+    )
 
 
 def rollout(detector, number, ids, step=0, outcome="done"):

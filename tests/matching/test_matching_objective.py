@@ -4,16 +4,17 @@ import math
 
 import pytest
 import torch
-from tests.launch.matching_runs import answer_ids, new_detector, rollout
+from tests.matching.matching_runs import answer_ids, new_detector, rollout, target_of
 from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.matching.targets import examples_of, matched
-from slipstream.trainer.matching.objective import MatchingObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import StepBatch, micro_batches
+from slipstream_matching.objective import MatchingObjective
+from slipstream_matching.row_boxes import row_boxes
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def reference(detector, sequences, desc_ce_weight=1.0):
     ce = weights = l1 = giou = gate = boxes = 0.0
     for sequence in sequences:
         logits = logits_of(model, sequence)
-        target = sequence.detection
+        target = target_of(sequence)
         for place in range(1, len(sequence)):
             if weight := target.weights[place]:
                 ce -= weight * logits[place - 1].log_softmax(-1)[sequence.token_ids[place]].item()
@@ -116,7 +117,7 @@ def test_soft_cross_entropy_is_that_of_a_float64_reference(detector):
     model, ids, total, boxes = load(detector), list(detector.tokens.coordinate_ids), 0.0, 0
     for sequence in detector.examples:
         logits = logits_of(model, sequence)[:, ids].log_softmax(-1)
-        for box in sequence.detection.boxes:
+        for box in target_of(sequence).boxes:
             boxes += 1
             for slot, bin_ in zip(box.slots, box.coordinates, strict=True):
                 target = [math.exp(-((k - bin_) ** 2) / 18) for k in range(1000)]
@@ -189,7 +190,7 @@ def test_rollouts_take_one_forward_however_many_iterations(detector):
 
 def test_only_slots_change_and_hold_what_the_forward_before_expects(detector):
     spy, micro, _ = spied(detector, detector.examples, softctx_iterations=3, softctx_temperature=0.5)
-    slots = micro.boxes.slots_M
+    slots = row_boxes(micro).slots_M
     ids = torch.tensor(detector.tokens.coordinate_ids)
     table = spy.model.network.get_input_embeddings().weight.detach()
     assert [int(micro.token_ids_T[slot]) in detector.tokens.bins for slot in slots] == [True] * 12
@@ -243,7 +244,8 @@ def test_a_false_positive_changes_no_target(detector):
     start = "".join(text).index('{"desc": "x"')
     places = [place for place in range(len(text)) if start <= len("".join(text[:place])) < start + 40]
     assert places
-    assert not any(target.mask[place] or target.detection.weights[place] for place in places)
+    weights = target_of(target).weights
+    assert not any(target.mask[place] or weights[place] for place in places)
 
 
 def test_a_description_without_weight_is_not_trained(detector):
@@ -257,5 +259,6 @@ def test_a_description_without_weight_is_not_trained(detector):
 
 def test_a_batch_of_two_kinds_is_refused(detector):
     plain = records.Sequence([1, 2, 3], [False, True, True])
-    with pytest.raises(TrainingError, match="mixes rows"):
-        list(micro_batches(StepBatch([detector.examples[0], plain]), 10_000))
+    (micro,) = micro_batches(StepBatch([detector.examples[0], plain]), 10_000)
+    with pytest.raises(TrainingError, match="a sequence has no targets of rollout matching"):
+        objective(detector).terms(load(detector), micro, {})

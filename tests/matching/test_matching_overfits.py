@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import torch
 import transformers
+from slipstream.trainer.matching.objective import MatchingObjective
+from tests.matching.matching_runs import new_detector, rollout
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.sft import MatchingConfig
@@ -18,11 +20,9 @@ from slipstream.orchestrator.matching.reader import MatchingReader
 from slipstream.orchestrator.matching.targets import examples_of
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
-from slipstream.trainer.matching.objective import MatchingObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
-from tests.launch.matching_runs import new_detector, rollout
 
 DRAW = Path(__file__).parents[2] / "examples" / "detection" / "rectangles.py"
 CONFIG = MatchingConfig(pattern=("B", "A"), soft_ce_weight=1.0, max_invalid=1.0)

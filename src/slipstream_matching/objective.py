@@ -32,6 +32,7 @@ from slipstream_matching.coordinate_losses import (
     with_expected_embeddings,
 )
 from slipstream_matching.coordinates import LAST_BIN
+from slipstream_matching.row_boxes import APPENDED, IN_ROLLOUT, ORIGINS, WEIGHTS, row_boxes
 
 
 class MatchingObjective:
@@ -46,25 +47,23 @@ class MatchingObjective:
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens, the sum of their weights, boxes, all and those after a rollout, and forwards of a row."""
-        targets = [sequence.detection for sequence in batch.sequences if sequence.detection is not None]
-        boxes = [box for target in targets for box in target.boxes]
-        appended = sum(box.is_appended for box in boxes)
+        origins = [origin for each in batch.sequences for origin in each.values(ORIGINS) or () if origin >= 0]
+        found = origins.count(IN_ROLLOUT)
+        is_rollout = found or APPENDED in origins
         return {
             "tokens": float(batch.num_tokens),
-            "weights": float(sum(sum(target.weights) for target in targets)),
-            "boxes": float(len(boxes)),
-            "tail": float(appended),
-            "prefix": float(len(boxes) - appended),
-            "forwards": 1.0 if any(target.is_rollout for target in targets) else float(self._config.softctx_iterations),
+            "weights": float(sum(sum(each.values(WEIGHTS) or ()) for each in batch.sequences)),
+            "boxes": len(origins) / 4,
+            "tail": (len(origins) - found) / 4,
+            "prefix": found / 4,
+            "forwards": 1.0 if is_rollout else float(self._config.softctx_iterations),
         }
 
     def terms(
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses of a row over the step's divisors."""
-        config, row = self._config, micro.boxes
-        if row is None:
-            raise TrainingError("a row has no targets of rollout matching: report this")
+        config, row = self._config, row_boxes(micro)
         ids_K = self._coordinate_ids.to(micro.token_ids_T.device)
         num_forwards = int(divisors["forwards"])
         logits_NV = model.within(lambda: self._logits(model, micro, ids_K, row.slots_M, row.index_M, num_forwards))

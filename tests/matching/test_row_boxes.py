@@ -8,10 +8,11 @@ import torch
 
 from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
-from slipstream.records import Box, DetectionTarget, Sequence
-from slipstream.trainer.matching.objective import MatchingObjective
-from slipstream.trainer.matching.row_boxes import row_boxes
+from slipstream.records import Sequence
 from slipstream.trainer.packing import StepBatch, micro_batches
+from slipstream_matching.objective import MatchingObjective
+from slipstream_matching.row_boxes import mask_and_streams, row_boxes
+from slipstream_matching.row_targets import BoxTarget
 
 IDS = range(3, 1003)
 """Of the bins; the tokens before them are text."""
@@ -21,38 +22,41 @@ def sequence(*boxes, weight=1.0, is_rollout=False):
     """A text token, then each box's coordinates and a text token; all but the first are trained on."""
     ids, weights, made = [0, 1], [0.0, weight], []
     for bins, is_appended in boxes:
-        made.append(Box(tuple(range(len(ids), len(ids) + 4)), bins, is_appended))
+        made.append(BoxTarget(tuple(range(len(ids), len(ids) + 4)), bins, is_appended))
         ids += [*(IDS[bin_] for bin_ in bins), 2]
         weights += [0.0] * 4 + [weight]
-    mask = [False] + [True] * (len(ids) - 1)
-    return Sequence(ids, mask, detection=DetectionTarget(weights, made, is_rollout))
+    mask, streams = mask_and_streams(weights, made, is_rollout=is_rollout)
+    assert mask == [False] + [True] * (len(ids) - 1)
+    return Sequence(ids, mask, streams=streams)
 
 
 FIRST, SECOND = (0, 111, 333, 999), (111, 0, 444, 555)
 
 
 def test_coordinates_are_found_among_the_trained_tokens_and_in_the_row():
-    one, two = sequence((FIRST, True), weight=0.5), sequence((SECOND, False), (FIRST, True))
-    positions = [[1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
-    predict_index = [0, 1, 2, 3, 4, 5, *range(20, 30)]
-    found = row_boxes([one.detection, two.detection], positions, predict_index, "cpu")
-    assert found.weights_N.tolist() == [0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
-    assert found.index_M.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14]
-    assert found.slots_M.tolist() == [2, 3, 4, 5, 21, 22, 23, 24, 26, 27, 28, 29]
-    torch.testing.assert_close(found.true_B4[1], torch.tensor([1 / 9, 0.0, 4 / 9, 5 / 9]))
-    torch.testing.assert_close(found.true_B4[2], torch.tensor([0.0, 1 / 9, 1 / 3, 1.0]))
-    assert found.is_appended_B.tolist() == [True, False, True]
+    one = sequence((FIRST, True), weight=0.5)
+    two = sequence((SECOND, False), (FIRST, True), is_rollout=True)
+    (micro,) = micro_batches(StepBatch([one, two]), 1000)
+    order = micro.sequences
+    found = row_boxes(micro)
+    weights = ([0.5, 0, 0, 0, 0, 0.5], [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1])
+    assert found.weights_N.tolist() == [weight for number in order for weight in weights[number]]
+    boxes = ([FIRST], [SECOND, FIRST])
+    expected = [[bin_ / 999 for bin_ in box] for number in order for box in boxes[number]]
+    torch.testing.assert_close(found.true_B4, torch.tensor(expected), rtol=0, atol=0)
+    appended = ([True], [False, True])
+    assert found.is_appended_B.tolist() == [is_one for number in order for is_one in appended[number]]
+    bins = (found.true_B4 * 999).round().long().flatten().tolist()
+    assert (micro.target_ids_N[found.index_M] - IDS[0]).tolist() == bins
+    assert (micro.token_ids_T[found.slots_M] - IDS[0]).tolist() == bins
     assert (found.weights_N.dtype, found.true_B4.dtype) == (torch.float32, torch.float32)
-    assert row_boxes([None, None], positions, predict_index, "cpu") is None
-    with pytest.raises(TrainingError, match="mixes rows of rollout matching with others"):
-        row_boxes([one.detection, None], positions, predict_index, "cpu")
-    with pytest.raises(TrainingError, match=r"coordinates at \[2, 3, 4, 5\], not all trainable"):
-        row_boxes([one.detection], [[1, 2, 3, 4, 6]], predict_index, "cpu")
 
 
 def test_an_answer_of_nothing_has_no_boxes():
-    found = row_boxes([sequence().detection], [[1]], [0], "cpu")
+    (micro,) = micro_batches(StepBatch([sequence()]), 1000)
+    found = row_boxes(micro)
     assert (found.true_B4.shape, found.index_M.tolist(), found.weights_N.tolist()) == ((0, 4), [], [1.0])
+    assert found.is_appended_B.shape == (0,)
 
 
 def of(batch, logits_NV, **settings):
@@ -84,7 +88,7 @@ def logits_of(batch, shift):
 
 def test_every_term_has_its_weight_and_is_told_by_itself():
     boxes = ((111, 111, 333, 333), (222, 222, 444, 444))
-    batch = StepBatch([sequence((boxes[0], True), (boxes[1], False), weight=0.5)])
+    batch = StepBatch([sequence((boxes[0], True), (boxes[1], False), weight=0.5, is_rollout=True)])
     logits = logits_of(batch, 111)
     settings = {"bbox_l1_weight": 2.0, "bbox_iou_weight": 3.0, "coordinate_gate_weight": 4.0}
     loss, metrics, divisors = of(batch, logits, **settings)
@@ -144,7 +148,7 @@ def test_further_settings_name_their_terms():
 def test_rows_without_targets_or_with_lazy_logits_are_refused():
     objective = MatchingObjective(MatchingConfig(), IDS)
     (plain,) = micro_batches(StepBatch([Sequence([1, 2], [False, True])]), 100)
-    with pytest.raises(TrainingError, match="no targets of rollout matching"):
+    with pytest.raises(TrainingError, match="has no targets of rollout matching"):
         objective.terms(SimpleNamespace(), plain, {})
     batch = StepBatch([sequence((FIRST, True))])
     with pytest.raises(TrainingError, match=r"set model\.fp32_head = false"):
