@@ -20,6 +20,7 @@ from slipstream.cli import (
     env_commands,
     evaluation,
     jobs,
+    mcp_server,
     node,
     output,
     proof,
@@ -63,7 +64,16 @@ app.command(commands.train, group=_TRAIN)
 app.command(commands.trainer, group=_TRAIN)
 app.command(node.node, group=_TRAIN)
 app.command(engine.engine, group=_TRAIN)
-for command in (jobs.submit, jobs.status, jobs.logs, jobs.cancel, artifacts.checkpoints, service.gpus, service.serve):
+for command in (
+    jobs.submit,
+    jobs.status,
+    jobs.logs,
+    jobs.cancel,
+    artifacts.checkpoints,
+    service.gpus,
+    service.serve,
+    mcp_server.mcp,
+):
     app.command(command, group=_QUEUE)
 app.command(evaluation.evaluate, name="eval", group=_INSPECT)
 app.command(evaluation.compare, group=_INSPECT)

@@ -246,7 +246,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
     try:
         with usable(path):
             return msgspec.json.decode(read_regular(path), type=kind)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except UNDECODABLE as error:
         raise DataError(f"{path} is damaged ({error}): remove it") from error

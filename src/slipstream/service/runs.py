@@ -234,7 +234,7 @@ class LocalRuns:
         tick(self._store, self._providers)
 
     def _find(self, name: str) -> tuple[Path, Record]:
-        with contextlib.suppress(SlipstreamError):
+        with contextlib.suppress(SlipstreamError, OSError, ValueError):  # a long name, a zero byte
             # A service takes no paths: a folder could be anybody's.
             if not self._is_service or self._store.folder_of(name) is not None:
                 folder, record = self._store.find(name)

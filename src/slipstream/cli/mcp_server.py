@@ -1,0 +1,21 @@
+"""The command `mcp`."""
+
+from __future__ import annotations
+
+from slipstream.cli.service import queued_runs
+from slipstream.errors import ConfigError
+
+
+def mcp() -> int:
+    """Serve the queue to a coding agent, by the Model Context Protocol over standard input and output.
+
+    Tools: plan, submit, status, logs, cancel, runs, checkpoints, gpus. With SLIPSTREAM_SERVICE=URL the queue is a
+    service's. In the configuration of a client the command is `slipstream mcp`.
+    """
+    try:
+        from slipstream.service.mcp_tools import make_server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the server needs {error.name}: pip install 'slipstream[mcp]'") from None
+
+    make_server(queued_runs()).run("stdio")
+    return 0
