@@ -1,7 +1,8 @@
 """An HTTP server in an event loop of ours: uvicorn with limits on connections and headers.
 
 Guarantees: a client loses its connection when it sends no request, or an endless header, or does not read its answer.
-There are never more than `MAX_CONNECTIONS` connections, nor more than half of this process's limit of open files.
+There are never more than `MAX_CONNECTIONS` connections, nor more than half of this process's limit of open files. The
+last eighth of them gets the answer 503, and further ones none.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class _Limited(_Protocol):
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
+        if len(self.connections) > self.max_connections - self.max_connections // 8:
+            self.limit_concurrency = 0  # of this connection alone: uvicorn then answers 503, and closes it
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -130,7 +133,7 @@ async def serve(
     """Run an ASGI application on a bound socket. `beat`: called every `every_s` seconds."""
     config = uvicorn.Config(
         app,
-        http=type("Limited", (_Limited,), {"max_connections": _max_connections()}),
+        http=limited_protocol(),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -185,6 +188,11 @@ def replaying(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replay
+
+
+def limited_protocol() -> Any:
+    """uvicorn's protocol with the limits of this process."""
+    return type("Limited", (_Limited,), {"max_connections": _max_connections()})
 
 
 def _max_connections() -> int:

@@ -118,15 +118,17 @@ class Place:
                     os.kill(handle.pid, signal.SIGKILL)
         until(lambda: not any(self.provider.poll(f, r) for f, r in self.store.records() if r.state in ACTIVE))
 
-    def serve(self, **environment):
-        return Served(self.folder, environment)
+    def serve(self, files=0, **environment):
+        return Served(self.folder, environment, files=files)
 
 
 class Served:
     """`slipstream serve` in a process of its own, on a free port."""
 
-    def __init__(self, folder, environment, host="127.0.0.1"):
-        command = [sys.executable, "-m", "slipstream.cli", "serve", "--port", "0", "--host", host]
+    def __init__(self, folder, environment, host="127.0.0.1", files=0):
+        """With `files` open files at most."""
+        limited = ["prlimit", f"--nofile={files}"] if files else []
+        command = [*limited, sys.executable, "-m", "slipstream.cli", "serve", "--port", "0", "--host", host]
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(

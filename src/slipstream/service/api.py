@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.http_listener import limited_protocol
 from slipstream.processes.temporary import temporary
 from slipstream.service import page
 from slipstream.service.access import MAX_BODY, Access, tokens_of
@@ -169,4 +170,12 @@ def serve(store: Store, url: str, host: str, port: int, announce: Callable[[int,
     app = make_app(store, Index(store, url), Path("runs").absolute(), needs_token=needs_token)
     port = free_port(host, port)
     announce(port, needs_token)
-    uvicorn.run(app, host=host, port=port, log_level="warning", proxy_headers=False, server_header=False)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        http=limited_protocol(),
+        log_level="error",  # uvicorn warns of each refused connection
+        proxy_headers=False,
+        server_header=False,
+    )

@@ -80,6 +80,8 @@ class RemoteRuns:
             ) from None
         if answer.status_code == 401:
             raise ConfigError(f"the service at {shown} does not know the token: set {TOKEN}")
+        if answer.status_code == 503:
+            raise SlipstreamError(f"the service at {shown} has too many clients: try again later")
         if answer.is_error:
             message = _message(answer)
             raise NoSuchRun(message) if answer.status_code == 404 else ConfigError(message)
