@@ -1,18 +1,43 @@
 """Slipstream post-trains language models: vLLM generates, PyTorch trains, new weights slip into the running engine."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.algo.algorithm import Algorithm
+    from slipstream.algo.surrogate_losses import LossInputs
     from slipstream.python import Evaluation, Run, evaluate, load_run, new_model, sft, train
+    from slipstream.records import Rollout, Sequence, Stream
 
 __version__ = "0.1.0"
-__all__ = ["Evaluation", "Run", "__version__", "evaluate", "load_run", "new_model", "sft", "train"]
+__all__ = [
+    "Algorithm",
+    "Evaluation",
+    "LossInputs",
+    "Rollout",
+    "Run",
+    "Sequence",
+    "Stream",
+    "__version__",
+    "evaluate",
+    "load_run",
+    "new_model",
+    "sft",
+    "train",
+]
+
+_MODULES = {
+    "Algorithm": "algo.algorithm",
+    "LossInputs": "algo.surrogate_losses",
+    "Rollout": "records",
+    "Sequence": "records",
+    "Stream": "records",
+}
+"""The others are in `slipstream.python`."""
 
 
 def __getattr__(name: str) -> Any:
     """The Python API, imported when it is first asked for: children of a run import this package too."""
     if name in __all__:
-        from slipstream import python
-
-        return getattr(python, name)
+        return getattr(import_module(f"slipstream.{_MODULES.get(name, 'python')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

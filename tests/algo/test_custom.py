@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from tests.algo.problem import make_problem
 
 from slipstream.algo.advantages import BASELINES
-from slipstream.algo.custom import check_user_function, user_function
+from slipstream.algo.custom import user_function
 from slipstream.algo.surrogate_losses import LOSSES
+from slipstream.algo.trial import check_algorithm
 from slipstream.config.recipes import BUILT_IN, RECIPES, choices, needs_engine_logprobs, resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
@@ -33,6 +34,10 @@ def infinite(inputs):
     return inputs.logprobs_N / 0
 CONSTANT = 3
 """
+
+
+def check_user_function(kind, name):
+    check_algorithm(resolved(RLConfig(**{kind: name})))
 
 
 @pytest.fixture

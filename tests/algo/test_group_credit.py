@@ -4,8 +4,10 @@ import pytest
 from tests.trainer.credit import credit_of
 
 from slipstream import records
-from slipstream.algo.group_credit import check_credit, group_credit
+from slipstream.algo.algorithm import algorithm_of, write_credit
 from slipstream.algo.readiness import group_has_signal
+from slipstream.algo.trial import check_algorithm
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.packing import make_step_batches, micro_batches
@@ -37,6 +39,14 @@ def own(tmp_path):
     return lambda name: f"{path}:{name}"
 
 
+def check_credit(name):
+    check_algorithm(resolved(RLConfig(credit=name)))
+
+
+def give(name, group):
+    write_credit(algorithm_of(resolved(RLConfig(credit=name))), "credit", group)
+
+
 def group_of(*rewards):
     made = [records.Sequence([1] * (n + 2), [False] + [True] * (n + 1), [-1.0] * (n + 2)) for n in range(len(rewards))]
     return [
@@ -56,16 +66,16 @@ def trained(group):
 
 def test_its_advantages_are_trained_on_instead_of_those_of_rewards(own):
     group = group_of(1.0, 1.0)
-    group_credit(own("shorter"))(group)
+    give(own("shorter"), group)
     assert trained(group) == ([[0.5], [0.0, 0.0]], True)
-    group_credit(own("by_token"))(group)
+    give(own("by_token"), group)
     assert trained(group)[0] == [[0.0], [0.0, 1.0]]
 
 
 def test_zeros_are_no_signal_though_rewards_differ(own):
     group = group_of(1.0, 0.0)
     assert group_has_signal(group)
-    group_credit(own("nothing"))(group)
+    give(own("nothing"), group)
     assert not group_has_signal(group)
     assert trained(group)[1] is False
 
@@ -73,10 +83,10 @@ def test_zeros_are_no_signal_though_rewards_differ(own):
 def test_failed_rollouts_are_not_shown_to_it(own):
     group = group_of(1.0, 0.0)
     group[1].outcome = "reward_error"
-    group_credit(own("shorter"))(group)
+    give(own("shorter"), group)
     assert group[1].sequences[0].streams == {}
     group[0].outcome = "engine_error"
-    group_credit(own("fails"))(group)
+    give(own("fails"), group)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +107,13 @@ def test_it_is_tried_before_a_run(own, name, says):
 
 def test_an_error_of_a_later_group_names_file_and_group(own):
     check_credit(own("later"))
-    with pytest.raises(TrainingError, match=r"own.py:later raised .*0 advantages.* on the group 5.0"):
-        group_credit(own("later"))(group_of(1.0))
+    with pytest.raises(TrainingError, match=r"own.py:later: .*0 advantages.*\(group 5.0\)"):
+        give(own("later"), group_of(1.0))
 
 
-def test_built_in_credits_are_none():
+def test_built_in_credits_leave_it_to_the_rewards():
     for name in (None, "episode", "turn"):
-        assert group_credit(name) is None
+        group = group_of(1.0, 0.0)
+        give(name, group)
+        assert group == group_of(1.0, 0.0)
         check_credit(name)
-    assert RLConfig(credit="turn").credit == "turn"

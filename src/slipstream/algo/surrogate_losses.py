@@ -17,6 +17,15 @@ from torch import Tensor
 from slipstream.algo.importance_sampling import sequence_lengths, sequence_sums
 
 
+class Streams(dict[str, Tensor]):
+    """Per-token values by name; an unknown name is a LookupError with the remedy."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise LookupError(
+            f"there is no stream {name!r}, only {', '.join(sorted(self))}: name it in `reads`, or write it in `credit`"
+        )
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """The inputs of a loss: N trainable tokens of S whole sequences of a micro-batch."""

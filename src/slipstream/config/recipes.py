@@ -13,8 +13,13 @@ from typing import Any, get_args
 from slipstream.config.planned import PlannedRL
 from slipstream.config.schema import AdvantageName, CreditName, LossName, RLConfig
 
-BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName), "credit": get_args(CreditName)}
-"""Names of built-in functions; any other value is a function of the user's."""
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "advantage": get_args(AdvantageName),
+    "loss": get_args(LossName),
+    "credit": get_args(CreditName),
+    "hooks": (),
+}
+"""Names of built-in functions; any other value is the user's code."""
 _GRPO: dict[str, Any] = {
     "advantage": "group_mean",
     "scale_rewards": "std",

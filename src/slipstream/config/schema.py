@@ -142,6 +142,11 @@ class RLConfig(Section):
     credit: CreditName | str | None = None
     """Your own advantages of a complete group: `path/to/file.py:function`. For rewards of turns: `episode`, their sum,
     or `turn`, those from this turn on, compared with the group's other episodes. Unset, they are refused."""
+    hooks: str | None = None
+    """Your own algorithm: a subclass of `slipstream.Algorithm`, `path/to/file.py:Class` or an entry point of the group
+    `slipstream.algorithms`. The recipe does all that the class leaves out."""
+    arguments: dict[str, bool | int | float | str] = {}
+    """Arguments of that class."""
     kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial policy, with the adapter of `lora.path` if there is one; 0 keeps no
     reference model."""

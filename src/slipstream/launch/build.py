@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.algo.custom import reads_reference
 from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError
@@ -97,8 +98,8 @@ def load_model(
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether the loss has a KL term, which needs a reference model."""
-    return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
+    """Whether the run keeps a reference model: for a KL term, or for a hook that reads its log-probabilities."""
+    return config.algorithm.kind != "sft" and reads_reference(config.algorithm)
 
 
 def import_trainer(config: PlannedConfig) -> None:

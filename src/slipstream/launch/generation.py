@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from slipstream.algo.group_credit import group_credit
+from slipstream.algo.algorithm import algorithm_of, write_credit
 from slipstream.algo.readiness import signal_rule
 from slipstream.config import PlannedConfig, needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
@@ -193,7 +194,7 @@ class _Generation:
             needs_logprobs=needs_engine_logprobs(algorithm),
             staleness=config.training.staleness,
             has_signal=signal_rule(algorithm),
-            credit=group_credit(algorithm.credit),
+            credit=partial(write_credit, algorithm_of(algorithm), "credit"),
             parts=config.environment.mixture.keys(),
             refills=self._order.refills(),
             teacher=self._children.teacher,

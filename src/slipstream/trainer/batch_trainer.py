@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 from slipstream import records
+from slipstream.algo.algorithm import Algorithm, algorithm_of, custom_metrics, write_credit
 from slipstream.algo.readiness import CONTEXT_ADVICE
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.learner import Learner, Scorer
-from slipstream.trainer.loss import Objective
+from slipstream.trainer.loss import Objective, PolicyObjective
 from slipstream.trainer.metrics import any_cut, refuse_difference, rollout_metrics
-from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
+from slipstream.trainer.old_logprobs import fill_logprobs, fill_read, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
 from slipstream.trainer.packing import StepBatch, make_step_batches
 
@@ -112,11 +113,14 @@ class BatchTrainer:
         return BatchResult(metrics, no_signal=NoSignal.ALL_CLIPPED if num_skipped == len(steps) else None)
 
     def _train_rl(self, batch: records.Batch, algorithm: PlannedRL) -> BatchResult:
-        metrics = rollout_metrics(batch)
+        metrics, hooks = rollout_metrics(batch), self._hooks(algorithm)
         if (batch.rollouts or metrics.get("dropped/no_tokens")) and not any(r.num_sampled for r in batch.rollouts):
             return BatchResult(metrics, no_signal=NoSignal.NO_TOKENS)
         is_full = metrics.get("rollout/stop_context_full_fraction", 0.0) > 0.5
         no_variance = NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE
+        fill_read(batch, hooks.reads, self.learner, self.reference, self.sampling)
+        write_credit(hooks, "credit_batch", batch.rollouts)
+        metrics |= custom_metrics(hooks, batch.rollouts)
         penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
         credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
         metrics |= kl_metrics | credit.metrics
@@ -138,6 +142,10 @@ class BatchTrainer:
         metrics["train/skipped_updates"] += num_skipped
         all_clipped = num_skipped == len(steps)
         return BatchResult(metrics | update_metrics, credit, NoSignal.ALL_CLIPPED if all_clipped else None)
+
+    def _hooks(self, algorithm: PlannedRL) -> Algorithm:
+        """The objective's: all hooks of this process share one object."""
+        return self.objective.algorithm if isinstance(self.objective, PolicyObjective) else algorithm_of(algorithm)
 
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
@@ -177,6 +185,8 @@ class BatchTrainer:
         """
         training = self.config.training
         metrics = self.learner.forward_backward(step, self.objective)
+        if not math.isfinite(metrics.get("loss", 0.0)) and isinstance(self.objective, PolicyObjective):
+            self.objective.refuse(metrics["loss"], number)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         if self.config.run.exact:
             refuse_difference(metrics.get("mismatch/abs_logprob_diff", math.nan), f"optimizer step {number}")

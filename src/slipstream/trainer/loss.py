@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.custom import user_function
+from slipstream.algo.algorithm import algorithm_of, loss_of
 from slipstream.algo.importance_sampling import (
     Weighting,
     difference_means,
@@ -24,7 +24,7 @@ from slipstream.algo.importance_sampling import (
     ratio_shares,
 )
 from slipstream.algo.logprobs import Logits, processed_logprobs, token_statistics
-from slipstream.algo.surrogate_losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
+from slipstream.algo.surrogate_losses import LossInputs, Streams, kl_estimate, token_weights
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
 from slipstream.trainer.model.policy import PolicyModel
@@ -94,7 +94,7 @@ class SFTObjective(OneForward):
 
 
 class PolicyObjective(OneForward):
-    """A policy gradient: a loss of `algo.losses` with importance weights, a KL term and an entropy bonus.
+    """A policy gradient: the algorithm's loss with importance weights, a KL term and an entropy bonus.
 
     Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:
     `importance weight * loss + kl_coef * kl`, averaged as `config.normalize` says, less `entropy_coef` times the mean
@@ -107,7 +107,7 @@ class PolicyObjective(OneForward):
         self.config = config
         self._teacher_coef = teacher_coef
         self.sampling = sampling
-        self._loss: LossFunction = LOSSES.get(config.loss) or user_function("loss", config.loss)
+        self.algorithm = algorithm_of(config)
         self._has_kl_term = config.kl_coef > 0.0 and config.kl_in == "loss"
 
     @property
@@ -115,7 +115,7 @@ class PolicyObjective(OneForward):
         """See `Objective`. True if advantages are the only source of gradients; never for a user's own loss, whose
         gradient at advantage 0 is unknown."""
         has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher_coef is not None
-        return self.config.loss in LOSSES and not has_other_terms
+        return not self.algorithm.defines("loss") and not has_other_terms
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens, computed ones, sequences with any, and the loss's divisor."""
@@ -135,9 +135,7 @@ class PolicyObjective(OneForward):
         config = self.config
         logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, self.sampling)
         inputs = self._inputs(micro, logprobs_N, entropy_N)
-        policy = self._loss(inputs)
-        if not isinstance(policy, PolicyLoss):
-            policy = PolicyLoss(policy, inputs.logprobs_N.detach() - inputs.old_logprobs_N)
+        policy = loss_of(self.algorithm, inputs)
         per_token_N, old_N = policy.loss_N, inputs.old_logprobs_N
         sums = {
             "entropy": entropy_N.detach().sum(),
@@ -193,7 +191,7 @@ class PolicyObjective(OneForward):
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             clip_dual=config.clip_dual,
-            streams=micro.streams,
+            streams=Streams(micro.streams),
             entropy_N=entropy_N,
         )
 
@@ -221,6 +219,12 @@ class PolicyObjective(OneForward):
             config.importance_floor,
             config.importance_cap,
         )
+
+    def refuse(self, loss: float, number: int) -> None:
+        """Raise TrainingError for a user's `loss` without a finite value in optimizer step `number`."""
+        if self.algorithm.defines("loss"):
+            place = self.algorithm.place("loss")
+            raise TrainingError(f"{place} gave a loss of {loss} in optimizer step {number}: return finite numbers")
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
         """Means over the computed tokens, whatever the loss is normalized by; `loss` itself as it was minimized."""

@@ -7,7 +7,7 @@ the weights recompute them here, before the batch's first optimizer step (AReaL,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from slipstream.algo.surrogate_losses import kl_estimate
 from slipstream.config.planned import PlannedRL
 from slipstream.config.schema import KLEstimator
 from slipstream.trainer.learner import Learner, Scorer
-from slipstream.trainer.packing import StepBatch
+from slipstream.trainer.packing import StepBatch, stream_of
 
 
 def fill_logprobs(
@@ -29,11 +29,27 @@ def fill_logprobs(
 ) -> None:
     """Set the log-probabilities that the loss compares the policy's with: the reference model's for a KL term in the
     loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
-    if reference is not None and not _kl_in_reward(algorithm):
-        for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
+    for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
+        if reference is not None and not _kl_in_reward(algorithm) and not step.has("reference_logprobs"):
             step.fill("reference_logprobs", reference.forward(step.sequences, sampling).logprobs)
-    if algorithm.old_policy == "trainer":
+    if algorithm.old_policy == "trainer" and not all(step.has("old_logprobs") for step in steps):
         learner.fill_old_logprobs(steps, sampling)
+
+
+def fill_read(
+    batch: records.Batch,
+    names: Collection[str],
+    learner: Learner,
+    reference: Scorer | None,
+    sampling: records.SamplingParams,
+) -> None:
+    """Write the log-probabilities called `names`, for the hooks of an algorithm, to streams of the sequences."""
+    sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
+    models: dict[str, Scorer | None] = {"old_logprobs": learner, "reference_logprobs": reference}
+    for name, model in models.items():
+        if name in names and model is not None:
+            for sequence, values in zip(sequences, model.forward(sequences, sampling).logprobs, strict=True):
+                sequence.streams[name] = stream_of(values)
 
 
 def reward_kl_penalties(

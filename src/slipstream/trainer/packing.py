@@ -78,6 +78,10 @@ class StepBatch:
             for sequence, own in zip(self.sequences, values, strict=True)
         ]
 
+    def has(self, name: str) -> bool:
+        """Whether all sequences have the stream `name`."""
+        return all(name in sequence.streams for sequence in self.sequences)
+
     @property
     def num_tokens(self) -> int:
         """Trainable tokens."""

@@ -305,17 +305,6 @@ def _policy_gradient(algorithm: RLConfig) -> Problems:
             f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
             " the reward that counts as correct is not set: set algorithm.reward_threshold"
         )
-    if algorithm.credit is not None and algorithm.credit not in BUILT_IN["credit"]:
-        if final.advantage in ("gae", "none"):
-            yield (
-                f"algorithm.credit = {algorithm.credit!r} gives the advantages, and algorithm.advantage = "
-                f'"{final.advantage}" does, too: leave one of them out'
-            )
-        if final.kl_coef and final.kl_in == "reward":
-            yield (
-                f"algorithm.credit = {algorithm.credit!r} gives the advantages, and a KL term in the reward would "
-                'change them: set algorithm.kl_in = "loss"'
-            )
     if algorithm.credit == "turn" and algorithm.reward_threshold is not None:
         yield (
             'algorithm.credit = "turn" needs the rewards themselves, and algorithm.reward_threshold replaces their sum '

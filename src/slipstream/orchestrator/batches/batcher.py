@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.algo.group_credit import GroupCredit
 from slipstream.algo.readiness import SignalRule
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.arrivals import Arrival, Arrivals
@@ -74,7 +73,7 @@ class Batcher:
     share: Share
     """Which groups of each batch are made here."""
     idle: IdleTime
-    credit: GroupCredit | None = None
+    credit: Callable[[list[Rollout]], None] | None = None
     """Gives each complete group its advantages."""
     arrivals: Arrivals | None = None
     """Brings all groups, if programs outside of the run make them."""

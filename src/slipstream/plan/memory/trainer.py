@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slipstream.algo.custom import reads_reference
 from slipstream.config import RLConfig, RunConfig
 from slipstream.config.traits import keeps_copy, shares_weights, uses_critic
 from slipstream.plan.facts import Facts, ModelFacts
@@ -59,7 +60,7 @@ def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
 
 
 def _has_reference(config: RunConfig) -> bool:
-    return isinstance(config.algorithm, RLConfig) and config.algorithm.kl_coef > 0
+    return isinstance(config.algorithm, RLConfig) and reads_reference(config.algorithm)
 
 
 def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from slipstream.config import RunConfig
+from slipstream.config.recipes import resolved
 from slipstream.config.traits import BY_BITSANDBYTES, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.inference.preimport import check_plugin
@@ -49,11 +50,8 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_functions(config: RunConfig) -> None:
-    """Check the user's own advantage, credit and loss functions, if any."""
+    """Try the user's own functions and hooks of the algorithm, if any."""
     if config.algorithm.kind != "sft":
-        from slipstream.algo.custom import check_user_function
-        from slipstream.algo.group_credit import check_credit
+        from slipstream.algo.trial import check_algorithm
 
-        check_user_function("advantage", config.algorithm.advantage)
-        check_credit(config.algorithm.credit)
-        check_user_function("loss", config.algorithm.loss)
+        check_algorithm(resolved(config.algorithm))

@@ -1,0 +1,77 @@
+"""Classes of hooks in whole runs with a scripted engine: over ranks, beside the recipe that they equal, and failing."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import load_config
+from slipstream.errors import ConfigError
+from slipstream.launch.prepare import prepare
+
+EXAMPLES = Path(__file__).parents[2] / "examples/algorithms"
+SHORT = ("--evaluation", "false", "--run.save_samples", "1")
+HOOKS = "--algorithm.hooks"
+FAILING = """
+from slipstream import Algorithm
+class Late(Algorithm):
+    calls = 0
+    def {hook}(self, {argument}):
+        self.calls += 1
+        if self.calls > {calls}:
+            {what}
+        return {result}
+"""
+
+
+def figures(rows):
+    """All that does not depend on the clock."""
+    names = ("reward/", "train/", "mismatch/", "custom/", "rollout/")
+    return [{name: value for name, value in row.items() if name.startswith(names)} for row in rows]
+
+
+@pytest.mark.quick("1-*")
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_class_trains_as_the_recipe_that_it_repeats(ranks, scripted, tmp_path):
+    common = (*SHORT, "--algorithm.kind", "rloo", "--training.ranks", ranks, "--algorithm.group_size", "4")
+    scripted.finish(3, *common, "--algorithm.kl_coef", "0.05")
+    expected = figures(scripted.metrics[1:])
+    scripted.folder = tmp_path / "own"
+    scripted.finish(3, *common, HOOKS, f"{EXAMPLES}/rloo_with_kl.py:RLOO", "--algorithm.arguments.beta", "0.05")
+    for row, other in zip(figures(scripted.metrics[1:]), expected, strict=True):
+        kl, reported = row.pop("custom/kl"), other.pop("train/kl_reference")
+        assert kl == pytest.approx(reported * other["train/num_tokens"] / other["train/num_sequences"], abs=1e-6)
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.quick("loss-nan*", "credit-*")
+@pytest.mark.parametrize(
+    ("hook", "argument", "calls", "what", "result", "says"),
+    [
+        # The trial calls each hook once. A batch has four groups and one micro-batch.
+        (
+            "credit",
+            "group",
+            9,
+            "raise KeyError('apple')",
+            "[r.reward for r in group]",
+            "raised KeyError: 'apple' (line",
+        ),
+        ("loss", "inputs", 2, "return inputs.logprobs_N * float('nan')", "-inputs.logprobs_N", "gave a loss of nan in"),
+        ("loss", "inputs", 2, "return inputs.logprobs_N[1:]", "-inputs.logprobs_N", "returned a tensor of shape"),
+        ("metrics", "rollouts", 2, "return 3", "{}", "returned int: return numbers by name"),
+    ],
+    ids=["credit-raises", "loss-nan", "loss-short", "metrics"],
+)
+def test_a_hook_that_fails_later_ends_the_run_by_name(hook, argument, calls, what, result, says, scripted, tmp_path):
+    (tmp_path / "late.py").write_text(
+        FAILING.format(hook=hook, argument=argument, calls=calls, what=what, result=result)
+    )
+    scripted.fail(("TrainingError", 7), f"late.py:Late.{hook} {says}", *SHORT, HOOKS, f"{tmp_path}/late.py:Late")
+
+
+def test_the_file_is_in_the_provenance_and_a_wrong_class_is_refused(scripted, run_file, tmp_path):
+    (tmp_path / "own.py").write_text("class Other:\n    pass\n")
+    with pytest.raises(ConfigError, match=r"own.py:Other is no subclass of slipstream.Algorithm"):
+        prepare(load_config(run_file, (HOOKS, f"{tmp_path}/own.py:Other")))
+    scripted.finish(1, *SHORT, "--training.steps", "1", HOOKS, f"{EXAMPLES}/rloo_with_kl.py:RLOO")
+    assert "rloo_with_kl.py" in (scripted.folder / "provenance.json").read_text()
