@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 from PIL import Image
 
 from slipstream.config.parse.load import load_config
@@ -153,6 +154,8 @@ def test_text_alone_of_an_adapter_of_a_tower(run, model, tmp_path):
         run(*asked)
     policy = PolicyModel.load(model, train_tower=True)
     adapter = policy.add_adapter(AdapterConfig(4, 8.0, ("all-linear",), str(model), with_tower=True))
+    for layer in adapter.layers.values():
+        torch.nn.init.normal_(layer.lora_B, std=0.1)
     write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config)
     assert run(*asked, "--lora.path", str(tmp_path / "adapter")).num_items == 3
 

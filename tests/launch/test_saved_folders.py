@@ -187,7 +187,7 @@ def test_an_adapter_stays_with_the_weights_that_it_was_trained_on(tmp_path):
     base, other = as_base(tmp_path / "base"), as_base(tmp_path / "other", seed=1)
     adapter = saved(base, tmp_path, "adapter")
     assert find_deployable(str(adapter)).model == str(base)
-    assert check_adapter(SimpleNamespace(path=str(base)), str(adapter)) == []
+    check_adapter(SimpleNamespace(path=str(base)), str(adapter))
     (base / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     for deploys in (
         lambda: export(adapter, tmp_path / "merged", merged=True),
@@ -199,7 +199,7 @@ def test_an_adapter_stays_with_the_weights_that_it_was_trained_on(tmp_path):
     assert not (tmp_path / "merged").exists()
     assert find_deployable(str(adapter), str(base)).model == str(base), "who names another gets it"
     (base / "model.safetensors").unlink()
-    assert check_adapter(SimpleNamespace(path=str(base)), str(adapter)) == [], "a plan needs no weights"
+    check_adapter(SimpleNamespace(path=str(base)), str(adapter))  # a plan needs no weights
 
 
 def test_a_teacher_of_the_hub_is_found_once(hub):
@@ -215,12 +215,13 @@ def test_a_teacher_of_the_hub_is_found_once(hub):
 def test_an_export_says_what_the_folder_cannot(tmp_path):
     folder = saved(as_base(tmp_path / "base"), tmp_path, "adapter")
     assert any("by a path of this machine" in text for text in remarks(folder))
-    assert check_adapter(SimpleNamespace(path=str(tmp_path / "base")), str(folder)) == []
+    check_adapter(SimpleNamespace(path=str(tmp_path / "base")), str(folder))
     tensors = load_file(folder / "adapter_model.safetensors")
     zeroed = {name: tensor * (".lora_A." in name) for name, tensor in tensors.items()}
     save_file(zeroed, folder / "adapter_model.safetensors")
     assert any("is zero" in text for text in remarks(folder))
-    assert len(check_adapter(SimpleNamespace(path=str(tmp_path / "base")), str(folder))) == 1
+    with pytest.raises(ConfigError, match="every B"):
+        check_adapter(SimpleNamespace(path=str(tmp_path / "base")), str(folder))
     edit(folder / "adapter_config.json", base_model_name_or_path="org/tiny")
     assert not any("by a path of this machine" in text for text in remarks(folder))
 

@@ -34,6 +34,27 @@ def run_reference(text: str) -> RunReference | None:
     return RunReference(text, found[1], int(found[2]) if found[2] else None)
 
 
+@dataclass(frozen=True)
+class HubReference:
+    """`hub:OWNER/NAME@REVISION` in place of a model's path."""
+
+    text: str
+    repo: str
+    revision: str
+
+
+def hub_reference(text: str) -> HubReference | None:
+    """The repository of the hub that a path names; None for another path. Raises ConfigError for another form."""
+    if not text.startswith("hub:"):
+        return None
+    found = re.fullmatch(r"hub:([\w.-]+/[\w.-]+)@(\w[\w./-]{0,99})", text, re.ASCII)
+    if found is None or ".." in text:
+        raise ConfigError(
+            f"{text!r:.120} names no repository of the hub: write hub:OWNER/NAME@REVISION, with a commit or a tag"
+        )
+    return HubReference(text, found[1], found[2])
+
+
 def is_address(text: str) -> bool:
     """Whether a setting is meant as an address and not as a path."""
     return "://" in text or text.startswith("s3:")

@@ -238,7 +238,7 @@ class LoraConfig(Section):
     over `training.ranks`."""
     path: str | None = None
     """An adapter to start from, which must fit the settings above: a folder in PEFT's format, the folder of a run or
-    checkpoint, or `run:ID/step-N`. Not set: a fresh adapter."""
+    checkpoint, `run:ID/step-N`, or `hub:OWNER/NAME@REVISION`. Not set: a fresh adapter."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]

@@ -147,7 +147,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     model = find_model(config.model, weights=weights)
     config = config.model_copy(update={"model": model, "teacher": find_teacher(config, weights=weights)})
     check_model(model, packing=config.training.packing is True, weights=weights or has_weights(Path(model.path)))
-    untrained = check_adapter(model, config.lora.path if config.lora else None)
+    check_adapter(model, config.lora.path if config.lora else None)
     tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer, weights=weights)
     environment = load_environment(config.environment) if config.environment else None
@@ -217,7 +217,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
         derived = (Derived("model.revision", model.revision, reason), *derived)
     turns += check_imitated(tokenizer.thinks, environment if config.data is None else None, conversations)
-    warnings = (*loaded.warnings, *_fewer_tasks(loaded, derived), *plan.warnings, *unknown, *untrained, *turns)
+    warnings = (*loaded.warnings, *_fewer_tasks(loaded, derived), *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes)).checked()
     found = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *found)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import Loaded, ModelConfig
-from slipstream.config.addresses import run_reference
+from slipstream.config.addresses import hub_reference, run_reference
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.plan.bridge import NOT_ADAPTED
@@ -89,7 +89,12 @@ def weights_folder(path: Path) -> Path:
 
 
 def local_path(named: str) -> str:
-    """The folder of `run:ID` or `run:ID/step-N`, verified; any other path unchanged. Raises ConfigError."""
+    """The folder of `run:ID`, `run:ID/step-N` or `hub:OWNER/NAME@REVISION`, verified; any other path unchanged. Raises
+    ConfigError."""
+    if (on_hub := hub_reference(named)) is not None:
+        from slipstream.artifacts.hub_files import located_on_hub
+
+        return str(located_on_hub(on_hub))
     if (reference := run_reference(named)) is None:
         return named
     from slipstream.artifacts.references import located

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream.config.addresses import is_address, run_reference
+from slipstream.config.addresses import hub_reference, is_address, run_reference
 from slipstream.config.bounds import keyed
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
@@ -304,7 +304,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
     for name in ("path", "eval_path"):
         if (text := text_at("data", name)) and not is_python_object(text):
             tree["data"][name] = resolve(f"data.{name}", text, always=not is_hub_name(text))
-    if (text := text_at("lora", "path")) and run_reference(text) is None:
+    if (text := text_at("lora", "path")) and run_reference(text) is hub_reference(text) is None:
         tree["lora"]["path"] = resolve("lora.path", text, always=True)
     if (text := text_at("environment", "registry")) and not is_address(text):
         tree["environment"]["registry"] = resolve("environment.registry", text, always=True)

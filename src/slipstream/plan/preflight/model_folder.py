@@ -56,13 +56,13 @@ def hub_commit(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def check_adapter(model: ModelConfig, adapter: str | None) -> list[str]:
-    """Raise `ConfigError` if `lora.path` was trained on another commit, or other weights, of the model. Returns a
-    warning if it was not trained at all."""
+def check_adapter(model: ModelConfig, adapter: str | None) -> None:
+    """Raise `ConfigError` if `lora.path` was trained on another commit, or other weights, of the model, or not at
+    all."""
     from slipstream.weights.adapter_folder import changes_nothing, check_base, read_adapter_config
 
     if adapter is None:
-        return []
+        return
     (name, commit), trained_on = hub_commit(model.path), read_adapter_config(Path(adapter))
     is_commit = trained_on.revision is not None and re.fullmatch(r"[0-9a-f]{40}", trained_on.revision)
     if is_commit and name == trained_on.base and commit != trained_on.revision:
@@ -72,12 +72,11 @@ def check_adapter(model: ModelConfig, adapter: str | None) -> list[str]:
         )
     if name == trained_on.base and commit is None:
         check_base(Path(adapter), Path(model.path))
-    if not changes_nothing(Path(adapter)):
-        return []
-    return [
-        f"every B of the adapter in lora.path = {adapter} is zero, so it was not trained and changes nothing: give a "
-        "trained one, or leave out lora.path"
-    ]
+    if changes_nothing(Path(adapter)):
+        raise ConfigError(
+            f"every B of the adapter in lora.path = {adapter} is zero, so it was not trained and changes nothing: give "
+            "a trained one, or leave out lora.path"
+        )
 
 
 def check_model(model: ModelConfig, *, packing: bool, weights: bool = True, quantized: bool = False) -> None:
