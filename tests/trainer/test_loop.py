@@ -11,6 +11,7 @@ from tests.trainer.loops import batch_of, finished, make_run, planned
 from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, TrainingError
 from slipstream.trainer import loop as module
+from slipstream.trainer import steps
 from slipstream.trainer.batch_trainer import BatchResult, NoSignal
 from slipstream.trainer.checkpoints.resumed import Identity
 
@@ -100,7 +101,8 @@ def test_a_run_ends_at_its_time_limit(tmp_path):
 
 def test_times_are_since_the_batch_came_and_since_training_began(tmp_path, monkeypatch):
     ticks = itertools.count(5)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    for each in (module, steps):
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     run = finished(tmp_path, trained_s=100.0)
     assert [row.get("time/after_batch_s") for row in run.log.rows.values()] == [None, 1.0, 1.0, 1.0]
     assert run.loop.trained_s == 107.0
@@ -216,7 +218,7 @@ def test_while_a_critic_warms_up_steps_without_signal_count_on(tmp_path):
     quiet, warm = BatchResult({}, no_signal=NoSignal.NO_VARIANCE), BatchResult({}, is_critic_only=True)
     run = make_run(tmp_path, config=planned(training={"steps": 9}, run={"max_steps_without_signal": 3}))
     results = iter([quiet, BatchResult({}), quiet, warm, quiet, warm, quiet])
-    run.loop._trainer = SimpleNamespace(train=lambda batch: next(results))
+    run.loop._trainer = SimpleNamespace(train=lambda batch, objective: next(results))
     with pytest.raises(TrainingError, match="in 3 consecutive steps"):
         run.loop.run()
     assert run.loop.step == 6

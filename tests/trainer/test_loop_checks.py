@@ -12,7 +12,7 @@ def probed(folder, *differs, config=None, **fields):
     """A run whose probe finds these differences at version 0; the loop's metrics of it."""
     run = make_run(folder, config=config or planned(), **fields)
     run.engine.differs = differs
-    return run, run.loop._synchronise(evaluate=False, is_last=False)
+    return run, run.loop.synchronise(evaluate=False, is_last=False)
 
 
 def test_the_probes_mean_and_largest_difference_are_recorded(tmp_path):
@@ -25,7 +25,7 @@ def test_the_probes_mean_and_largest_difference_are_recorded(tmp_path):
     assert metrics["probe/abs_logprob_diff"] == 0.25, "of the engine that is worst"
     run = make_run(tmp_path, config=planned(inference={"replicas": 3}))
     run.engine.differs, run.engine.prompts = [0.0, 0.25, 0.0, 0.25], [(1,), (9,), (1,), (9,)]
-    assert run.loop._synchronise(evaluate=False, is_last=False)["probe/abs_logprob_diff"] == 0.125, "one is not probed"
+    assert run.loop.synchronise(evaluate=False, is_last=False)["probe/abs_logprob_diff"] == 0.125, "one is not probed"
 
 
 def test_a_large_difference_is_told_and_a_larger_one_ends_the_run(tmp_path):
@@ -48,13 +48,13 @@ def test_a_difference_that_has_grown_is_compared_with_the_first_and_the_last_pro
     run, _ = probed(tmp_path, 0.125)
     for differs in (0.25, 0.5):
         run.engine.differs = [differs]
-        run.loop._synchronise(evaluate=False, is_last=False)
+        run.loop.synchronise(evaluate=False, is_last=False)
     ((text, _),) = run.log.warnings
     assert "it has grown from 0.125 at first" in text
     run.engine.differs = [0.125]
-    run.loop._synchronise(evaluate=False, is_last=False)
+    run.loop.synchronise(evaluate=False, is_last=False)
     run.engine.differs = [0.75]
-    run.loop._synchronise(evaluate=False, is_last=False)
+    run.loop.synchronise(evaluate=False, is_last=False)
     assert "it was 0.125 at the version before" in run.log.warnings[-1][0]
 
 
@@ -78,11 +78,11 @@ def test_under_sleep_mode_one_sequence_at_a_time_is_computed(tmp_path):
     held_out = [sequence(size=3), sequence(size=6)]
     run = make_run(tmp_path, config=config, held_out=held_out)
     run.engine.differs = [0.5, 0.5]
-    run.loop._synchronise(evaluate=False, is_last=False)
+    run.loop.synchronise(evaluate=False, is_last=False)
     assert run.learner.rows
     assert set(run.learner.rows) == {3}
     run.learner.rows.clear()
-    run.loop._measure_held_out()
+    run.loop.measure_held_out()
     assert run.learner.rows == [7]
 
 
@@ -109,7 +109,7 @@ def test_held_out_sequences_are_computed_some_rows_at_once(tmp_path):
     """16 rows of 10 tokens for each rank."""
     config = planned("sft", training={"ranks": 2}, evaluation={"every": 2})
     run = make_run(tmp_path, config=config, with_engine=False, held_out=[sequence(size=9)] * 33)
-    run.loop._measure_held_out()
+    run.loop.measure_held_out()
     assert run.learner.rows == [10, 10]
 
 

@@ -138,6 +138,11 @@ def _checked_tasks(environment: Environment, split: Split, num_tasks: int) -> li
             f"tasks({split!r}, {num_tasks}) of {environment.name} raised {one_line(error)} ({place_of(error)}"
             f"{shown_settings(environment.given_settings)}): correct it"
         ) from error
+    return with_schemas(environment, tasks)
+
+
+def with_schemas(environment: Environment, tasks: list[Task]) -> list[Task]:
+    """The tasks with the environment's tools in their prompts, if it does not write them there itself."""
     schemas = () if environment.tools_in_prompts else schemas_of(environment.tools)
     if not schemas:
         return tasks

@@ -49,6 +49,8 @@ from slipstream.runlog.samples import sample_of
 from slipstream.transport import Transport
 from slipstream.weights import receiver_of
 
+UNUSED = "unused"
+"""Why a group is dropped that the caller of a session has not trained on."""
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out")
 
 
@@ -73,6 +75,9 @@ class _Generation:
         self._runner = self._make_runner()
         self._entrance = open_entrance(context, children, self._versions, self._count_dropped)
         self._ledger: Ledger | None = None
+        self._asked: Batcher | None = None
+        """Makes what is asked for batch by batch."""
+        self._asking = asyncio.Lock()
         self.executor = Executor(
             self._engine,
             self._versions,
@@ -83,6 +88,8 @@ class _Generation:
             start=self._start,
             open_ledger=self._open_ledger,
             make_batches=self._make_batches,
+            make_batch=self._make_batch,
+            settle=self._settle,
             close=self._close,
             num_ended=self._num_ended,
             change_weights=self._order.change,
@@ -179,13 +186,12 @@ class _Generation:
             on_drop=lambda reason, tokens: context.log.count(drop_metrics(reason, tokens)),
         )
 
-    async def _make_batches(self, command: commands.MakeBatches) -> None:
+    def _batcher(self, *, settles: bool = True) -> Batcher:
         context, config, algorithm = self._context, self._context.config, self._context.config.algorithm
         assert self._ledger is not None
-        self._order.set_changes(command.changes)
         assert algorithm.kind != "sft"
         assert config.environment is not None
-        batcher = Batcher(
+        return Batcher(
             self._runner,
             group_size=algorithm.group_size,
             sampling=context.prepared.sampling(),
@@ -204,7 +210,38 @@ class _Generation:
             share=Share(context.orchestrator, config.run.orchestrators),
             idle=self._runner.idle,
             arrivals=self._entrance.arrivals if self._entrance is not None else None,
+            settles=settles,
         )
+
+    async def _make_batch(self, command: commands.MakeBatch) -> Batch:
+        """As `InDataOrder` does; what the caller has chosen is not replaced by other tasks."""
+        if self._asked is None:
+            self._asked = self._batcher(settles=False)
+            self._idle.begin(command.step)
+        batcher, progress = self._asked, self._context.progress
+        if command.tasks:
+            batcher = replace(batcher, refills=None)
+        if command.group_size:
+            batcher = replace(batcher, group_size=command.group_size)
+        tasks = command.tasks or self._order.tasks(command.step)
+        async with self._asking:
+            version = await self._versions.wait_for(command.oldest)
+            progress.phase("generate", batcher.num_rollouts(tasks))
+            async with self._versions.generating():
+                batch = await batcher.make(command.step, version, tasks, command.first)
+            progress.end_phase()
+        return batch
+
+    def _settle(self, command: commands.Settle) -> None:
+        assert self._ledger is not None
+        for group in command.unused:
+            self._ledger.drop(group, UNUSED)
+        self._ledger.batch(command.step - 1, command.trained)
+        self._ledger.trained(command.step)
+
+    async def _make_batches(self, command: commands.MakeBatches) -> None:
+        config, batcher = self._context.config, self._batcher()
+        self._order.set_changes(command.changes)
         made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, config.weights.every)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators

@@ -6,11 +6,12 @@ starts while the trainer loads, so that neither waits for the other's imports.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.artifacts.outgoing import hold_for_upload
 from slipstream.config import PlannedConfig, dump_resolved
@@ -34,7 +35,7 @@ from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.parts.supervised import SupervisorWatch
 from slipstream.launch.parts.watchdog import watched
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.provenance.stock import take_stock
+from slipstream.launch.provenance.stock import Stock, take_stock
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.fallbacks import with_fallbacks
 from slipstream.launch.recovery.grace import GraceEnd, LastWords
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.checkpoints.writer import CheckpointWriter
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.loop import Reader, TrainingLoop
+    from slipstream.trainer.steps import Steps
     from slipstream_matching.coordinates import AnswerTokens
 
 
@@ -118,18 +120,54 @@ def train(
         stock = take_stock(prepared, folder, progress, resume=resume)
     grace = GraceEnd(prepared.config.run.grace_s, progress, last_words)
     num_passed_on = supervisor.num_passed_on if supervisor is not None else None
+    is_watched = owns_process and supervisor is None
+    with (
+        StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
+        opened(prepared, folder, stock, step if resume else None, progress, stages, is_watched=is_watched) as found,
+    ):
+        log, beating = found
+        grace.log, grace.beating = log, beating
+        if supervisor is not None:
+            supervisor.warn = log.warning
+        is_supervised = supervisor is not None or restarts == "outside"
+        about = (log, progress, stages, stop, make_engine)
+
+        def carry_out(planned: Prepared) -> RunResult:
+            run = RunContext(planned, *about, may_differ=stock.may_differ, is_supervised=is_supervised)
+            with started(run) as parts:
+                loop = parts.loop(resume=resume)
+                loop.run()
+                return _result_of(loop)
+
+        try:
+            return with_fallbacks(prepared, carry_out, log)
+        except AttemptFailed as lost:
+            most = prepared.config.run.max_restarts if restarts != "nowhere" else 0
+            start_again(lost, log, progress, most, stop)
+
+
+@contextmanager
+def opened(
+    prepared: Prepared,
+    folder: Path,
+    stock: Stock,
+    resumed_step: int | None,
+    progress: Progress,
+    stages: Stages,
+    *,
+    is_watched: bool = False,
+) -> Generator[tuple[RunLog, Beating]]:
+    """The run folder, and all that follows what is written there. `resumed_step`: that of the checkpoint which the run
+    goes on from; None for a new run. `is_watched`: a watchdog ends this process where it stands still."""
+    resume, step = resumed_step is not None, resumed_step or 0
     with (
         MetricsServer(prepared.config.run.metrics_port) as server,
-        StopRequest(on_first=grace.say_first, grace=grace, num_passed_on=num_passed_on) as stop,
         RunLog.create(folder, resume=resume) as log,
-        watched(folder, log.warning) if owns_process and supervisor is None else nullcontext(),
+        watched(folder, log.warning) if is_watched else nullcontext(),
         Beating(log) as beating,
         stacks.kept_in(folder),
         trainer_logs_as_events(log),
     ):
-        grace.log, grace.beating = log, beating
-        if supervisor is not None:
-            supervisor.warn = log.warning
         log.warning_listeners.append(lambda text: progress.message(text, "warning"))
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
@@ -149,7 +187,7 @@ def train(
             progress.message(f"left out: {count} ({reason})")
         if changed:
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
-        described = run_of(folder, log.lineage, read_settings(folder), step if resume else None)
+        described = run_of(folder, log.lineage, read_settings(folder), resumed_step)
         with MetricSinks(prepared.config.run.sinks, described, log, tell=progress.message) as sinks:
             log.listeners.append(sinks.put)
             if prepared.config.run.sink_samples:
@@ -162,29 +200,18 @@ def train(
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
                 with persistent_caches(log.warning):
-                    return with_fallbacks(
-                        prepared,
-                        lambda planned: _carry_out(
-                            RunContext(
-                                *(planned, log, progress, stages, stop, make_engine),
-                                may_differ=stock.may_differ,
-                                is_supervised=supervisor is not None or restarts == "outside",
-                            ),
-                            resume,
-                        ),
-                        log,
-                    )
-            except AttemptFailed as lost:
-                most = prepared.config.run.max_restarts if restarts != "nowhere" else 0
-                start_again(lost, log, progress, most, stop)
+                    yield log, beating
             finally:
                 stages.end()
                 progress.stop()
 
 
-def _carry_out(run: RunContext, resume: bool) -> RunResult:
-    """Start what the plan needs, train, and end everything that was started in reverse order."""
-    loop, generation = None, None
+@contextmanager
+def started(run: RunContext) -> Generator[Parts]:
+    """Start what the plan needs and load the models; in the end, end everything that was started in reverse order.
+    Raises `AttemptFailed` for an error after which another attempt may follow."""
+    parts: Parts | None = None
+    generation: Generation | None = None
     with Children(run) as children:
         try:
             with reports_out_of_memory(run.prepared, run.log), stacks.asked_at_deadlines(run.log):
@@ -193,21 +220,97 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
                 children.meet_servers()
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine:
-                    generation = start_generation(run, children, lambda: _end_of(run.log, loop, children.error))
-                loop = _build_loop(run, children, generation, resume)
-                run.log.listeners.append(record_memory(run.log, run.config.model.path))
-                run.progress.ready()
-                run.stages.begin_steps(loop.step)
-                loop.run()
-                return _result_of(loop)
+                    end = lambda: _end_of(run.log, parts.steps if parts else None, children.error)  # noqa: E731
+                    generation = start_generation(run, children, end)
+                parts = _load(run, children, generation)
+                yield parts
         except Exception as error:
             may_go_on = run.is_supervised and is_retriable(error)
             if not may_go_on and not has_lost_weights(error, generation.caller if generation else None):
                 raise
-            raise AttemptFailed(error, loop.trained_s if loop else 0.0) from error
+            trained_s = parts.steps.trained_s if parts and parts.steps else 0.0
+            raise AttemptFailed(error, trained_s) from error
 
 
-def _end_of(log: RunLog, loop: TrainingLoop | None, error: BaseException | None) -> commands.Close:
+@dataclass
+class Parts:
+    """The loaded models of a run, and what becomes a training program of them."""
+
+    run: RunContext
+    children: Children
+    generation: Generation | None
+    trained: Trained
+    store: CheckpointStore
+    sampling: SamplingParams
+    identity: Identity
+    curriculum: MixtureCurriculum | None
+    steps: Steps | None = None
+
+    def loop(self, *, resume: bool) -> TrainingLoop:
+        """The run's own order of steps."""
+        from slipstream.trainer.loop import TrainingLoop
+
+        run, config = self.run, self.run.config
+        tokens = answer_tokens(run.prepared.tokenizer) if config.matching else None
+        common, hooks = self._common(tokens.coordinate_ids if tokens else (), resume=resume)
+        engine, resumed = common["engine"], common["resumed"]
+        reader = _reader(run, self.generation, engine, hooks, tokens, resumed, self.curriculum)
+        rolls_out = partial(generates_for, config)
+        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, rolls_out_at=rolls_out, **common)
+        self._begin(loop)
+        return loop
+
+    def session(self, *, resume: bool) -> Steps:
+        """Steps in an order of the caller's."""
+        from slipstream.trainer.steps import Steps
+
+        common, _ = self._common((), resume=resume)
+        steps = Steps(**common, state=dict(common["resumed"].state))
+        self._begin(steps)
+        return steps
+
+    def _common(self, coordinate_ids: Sequence[int], *, resume: bool) -> tuple[dict[str, Any], RunHooks | None]:
+        """The fields of `Steps`, and the hooks of its engine."""
+        from slipstream.trainer.checkpoints.resumed import Resumed
+        from slipstream.trainer.checkpoints.writer import create_writer
+
+        run, config, trained = self.run, self.run.config, self.trained
+        log, generation, learner = run.log, self.generation, trained.learner
+        resumed = Resumed()
+        if resume:
+            resumed = _resume(log, self.store, trained, self.identity, self.curriculum, config)
+        elif generation is not None:
+            _refuse_own_teacher(config, learner, generation.caller)
+        writer = create_writer(config, self.store, learner, trained.critic, log)
+        engine, hooks = None, None
+        if generation is not None:
+            engine, hooks = _connect(run, self.children, generation.caller, writer, learner, resumed.step)
+        common = {
+            "config": config,
+            "learner": learner,
+            "objective": build_objective(config, self.sampling, coordinate_ids),
+            "engine": engine,
+            "writer": writer,
+            "log": log,
+            "progress": run.progress,
+            "sampling": self.sampling,
+            "reference": trained.reference,
+            "critic": trained.critic,
+            "held_out": run.prepared.held_out,
+            "identity": self.identity,
+            "resumed": resumed,
+            "curriculum": self.curriculum,
+        }
+        return common, hooks
+
+    def _begin(self, steps: Steps) -> None:
+        self.steps, run = steps, self.run
+        run.log.listeners.append(record_memory(run.log, run.config.model.path))
+        run.progress.ready()
+        run.stages.begin_steps(steps.step)
+
+
+def _end_of(log: RunLog, loop: Steps | None, error: BaseException | None) -> commands.Close:
     """How far the run came, and why it ends."""
     step, reason = loop.step if loop else 0, ""
     if error is not None:
@@ -215,8 +318,8 @@ def _end_of(log: RunLog, loop: TrainingLoop | None, error: BaseException | None)
     elif loop is not None:
         training = loop.config.training
         late = f"training.max_seconds = {training.max_seconds:g} has passed" if training.max_seconds is not None else ""
-        has_all = step >= training.steps
-        reason = f"all {step} steps are made" if has_all else loop.evaluations.early_stop.reason or late
+        early = loop.evaluations.early_stop.reason or late or "the session ended"
+        reason = f"all {step} steps are made" if step >= training.steps else early
     return commands.Close(step, reason)
 
 
@@ -232,16 +335,14 @@ def _result_of(loop: TrainingLoop) -> RunResult:
     )
 
 
-def _build_loop(run: RunContext, children: Children, generation: Generation | None, resume: bool) -> TrainingLoop:
-    """Load the models while the engine starts, and build the training loop."""
-    config, prepared, log = run.config, run.prepared, run.log
+def _load(run: RunContext, children: Children, generation: Generation | None) -> Parts:
+    """Load the models while the engine starts."""
+    config, prepared = run.config, run.prepared
     with run.stages.stage("import the trainer"):
         import torch
 
         from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-        from slipstream.trainer.checkpoints.resumed import Identity, Resumed
-        from slipstream.trainer.checkpoints.writer import create_writer
-        from slipstream.trainer.loop import TrainingLoop
+        from slipstream.trainer.checkpoints.resumed import Identity
         from slipstream.weights.usage import EndTokens
 
     torch.set_num_threads(rank_threads(config))
@@ -258,33 +359,7 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
     digests = identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder)
     identity = Identity(prepared.num_items, digests, run.may_differ)
     curriculum = MixtureCurriculum(config) if has_curriculum(config) else None
-    resumed = _resume(log, store, trained, identity, curriculum, config) if resume else Resumed()
-    if not resume and generation is not None:
-        _refuse_own_teacher(config, trained.learner, generation.caller)
-    writer = create_writer(config, store, trained.learner, trained.critic, log)
-    engine, hooks = None, None
-    if generation is not None:
-        engine, hooks = _connect(run, children, generation.caller, writer, trained.learner, resumed.step)
-    tokens = answer_tokens(prepared.tokenizer) if config.matching else None
-    return TrainingLoop(
-        config=config,
-        learner=trained.learner,
-        objective=build_objective(config, sampling, tokens.coordinate_ids if tokens else ()),
-        reader=_reader(run, generation, engine, hooks, tokens, resumed, curriculum),
-        engine=engine,
-        writer=writer,
-        log=log,
-        progress=run.progress,
-        sampling=sampling,
-        reference=trained.reference,
-        critic=trained.critic,
-        should_stop=run.should_stop,
-        held_out=prepared.held_out,
-        identity=identity,
-        resumed=resumed,
-        rolls_out_at=partial(generates_for, config),
-        curriculum=curriculum,
-    )
+    return Parts(run, children, generation, trained, store, sampling, identity, curriculum)
 
 
 def _connect(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from slipstream import records
@@ -21,7 +21,7 @@ from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.learner import Learner, Scorer
-from slipstream.trainer.loss import Objective, PolicyObjective
+from slipstream.trainer.loss import Objective, PolicyObjective, SFTObjective
 from slipstream.trainer.metrics import any_cut, refuse_difference, rollout_metrics
 from slipstream.trainer.old_logprobs import fill_logprobs, fill_read, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
@@ -99,10 +99,12 @@ class BatchTrainer:
     before_write: Callable[[], None]
     """Called before each write to the live weights, which an engine may share."""
 
-    def train(self, batch: records.Batch) -> BatchResult:
-        """Run all stages on `batch`."""
+    def train(self, batch: records.Batch, objective: Objective | None = None) -> BatchResult:
+        """Run all stages on `batch`. `objective`: one that is not the run's."""
+        if objective is not None:
+            return replace(self, objective=objective).train(batch)
         algorithm = self.config.algorithm
-        if isinstance(algorithm, PlannedRL):
+        if isinstance(algorithm, PlannedRL) and not isinstance(self.objective, SFTObjective):
             return self._train_rl(batch, algorithm)
         steps = self.step_batches(batch)
         if not steps:

@@ -1,6 +1,6 @@
 """The training loop of supervised fine-tuning and reinforcement learning.
 
-A step takes a batch, trains on it (`batch_trainer.py`) and, when an engine generates with these weights, publishes the
+A step takes a batch, trains on it (`steps.py`) and, when an engine generates with these weights, publishes the
 new version, waits until the engine has applied and verified it, and compares both sides' log-probabilities (the probe).
 Policy version k is the result of k steps; with staleness 0 version k generated the batch of the update k -> k + 1.
 
@@ -12,43 +12,16 @@ last step, at the time limit, when `should_stop` is true (after writing a checkp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from slipstream import records
-from slipstream.config.planned import PlannedConfig
-from slipstream.config.schema import RLConfig
-from slipstream.config.traits import num_engines, update_phase
-from slipstream.data.curriculum import Change, MixtureCurriculum
-from slipstream.errors import Interrupted, MismatchError, TrainingError
-from slipstream.progress import Progress
-from slipstream.runlog import RunLog, sample_of
-from slipstream.runlog.batches import BatchKeeper
+from slipstream.errors import Interrupted
 from slipstream.trainer import garbage_collection
-from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
-from slipstream.trainer.checkpoints.resumed import Identity, Resumed
-from slipstream.trainer.checkpoints.writer import CheckpointWriter
-from slipstream.trainer.credit_assignment import Credit
-from slipstream.trainer.critic import Critic
-from slipstream.trainer.evaluations import Evaluates, Evaluations
-from slipstream.trainer.learner import Learner, Scorer
-from slipstream.trainer.loss import Objective
-from slipstream.trainer.metrics import (
-    OTHER_BITS,
-    explain_difference,
-    held_out_loss,
-    logprob_differences,
-    prompt_of,
-    refuse_difference,
-    skipped_batch,
-    worst_engine_mean,
-)
-from slipstream.trainer.signal_watch import SignalWatch
+from slipstream.trainer.steps import Engine, Steps
 
-_ROWS_AT_ONCE = 16
-"""Rows of held-out sequences that are computed before their results are read."""
+__all__ = ["Engine", "Reader", "TrainingLoop"]
 
 
 class Reader(Protocol):
@@ -59,91 +32,14 @@ class Reader(Protocol):
         ...
 
 
-class Engine(Evaluates, Protocol):
-    """The inference engine and its weight sync, as the loop uses them."""
+@dataclass(kw_only=True)
+class TrainingLoop(Steps):
+    """See the module."""
 
-    def update(self, step: int) -> list[records.Sequence]:
-        """Publish the live weights as version `step`, wait until they are applied and verified, and return sequences
-        sampled with them (the probe)."""
-        ...
-
-    def fence(self) -> None:
-        """Called before live weights are written: an engine that shares them must not compute until the next
-        `update`."""
-        ...
-
-    def release(self, step: int, change: Change | None = None) -> None:
-        """Allow rollouts by version `step`; `change`: of a mixture's weights."""
-        ...
-
-
-@dataclass
-class TrainingLoop:
-    """See the module. `engine`: None for SFT without evaluation. `writer`: writes this run's checkpoints."""
-
-    config: PlannedConfig
-    learner: Learner
-    objective: Objective
     reader: Reader
-    engine: Engine | None
-    writer: CheckpointWriter
-    log: RunLog
-    progress: Progress
-    sampling: records.SamplingParams
-    reference: Scorer | None = None
-    critic: Critic | None = None
     should_stop: Callable[[], bool] = lambda: False
-    held_out: Collection[records.Sequence] = ()
-    """Under SFT, sequences whose loss is measured with every evaluation; none is trained on."""
-    identity: Identity = field(default_factory=Identity)
-    resumed: Resumed = field(default_factory=Resumed)
-    curriculum: MixtureCurriculum | None = None
-    """Changes the weights of a mixture's parts."""
     rolls_out_at: Callable[[int], bool] = lambda step: False
     """Whether, under SFT, a step is trained on what the engine generates by the weights before it."""
-
-    step: int = field(init=False)
-    """Number of batches trained on."""
-    held_out_loss: dict[str, float] = field(default_factory=dict[str, float], init=False)
-    """Metrics of the held-out sequences, measured last."""
-    evaluations: Evaluations = field(init=False)
-    """Which are due, those beside training, and whether they end the run."""
-
-    _probed: tuple[float, float] | None = field(default=None, init=False)
-    """Mean differences of this process's first probe and of the last one."""
-    _started: float | None = field(default=None, init=False)
-    _no_signal: NoSignal = field(default=NoSignal.NO_VARIANCE, init=False)
-
-    def __post_init__(self) -> None:
-        resumed = self.resumed
-        self.step = self.writer.saved_step = resumed.step
-        self._saved_step = -1 if resumed.checkpoint is None else resumed.step
-        self._trained_steps, self._steps_without_signal = resumed.trained_steps, resumed.steps_without_signal
-        self.evaluations = Evaluations(self.config, self.log, self.progress, self._keep_best)
-        if resumed.evaluations:
-            self.evaluations.load(resumed.evaluations, self.step)
-        if (watch := self.evaluations.early_stop).keeps_best:
-            self.writer.store.best_step = watch.best_step
-        self._signal_watch = SignalWatch(self.config)
-        self._trainer = BatchTrainer(
-            self.config,
-            self.learner,
-            self.objective,
-            self.sampling,
-            self.reference,
-            self.critic,
-            on_optimizer_steps=lambda count: self.progress.phase("train", count),
-            before_write=self._fence,
-        )
-        self._batches = None
-        if (number := self.config.run.keep_batches) and isinstance(self.config.algorithm, RLConfig):
-            device, folder = self.learner.model.device.type, self.log.folder
-            self._batches = BatchKeeper(folder, number, device, self._replay_starts, self.log.warning)
-
-    @property
-    def trained_s(self) -> float:
-        """Seconds of training so far, including earlier attempts."""
-        return self.resumed.trained_s + (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def run(self) -> None:
         """Train until the run ends; see the module."""
@@ -151,27 +47,25 @@ class TrainingLoop:
             self._run()
         except Interrupted:
             # A stop request interrupts waits between two updates only: the weights are consistent.
-            self._save(last=True)
+            self.save(last=True)
             raise
         finally:
-            self.writer.close()
-            if self._batches is not None:
-                self._batches.close()
+            self.close()
             garbage_collection.unfreeze()
 
     def _run(self) -> None:
         training = self.config.training
         evaluate = self.evaluations.is_due_at_start(self.step)
-        metrics = self._measure_held_out() if evaluate else {}
+        metrics = self.measure_held_out() if evaluate else {}
         if self.engine is not None:
-            metrics |= self._synchronise(evaluate, is_last=self.step >= training.steps)
+            metrics |= self.synchronise(evaluate, is_last=self.step >= training.steps)
         if metrics:
-            self._report(metrics)
-            self._observe(metrics)
+            self.report(metrics)
+            self.observe(metrics)
         if self.engine is not None:
             self.engine.release(self.step)
-        self.writer.begin()
-        self._started, updates = time.monotonic(), self.learner.step
+        self.begin()
+        updates = self.learner.step
         is_last = is_warm = False
         while self.step < training.steps and not is_last:
             if reason := self.evaluations.early_stop.reason:
@@ -187,19 +81,16 @@ class TrainingLoop:
                 garbage_collection.freeze()
                 is_warm = True
         if self.step or not self.evaluations.early_stop.reason:
-            self._check_learned()
-        self._save(last=True)
+            self.check_learned()
+        self.save(last=True)
 
     def _one_step(self) -> bool:
         """Train on one batch, and synchronise the engine; returns whether it was the last, by number or by time."""
         with self.log.phase("batch"):
             batch = self.reader.take(self.step)
         begun = time.monotonic()
-        metrics = dict(batch.metrics)
-        with self.log.phase("train"):
-            metrics |= self._train(batch)
-        self.step += 1
-        change = self._adapt(batch, metrics)
+        metrics = dict(batch.metrics) | self.train(batch)
+        change = self.adapt(batch, metrics)
         training = self.config.training
         is_late = training.max_seconds is not None and self.trained_s >= training.max_seconds
         if is_late:
@@ -208,214 +99,25 @@ class TrainingLoop:
         is_last = is_late or self.step >= training.steps
         evaluate = self.evaluations.is_due(self.step, is_last=is_last)
         if evaluate:
-            metrics |= self._measure_held_out()
+            metrics |= self.measure_held_out()
         try:
             if self.engine is not None and (evaluate or self._next_needs_engine(is_last=is_last)):
-                if evaluate or is_last or not self.step % self.config.weights.every or not self._is_rl:
-                    metrics |= self._synchronise(evaluate, is_last=is_last)
+                if evaluate or is_last or not self.step % self.config.weights.every or not self.is_rl:
+                    metrics |= self.synchronise(evaluate, is_last=is_last)
                 self.engine.release(self.step, change)
         except Interrupted:
             # The step was made and will be in the checkpoint: write its metrics too.
-            self._report(metrics)
+            self.report(metrics)
             raise
         metrics["time/after_batch_s"] = time.monotonic() - begun
-        self._report(metrics)
-        self._observe(metrics)
+        self.report(metrics)
+        self.observe(metrics)
         if self.engine is not None:
             self.evaluations.take(self.engine, self.step, waits=False)
         if not is_last and self.writer.is_due(self.step):
-            self._save()
+            self.save()
         return is_last
 
     def _next_needs_engine(self, *, is_last: bool) -> bool:
         """Whether the engine must have the weights that the step just made has left."""
-        return self._is_rl or (not is_last and self.rolls_out_at(self.step))
-
-    @property
-    def _is_rl(self) -> bool:
-        return isinstance(self.config.algorithm, RLConfig)
-
-    def _train(self, batch: records.Batch) -> dict[str, float]:
-        """Train on one batch and count what came of it; returns its metrics. See `BatchTrainer` for the stages."""
-        self._check_version(batch)
-        if batch.step == 0 and (judgement := self._signal_watch.judge_first(batch.rollouts)) is not None:
-            self.log.event("readiness", verdict=judgement.verdict, text=judgement.text)
-            text = f"first batch: {judgement.verdict}: {judgement.text}"
-            if judgement.is_ready:
-                self.progress.message(text)
-            else:
-                self.log.warning(text, step=self.step)
-        if self._batches is not None:
-            self._batches.keep(batch)
-        result = self._trainer.train(batch)
-        self.resumed.draws.use(batch.draws)
-        if result.no_signal is not None:
-            return result.metrics | skipped_batch(batch, result.metrics) | self._skip(batch.step, result.no_signal)
-        self._trained_steps += 1
-        self.log.repeats("train")
-        if not result.is_critic_only:
-            self._steps_without_signal = 0
-        if result.credit is not None:
-            self._keep_samples(batch, result.credit)
-        return result.metrics
-
-    def _adapt(self, batch: records.Batch, metrics: dict[str, float]) -> Change | None:
-        """Have the curriculum, if any, observe a batch; adds its metrics."""
-        if self.curriculum is None:
-            return None
-        drawn = max(batch.draws) // self.config.training.prompts_per_batch if batch.draws else batch.step
-        metrics |= self.curriculum.metrics(drawn)
-        return self.curriculum.observe(batch, self.step, self.resumed.draws)
-
-    def _replay_starts(self) -> set[int]:
-        """The steps at which a replay can start: of the start model, of a checkpoint that may still be being written,
-        and of those that can be resumed from."""
-        return {0, self._saved_step, *self.writer.store.resumable_steps()}
-
-    def _fence(self) -> None:
-        if self.engine is not None:
-            self.engine.fence()
-
-    def _check_version(self, batch: records.Batch) -> None:
-        staleness = self.config.training.staleness
-        is_new_enough = self.step - staleness <= batch.version.step <= self.step
-        if self._is_rl and not is_new_enough:
-            raise TrainingError(
-                f"the batch for step {self.step} was begun by version {batch.version.name}: training.staleness = "
-                f"{staleness} allows none before {self.step - staleness} and none after {self.step}"
-            )
-
-    def _skip(self, step: int, no_signal: NoSignal) -> dict[str, float]:
-        """Count and log a batch without signal; raises TrainingError after `run.max_steps_without_signal` in a row."""
-        self._steps_without_signal += 1
-        self._no_signal = no_signal
-        limit = self.config.run.max_steps_without_signal
-        text = f"step {step} teaches nothing: {no_signal.reason}"
-        if self._steps_without_signal == 1:
-            self.log.warning(text, step=step)
-        else:  # said once for steps in a row; the terminal's line of each says that it was skipped
-            self.log.event("skipped", step=step, reason=no_signal.reason)
-        if self._steps_without_signal >= limit:
-            raise TrainingError(
-                f"{no_signal.reason} in {self._steps_without_signal} consecutive steps (run.max_steps_without_signal = "
-                f"{limit}): {no_signal.advice}"
-            )
-        return {"train/skipped": 1.0}
-
-    def _check_learned(self) -> None:
-        if self._trained_steps == 0:
-            raise TrainingError(
-                f"nothing was trained in {self.step} steps: {self._no_signal.reason}: {self._no_signal.advice}"
-                if self.step
-                else "nothing was trained: the run made no step"
-            )
-
-    def _synchronise(self, evaluate: bool, *, is_last: bool) -> dict[str, float]:
-        """Update the engine's weights, probe it, and evaluate if asked; returns metrics. `is_last`: no step follows."""
-        assert self.engine is not None
-        self.progress.phase(update_phase(self.config))
-        with self.log.phase("update"):
-            sequences = self.engine.update(self.step)
-        with self.log.phase("probe"):
-            metrics = self._probe(sequences)
-        if evaluate:
-            metrics |= self.evaluations.make(self.engine, self.step, is_last=is_last)
-        return metrics
-
-    def _measure_held_out(self) -> dict[str, float]:
-        """Measure the loss of the held-out sequences, if any; returns metrics. Before the engine takes the GPU: under
-        sleep mode its turn comes afterwards, and at the start there is room for one sequence only."""
-        if not self.held_out:
-            return {}
-        tokens = self.learner.micro_batch_tokens
-        if self.config.inference.sleep is True:
-            tokens = max(map(len, self.held_out))
-        self.progress.phase("evaluate", len(self.held_out))
-        with self.log.phase("held_out_loss"):
-            self.held_out_loss = held_out_loss(
-                partial(self.learner.forward, micro_batch_tokens=tokens),
-                self.held_out,
-                _ROWS_AT_ONCE * tokens * self.config.training.ranks,
-                self.progress.advance,
-            )
-        if self.engine is None:
-            self.evaluations.done_step = self.step
-        return dict(self.held_out_loss)
-
-    def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
-        """Compare the engine's log-probabilities of the sequences that it just sampled with the trainer's, by the same
-        weights: small differences are numerics. Raises MismatchError above `weights.probe_stop`."""
-        # Under sleep mode the engine holds the GPU: what memory is left may fit one sequence only, not a full row.
-        row = max(map(len, sequences)) if self.config.inference.sleep is True else None
-        ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
-        differences = [logprob_differences(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
-        # One that evaluates beside training is not probed: those that are have all begun with the first prompt.
-        first = prompt_of(sequences[0])
-        num_probed = min(num_engines(self.config), sum(prompt_of(sequence) == first for sequence in sequences))
-        mean = worst_engine_mean(differences, num_probed)
-        limits = self.config.weights
-        if self.config.run.exact:
-            refuse_difference(mean, f"version {self.step}")
-        if not mean <= limits.probe_warn:
-            forward = partial(self.learner.forward, micro_batch_tokens=row)
-            is_small = self.config.model.shared_kernels and 4 * mean <= limits.probe_stop
-            cause = OTHER_BITS if is_small else explain_difference(forward, sequences, self.sampling, self._probed)
-            text = f"engine and trainer differ by {mean:.3f} in log-probability per token at version {self.step}"
-            if not mean <= limits.probe_stop:
-                raise MismatchError(f"{text}, above weights.probe_stop = {limits.probe_stop:g}; {cause}")
-            self.log.warning(f"{text}, above weights.probe_warn = {limits.probe_warn:g}; {cause}", step=self.step)
-        self._probed = (mean if self._probed is None else self._probed[0], mean)
-        return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
-
-    def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
-        for place, rollout in enumerate(batch.rollouts[: self.config.run.save_samples]):
-            self.log.sample(sample_of(rollout, batch.step, batch.version.name, **credit.of(place)))
-
-    def _report(self, metrics: dict[str, float]) -> None:
-        row = self.log.metrics(self.step, metrics)
-        present = {name: value for name, value in row.items() if value is not None}
-        self.progress.step(self.step, present)
-        for text in self._signal_watch.observe(present):
-            self.log.warning(text, step=self.step)
-
-    def _observe(self, metrics: Mapping[str, float]) -> None:
-        """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it, and
-        that of a version that may turn out to be the best."""
-        watch = self.evaluations.early_stop
-        if watch.observe(self.step, metrics) and watch.keeps_best:
-            self._save(best=watch.best)
-        elif watch.keeps_best and self.evaluations.running == self.step:
-            self._save()
-
-    def _keep_best(self, step: int, accuracy: float) -> None:
-        """An evaluation that came after its row was the best so far; one beside training had its step saved before."""
-        if step == self.step:
-            self._save(best=accuracy)
-        else:
-            self.writer.link_best(step, accuracy)
-
-    def _save(self, *, best: float | None = None, last: bool = False) -> None:
-        """Start writing a checkpoint: deployable weights and the resume state. `best`: its accuracy, if it is the best
-        so far. With `last`, wait until it is written."""
-        with self.log.phase("checkpoint"):
-            if self._saved_step != self.step:
-                self.writer.store.candidate_step = self.evaluations.running
-                extra: dict[str, Any] = {
-                    "step": self.step,
-                    "lineage": self.log.lineage,
-                    "trained_steps": self._trained_steps,
-                    "quiet_steps": self._steps_without_signal,
-                    "num_items": self.identity.num_items,
-                    "identity": dict(self.identity.digests),
-                    **self.evaluations.state(),
-                }
-                if self.config.training.order == "ready":
-                    extra["draws"] = self.resumed.draws.state()
-                if self.curriculum is not None:
-                    extra["curriculum"] = self.curriculum.state()
-                self.writer.save(self.step, extra, best=best, last=last)
-                self._saved_step = self.step
-            elif best is not None:
-                self.writer.link_best(self.step, best)
-            if last:
-                self.writer.wait()
+        return self.is_rl or (not is_last and self.rolls_out_at(self.step))

@@ -77,6 +77,8 @@ class Batcher:
     """Gives each complete group its advantages."""
     arrivals: Arrivals | None = None
     """Brings all groups, if programs outside of the run make them."""
+    settles: bool = True
+    """Whether what is in a batch will be trained on; else whoever asked for it says so later."""
     _has_warned: bool = False
     """Whether episodes without a token were reported: they come again with their tasks."""
     _recent_failures: deque[FailureCounts] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
@@ -85,11 +87,12 @@ class Batcher:
     _num_generated: int = 0
     """Tokens of the groups that ended since the batch before."""
 
-    async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
-        """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
+    async def make(self, step: int, version: Version, tasks: Sequence[Task], first: int = 0) -> Batch:
+        """Generate a group for every task concurrently; under dynamic sampling, in further rounds too. `first`: groups
+        of the step that were made before."""
         started = time.monotonic()
         self._reused.clear()
-        size, groups = len(tasks), await self._round(step, version, 0, tasks, len(tasks))
+        size, groups = len(tasks), await self._round(step, version, first, tasks, len(tasks))
         chosen, reasons, metrics = groups, dict[str, str](), dict[str, float]()
         if self.refills is not None:
             number = 0
@@ -97,7 +100,7 @@ class Batcher:
                 number += 1
                 further = self.share.part(self.refills.tasks(step, number))[:wanted]
                 self.progress.phase("generate", self.num_rollouts(further))
-                groups += await self._round(step, version, number * size, further, size)
+                groups += await self._round(step, version, first + number * size, further, size)
             choice = choose(self.refills, groups, size, number, may_be_empty=self.share.number > 0)
             chosen, reasons, metrics = choice.groups, choice.reasons, choice.metrics
             for group, reason in reasons.items():
@@ -165,7 +168,8 @@ class Batcher:
         dropped, lost = losses(groups, {**reasons, **failed})
         num_generated, self._num_generated = self._num_generated, 0
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
-        self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id not in failed])
+        if self.settles:
+            self.ledger.batch(step, [group[0].group_id for group in chosen if group[0].group_id not in failed])
         return Batch(
             step=step,
             version=version,

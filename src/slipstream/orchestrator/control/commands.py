@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.records import ApplyReport, ParameterSpec, Rollout, Sequence, Ticket, Version
+from slipstream.records import ApplyReport, Batch, ParameterSpec, Rollout, Sequence, Task, Ticket, Version
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -42,6 +42,28 @@ class MakeBatches(Command, frozen=True):
     """State of `Draws`: the draws of the task order that were used up before."""
     changes: list[tuple[int, list[float]]] = []
     """Of a mixture's weights so far: (first step of the order of the tasks, weights)."""
+
+
+class MakeBatch(Command, frozen=True):
+    """Make one batch for `step`, of these tasks, or of the run's own if there are none; answered by `Made`. Its groups
+    are ready then, and `Settle` says how they end. It begins once version `oldest` is released, and after the batch
+    that was asked for before."""
+
+    step: int
+    oldest: int
+    tasks: list[Task] = []
+    group_size: int = 0
+    """Rollouts of a task; 0: `algorithm.group_size`."""
+    first: int = 0
+    """Groups of this step that were asked for before."""
+
+
+class Settle(Command, frozen=True):
+    """Groups were trained on at `step` - 1, or will not be."""
+
+    step: int
+    trained: list[str]
+    unused: list[str]
 
 
 class Apply(Command, frozen=True):
@@ -144,6 +166,8 @@ AnyCommand = (
     | Start
     | OpenLedger
     | MakeBatches
+    | MakeBatch
+    | Settle
     | Apply
     | Fence
     | GoOn
@@ -168,6 +192,12 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 class Done(Answer, frozen=True):
     """The command was carried out."""
+
+
+class Made(Answer, frozen=True):
+    """What was asked for by `MakeBatch`."""
+
+    batch: Batch
 
 
 class Applied(Answer, frozen=True):
@@ -230,4 +260,6 @@ class TeacherDigest(Answer, frozen=True):
     digest: str
 
 
-AnyAnswer = Done | Applied | Evaluated | RolledOut | Held | Joined | Shared | NotShared | EngineState | TeacherDigest
+AnyAnswer = (
+    Done | Made | Applied | Evaluated | RolledOut | Held | Joined | Shared | NotShared | EngineState | TeacherDigest
+)

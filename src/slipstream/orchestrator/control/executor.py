@@ -13,7 +13,7 @@ from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Rollout, Sequence
+from slipstream.records import Batch, Rollout, Sequence
 
 _DONE = commands.Done()
 
@@ -34,6 +34,8 @@ class Executor:
     """Ends when everything is."""
     open_ledger: Callable[[int], None]
     make_batches: Callable[[commands.MakeBatches], Awaitable[None]]
+    make_batch: Callable[[commands.MakeBatch], Awaitable[Batch]]
+    settle: Callable[[commands.Settle], None]
     close: Callable[[commands.Close], None]
     """Writes what is left to be written, once nothing else is done here."""
     num_ended: Callable[[], int]
@@ -57,6 +59,10 @@ class Executor:
                 self.open_ledger(first)
             case commands.MakeBatches():
                 await self.make_batches(command)
+            case commands.MakeBatch():
+                return commands.Made(await self.make_batch(command))
+            case commands.Settle():
+                self.settle(command)
             case commands.Apply(ticket):
                 with self.idle.updates:
                     report = await self.versions.apply(ticket)

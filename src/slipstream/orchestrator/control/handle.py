@@ -28,6 +28,7 @@ from slipstream.transport import Receipt, TransportClosed
 from slipstream.weights import Announce
 
 A = TypeVar("A", bound=commands.Answer)
+SETTLE_S = 30.0
 _CAUSE_S = 5.0
 """How long after a failed send the receiver may take to fail: one of the same deadline does so a moment later."""
 
@@ -239,6 +240,22 @@ class Orchestrator:
         answer = self.caller.call(command, commands.RolledOut, self.waits.rollouts_s, waits_for, **options)
         self.hooks.batch_taken()
         return answer.rollouts
+
+    def ask(self, command: commands.MakeBatch) -> Future[commands.AnyAnswer]:
+        """Ask for a batch of a session; `take` waits for it."""
+        return self.caller.submit(command)
+
+    def take(self, answer: Future[commands.AnyAnswer], step: int) -> Batch:
+        """The batch that was asked for, in training step `step`."""
+        waits_for, mend = f"the rollouts of step {step}", partial(self.mend, step)
+        made = self.caller.wait(answer, commands.Made, self.waits.rollouts_s, waits_for, while_silent=True, attend=mend)
+        self.hooks.batch_taken()
+        return made.batch
+
+    def settle(self, step: int, trained: Sequence[str] = (), unused: Sequence[str] = ()) -> None:
+        """These groups were trained on at `step` - 1, or will not be."""
+        command = commands.Settle(step, [*trained], [*unused])
+        self.caller.call(command, commands.Done, SETTLE_S, "the ledger", may_stop=False)
 
     def release(self, step: int, change: tuple[int, list[float]] | None = None) -> None:
         """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""

@@ -55,6 +55,8 @@ class Resumed:
     steps_without_signal: int = 0
     evaluations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """State of `Evaluations`; empty for a new run."""
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the caller of a session had kept."""
     trained_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
@@ -83,4 +85,5 @@ def load_resumed(
         trained_steps=int(extra["trained_steps"]),
         steps_without_signal=int(extra["quiet_steps"]),
         evaluations=extra,
+        state=extra.get("state", {}),
     )
