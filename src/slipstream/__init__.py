@@ -6,22 +6,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.algo.algorithm import Algorithm
     from slipstream.algo.surrogate_losses import LossInputs
-    from slipstream.python import Evaluation, Run, evaluate, load_run, new_model, sft, train
+    from slipstream.python import (
+        AsyncSession,
+        Evaluation,
+        Run,
+        Session,
+        evaluate,
+        load_run,
+        new_model,
+        session,
+        sft,
+        train,
+    )
     from slipstream.records import Rollout, Sequence, Stream
 
 __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
+    "AsyncSession",
     "Evaluation",
     "LossInputs",
     "Rollout",
     "Run",
     "Sequence",
+    "Session",
     "Stream",
     "__version__",
     "evaluate",
     "load_run",
     "new_model",
+    "session",
     "sft",
     "train",
 ]

@@ -21,6 +21,7 @@ from slipstream.trainer.distributed.worker import (
     Gather,
     Load,
     Negate,
+    Objectives,
     Prepare,
     RankModel,
     Save,
@@ -160,7 +161,7 @@ def test_layers_stay_whole_through_a_step_only_if_asked(sharded, group, make_bat
     other.rows_unsharded = lambda modules, rows, count: kept.append((modules, count)) or iter(())
     share, _ = rank_batch_of(make_batch(num=3), [[[0], [1]], [], [[2]]])
     for options in ({}, {"keeps_whole": True}):
-        local = RankModel(other, sharded, State({}), SFTObjective(), **options)
+        local = RankModel(other, sharded, State({}), Objectives(SFTObjective()), **options)
         assert local.do(Backward("policy", share, {})) == Answer()
     roots, layers = [*sharded.roots], [*sharded.network.model.layers]
     assert kept == [(roots, 3), (roots + layers, 3)]

@@ -236,7 +236,7 @@ def build_parts(
     `shared` memory of the engine's workers, if given. Unless it `trains`, there is only the policy."""
     from slipstream.trainer.critic import ValueModel, ValueObjective
     from slipstream.trainer.distributed.engine_memory import WorkerMemory
-    from slipstream.trainer.distributed.worker import RankModel
+    from slipstream.trainer.distributed.worker import Objectives, RankModel
 
     def shard(model: PolicyModel, *, memory: WorkerMemory | None = None) -> PolicyModel:
         group.shard(model, memory=memory)
@@ -254,7 +254,7 @@ def build_parts(
     keeps_whole = config.training.reshard == "step"
     optimizer = build_optimizer(config, policy.network, place=group.place)
     objective = build_objective(config, sampling, _coordinate_ids(config, policy.folder))
-    parts = {POLICY: RankModel(group, policy, optimizer, objective, memory, keeps_whole)}
+    parts = {POLICY: RankModel(group, policy, optimizer, Objectives(objective), memory, keeps_whole)}
     if needs_reference(config):
         frozen = shard(load_model(config, group=group)) if policy.adapter is None else _initial(config, policy)
         parts[REFERENCE] = RankModel(group, frozen)
@@ -264,7 +264,7 @@ def build_parts(
         compile_if_asked(config, model, group)
         optimizer = build_optimizer(config, model.network, place=group.place)
         objective = ValueObjective(config.critic.value_clip)
-        parts[CRITIC] = RankModel(group, model, optimizer, objective, keeps_whole=keeps_whole)
+        parts[CRITIC] = RankModel(group, model, optimizer, Objectives(objective), keeps_whole=keeps_whole)
     return parts
 
 

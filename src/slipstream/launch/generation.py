@@ -50,7 +50,7 @@ from slipstream.transport import Transport
 from slipstream.weights import receiver_of
 
 UNUSED = "unused"
-"""Why a group is dropped that the caller of a session has not trained on."""
+"""The reason of a dropped group: the caller of a session has not trained on it."""
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out")
 
 
@@ -76,7 +76,7 @@ class _Generation:
         self._entrance = open_entrance(context, children, self._versions, self._count_dropped)
         self._ledger: Ledger | None = None
         self._asked: Batcher | None = None
-        """Makes what is asked for batch by batch."""
+        """Makes batches on request."""
         self._asking = asyncio.Lock()
         self.executor = Executor(
             self._engine,
@@ -214,7 +214,7 @@ class _Generation:
         )
 
     async def _make_batch(self, command: commands.MakeBatch) -> Batch:
-        """As `InDataOrder` does; what the caller has chosen is not replaced by other tasks."""
+        """As `InDataOrder` does; tasks of the caller's are not replaced by others."""
         if self._asked is None:
             self._asked = self._batcher(settles=False)
             self._idle.begin(command.step)

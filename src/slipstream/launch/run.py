@@ -157,8 +157,8 @@ def opened(
     *,
     is_watched: bool = False,
 ) -> Generator[tuple[RunLog, Beating]]:
-    """The run folder, and all that follows what is written there. `resumed_step`: that of the checkpoint which the run
-    goes on from; None for a new run. `is_watched`: a watchdog ends this process where it stands still."""
+    """The run folder, with everything that follows it. `resumed_step`: the step of the checkpoint to go on from; None
+    for a new run. `is_watched`: a watchdog ends this process if it stands still."""
     resume, step = resumed_step is not None, resumed_step or 0
     with (
         MetricsServer(prepared.config.run.metrics_port) as server,
@@ -208,8 +208,8 @@ def opened(
 
 @contextmanager
 def started(run: RunContext) -> Generator[Parts]:
-    """Start what the plan needs and load the models; in the end, end everything that was started in reverse order.
-    Raises `AttemptFailed` for an error after which another attempt may follow."""
+    """Start the plan's processes and load the models; at the end, end all processes in reverse order. Raises
+    `AttemptFailed` for an error before another possible attempt."""
     parts: Parts | None = None
     generation: Generation | None = None
     with Children(run) as children:
@@ -234,7 +234,7 @@ def started(run: RunContext) -> Generator[Parts]:
 
 @dataclass
 class Parts:
-    """The loaded models of a run, and what becomes a training program of them."""
+    """The loaded models of a run; a training program is made of them."""
 
     run: RunContext
     children: Children

@@ -1,6 +1,6 @@
-"""A run whose order of steps is the caller's: the parts of `launch.run`, without a loop and without signal handlers.
+"""A run in the caller's order of steps: the parts of `launch.run`, without a loop and without signal handlers.
 
-Guarantees: whatever ends the context, engine, ranks and reward workers end with it, and `exit.json` says why.
+Guarantees: engine, ranks and reward workers end with the context, also by an exception, and `exit.json` says why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from slipstream.config import Loaded, PlannedConfig
+from slipstream.config import Loaded, RunConfig
 from slipstream.config.atropos import atropos_settings
 from slipstream.config.traits import has_curriculum
 from slipstream.errors import ConfigError
@@ -34,18 +34,18 @@ from slipstream.runlog.files import refuse_in_use
 
 @dataclass(frozen=True)
 class OpenSession:
-    """What a session is made of."""
+    """The parts of a session."""
 
     parts: Parts
     stop: StopRequest
     resumed_step: int | None
-    """The step of the folder's last checkpoint; None where the folder is new."""
+    """The step of the folder's last checkpoint; None in a new folder."""
 
 
 @contextmanager
 def open_session(loaded: Loaded, progress: Progress) -> Generator[OpenSession]:
-    """Start engine and ranks, and load the models, in `run.folder` or a new folder. Inside, an error that would start a
-    run again is raised as it is."""
+    """Start engine and ranks, and load the models, in `run.folder` or a new folder. Nothing starts
+    a session again after an error."""
     refuse(loaded.config)
     folder = loaded.config.run.folder or new_run_folder("session")
     refuse_in_use(folder)
@@ -58,7 +58,8 @@ def open_session(loaded: Loaded, progress: Progress) -> Generator[OpenSession]:
             stock = take_stock(prepared, folder, progress, resume=resume)
         # Signals are the caller's: Ctrl-C raises KeyboardInterrupt in his program.
         stop = StopRequest()
-        with opened(prepared, folder, stock, step, progress, stages) as (log, _), ExitStack() as stack:
+        stack = ExitStack()
+        with opened(prepared, folder, stock, step, progress, stages) as (log, _):
             about = (log, progress, stages, stop, partial(create_engine, ahead=ahead))
 
             def start(planned: Prepared) -> Parts:
@@ -68,17 +69,15 @@ def open_session(loaded: Loaded, progress: Progress) -> Generator[OpenSession]:
                     return parts
 
             try:
+                parts = with_fallbacks(prepared, start, log)
                 with stack:
-                    yield OpenSession(with_fallbacks(prepared, start, log), stop, step)
+                    yield OpenSession(parts, stop, step)
             except AttemptFailed as lost:
                 raise lost.error from lost.error.__cause__
 
 
-def refuse(config: PlannedConfig | object) -> None:
-    """Raise ConfigError for a run that has an order of its own, or a process above the trainer."""
-    from slipstream.config import RunConfig
-
-    assert isinstance(config, RunConfig)
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError for a run with an order of its own, or with a process above the trainer."""
     problem = ""
     if config.algorithm.kind == "sft":
         problem = 'algorithm.kind = "sft" makes no rollouts: use another recipe, and s.train(..., loss="sft")'
@@ -89,6 +88,6 @@ def refuse(config: PlannedConfig | object) -> None:
     elif atropos_settings(config.environment) is not None:
         problem = 'environment.name = "atropos" chooses its own tasks: use `slipstream train`'
     elif has_curriculum(config):
-        problem = 'environment.curriculum = "adaptive" follows the order of a run: use "fixed", and choose the tasks'
+        problem = 'environment.curriculum = "adaptive" follows the order of a run: use "none", and choose the tasks'
     if problem:
         raise ConfigError(problem)

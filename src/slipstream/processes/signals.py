@@ -72,6 +72,10 @@ class StopRequest:
         """Whether a stop was requested."""
         return self._requested.is_set()
 
+    def request(self) -> None:
+        """Ask for the stop without a signal."""
+        self._requested.set()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and self._is_counted():
             return

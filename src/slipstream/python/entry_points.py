@@ -7,16 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
-from slipstream.config import load_settings
-from slipstream.config.python_objects import PythonObject
+from slipstream.config import Loaded, load_config, load_settings
+from slipstream.config.parse.dump import toml_value
+from slipstream.config.python_objects import PythonObject, give
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import AnyReward, pack_environment, pack_rows
 from slipstream.errors import ConfigError, Interrupted
+from slipstream.python.async_session import NewSession
 from slipstream.python.protocol import Call
 from slipstream.python.run_handle import Job, OnStep, Run, error_of
 from slipstream.runlog import refuse_used
@@ -165,6 +167,82 @@ def evaluate(
     found: dict[str, float] = outcome.summary
     interval = (found["eval/accuracy_low"], found["eval/accuracy_high"])
     return Evaluation(found["eval/accuracy"], interval, int(found["eval/num_tasks"]), found, outcome.samples)
+
+
+def session(
+    run_file: str | Path | None = None,
+    *,
+    model: str | Path | Table | None = None,
+    tasks: Tasks | None = None,
+    reward: Reward | None = None,
+    eval_tasks: Rows | None = None,
+    algorithm: str | Table | None = None,
+    steps: int | None = None,
+    folder: str | Path | None = None,
+    seed: int | None = None,
+    progress: bool = True,
+    **sections: Unpack[Sections],
+) -> NewSession:
+    """Open the parts of a run in this process, for an order of steps of your own:
+
+        with slipstream.session("run.toml") as s:
+            while s.step < 100:
+                s.train(s.rollouts())
+                s.sync()
+            s.save()
+
+    Settings come from `run_file`, and the other arguments change some; without a file they are the arguments of
+    `train`. With `async with` the same calls are coroutines. docs/python.md describes them. Raises ConfigError for
+    wrong settings, and later errors are subclasses of `slipstream.errors.SlipstreamError`.
+    """
+    loaded = _session_settings(
+        run_file, sections, model=model, tasks=tasks, reward=reward, eval_tasks=eval_tasks, algorithm=algorithm,
+        steps=steps, folder=folder, seed=seed,
+    )  # fmt: skip
+    from slipstream.view import make_view
+
+    return NewSession(loaded, make_view(_view(progress)))
+
+
+def _session_settings(
+    run_file: str | Path | None,
+    sections: Mapping[str, Any],
+    *,
+    model: str | Path | Table | None,
+    tasks: Tasks | None,
+    reward: Reward | None,
+    eval_tasks: Rows | None,
+    algorithm: str | Table | None,
+    steps: int | None,
+    folder: str | Path | None,
+    seed: int | None,
+) -> Loaded:
+    tree = _tree(sections, model if model is not None else {}, algorithm or "grpo", steps, folder, seed)
+    objects: list[PythonObject] = []
+    if tasks is not None:
+        objects = _add_environment(tree, tasks, eval_tasks, reward)
+    elif reward is not None or eval_tasks is not None:
+        raise ConfigError("reward and eval_tasks belong to tasks: give tasks, too")
+    for item in objects:
+        give(item)
+    if run_file is None:
+        if model is None:
+            raise ConfigError("a session needs a model: give a run file, or model=...")
+        return load_settings(tree)
+    for name, given in (("model", model), ("algorithm", algorithm)):
+        if given is None:
+            del tree[name]
+    return load_config(run_file, list(_as_overrides(tree)))
+
+
+def _as_overrides(tree: Tree) -> Iterator[str]:
+    """The tables as arguments of the command line."""
+    for section, content in tree.items():
+        if content is False:
+            yield f"--no-{section}"
+            continue
+        for key, value in content.items():
+            yield f"--{section}.{key}={value if isinstance(value, str) else toml_value(value)}"
 
 
 def new_model(

@@ -100,7 +100,7 @@ class BatchTrainer:
     """Called before each write to the live weights, which an engine may share."""
 
     def train(self, batch: records.Batch, objective: Objective | None = None) -> BatchResult:
-        """Run all stages on `batch`. `objective`: one that is not the run's."""
+        """Run all stages on `batch`. `objective`: in place of the run's."""
         if objective is not None:
             return replace(self, objective=objective).train(batch)
         algorithm = self.config.algorithm

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.algorithm import algorithm_of, loss_of
+from slipstream.algo.algorithm import Algorithm, algorithm_of, loss_of
 from slipstream.algo.importance_sampling import (
     Weighting,
     difference_means,
@@ -62,6 +62,9 @@ class Objective(Protocol):
 class OneForward:
     """An objective of one forward pass a row."""
 
+    chosen = ""
+    """The name of a loss in place of the run's; other ranks find the objective by it."""
+
     def idle(self, model: PolicyModel, blank: MicroBatch, divisors: dict[str, float]) -> Tensor:
         """See `Objective`."""
         logits = model.logits(blank)
@@ -72,6 +75,10 @@ class SFTObjective(OneForward):
     """Mean cross-entropy over all trainable tokens of the step."""
 
     ignores_silent = False
+
+    def __init__(self, chosen: str = "") -> None:
+        """`chosen`: see `OneForward`."""
+        self.chosen = chosen
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens."""
@@ -102,13 +109,25 @@ class PolicyObjective(OneForward):
     `teacher_coef * (teacher - old)`: over tokens of the policy, on average, the gradient of the reverse KL divergence.
     """
 
-    def __init__(self, config: PlannedRL, sampling: records.SamplingParams, teacher_coef: float | None = None) -> None:
-        """`teacher_coef`: weight of the teacher's term; None without a teacher."""
+    def __init__(
+        self,
+        config: PlannedRL,
+        sampling: records.SamplingParams,
+        teacher_coef: float | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        """`teacher_coef`: weight of the teacher's term; None without a teacher. `algorithm`: in place of the run's."""
         self.config = config
         self._teacher_coef = teacher_coef
         self.sampling = sampling
-        self.algorithm = algorithm_of(config)
+        self.algorithm = algorithm or algorithm_of(config)
         self._has_kl_term = config.kl_coef > 0.0 and config.kl_in == "loss"
+
+    def with_algorithm(self, algorithm: Algorithm, chosen: str) -> PolicyObjective:
+        """The same with another algorithm; `chosen`: see `OneForward`."""
+        other = PolicyObjective(self.config, self.sampling, self._teacher_coef, algorithm)
+        other.chosen = chosen
+        return other
 
     @property
     def ignores_silent(self) -> bool:

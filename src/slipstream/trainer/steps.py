@@ -1,10 +1,10 @@
-"""What a training program is made of: train on a batch, update the engine, evaluate, report, save.
+"""The steps of a training program: train on a batch, update the engine, evaluate, report, save.
 
-`Steps` counts the steps, and holds all that one of them needs. Two programs call it: `loop.TrainingLoop`, which is the
-order of a run, and the caller of a session (`slipstream.session`), whose order is free.
+`Steps` counts the steps and holds everything for one. Two programs call it: `loop.TrainingLoop` in the order of a run,
+and the caller of a session (`slipstream.session`) in any order.
 
 Guarantees: an update is verified by the engine before `synchronise` returns, and probed: both sides compute the
-log-probabilities of what the engine sampled; a batch of rollouts older than `training.staleness` allows is refused.
+log-probabilities of the engine's own samples; a batch of rollouts older than `training.staleness` allows is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from slipstream.trainer.metrics import (
 from slipstream.trainer.signal_watch import SignalWatch
 
 _ROWS_AT_ONCE = 16
-"""Rows of held-out sequences that are computed before their results are read."""
+"""Rows of held-out sequences in flight before their results are read."""
 
 
 class Engine(Evaluates, Protocol):
@@ -57,7 +57,7 @@ class Engine(Evaluates, Protocol):
         ...
 
     def fence(self) -> None:
-        """Called before live weights are written: an engine that shares them must not compute until the next
+        """Called before live weights are written: an engine with the same memory must not compute until the next
         `update`."""
         ...
 
@@ -81,20 +81,20 @@ class Steps:
     reference: Scorer | None = None
     critic: Critic | None = None
     held_out: Collection[records.Sequence] = ()
-    """Under SFT, sequences whose loss is measured with every evaluation; none is trained on."""
+    """Under SFT, sequences to measure the loss of with every evaluation; none is trained on."""
     identity: Identity = field(default_factory=Identity)
     resumed: Resumed = field(default_factory=Resumed)
     curriculum: MixtureCurriculum | None = None
     """Changes the weights of a mixture's parts."""
     state: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What a session's caller keeps in checkpoints; JSON types."""
+    """The caller of a session keeps this in checkpoints; JSON types."""
 
     step: int = field(init=False)
     """Number of batches trained on."""
     held_out_loss: dict[str, float] = field(default_factory=dict[str, float], init=False)
     """Metrics of the held-out sequences, measured last."""
     evaluations: Evaluations = field(init=False)
-    """Which are due, those beside training, and whether they end the run."""
+    """Due evaluations, concurrent ones, and whether they end the run."""
 
     _probed: tuple[float, float] | None = field(default=None, init=False)
     """Mean differences of this process's first probe and of the last one."""
@@ -149,8 +149,8 @@ class Steps:
             self._batches.close()
 
     def train(self, batch: records.Batch, objective: Objective | None = None) -> dict[str, float]:
-        """Train on one batch and count what came of it; returns its metrics. See `BatchTrainer` for the stages.
-        `objective`: one that is not the run's."""
+        """Train on one batch and count the outcome; returns its metrics. See `BatchTrainer` for the stages.
+        `objective`: in place of the run's."""
         with self.log.phase("train"):
             metrics = self._train(batch, objective)
         self.step += 1
@@ -188,8 +188,8 @@ class Steps:
         return self.curriculum.observe(batch, self.step, self.resumed.draws)
 
     def _replay_starts(self) -> set[int]:
-        """The steps at which a replay can start: of the start model, of a checkpoint that may still be being written,
-        and of those that can be resumed from."""
+        """The steps at which a replay can start: of the start model, of a checkpoint in the making, and of all
+        resumable ones."""
         return {0, self._saved_step, *self.writer.store.resumable_steps()}
 
     def _fence(self) -> None:
@@ -213,7 +213,7 @@ class Steps:
         text = f"step {step} teaches nothing: {no_signal.reason}"
         if self._steps_without_signal == 1:
             self.log.warning(text, step=step)
-        else:  # said once for steps in a row; the terminal's line of each says that it was skipped
+        else:  # said once for steps in a row; the terminal's line of each has `skipped`
             self.log.event("skipped", step=step, reason=no_signal.reason)
         if self._steps_without_signal >= limit:
             raise TrainingError(
@@ -223,7 +223,7 @@ class Steps:
         return {"train/skipped": 1.0}
 
     def check_learned(self) -> None:
-        """Raise TrainingError where no batch taught anything."""
+        """Raise TrainingError if no batch taught anything."""
         if self._trained_steps == 0:
             raise TrainingError(
                 f"nothing was trained in {self.step} steps: {self._no_signal.reason}: {self._no_signal.advice}"
@@ -264,13 +264,13 @@ class Steps:
         return dict(self.held_out_loss)
 
     def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
-        """Compare the engine's log-probabilities of the sequences that it just sampled with the trainer's, by the same
+        """Compare the engine's log-probabilities of the sequences it just sampled with the trainer's, by the same
         weights: small differences are numerics. Raises MismatchError above `weights.probe_stop`."""
-        # Under sleep mode the engine holds the GPU: what memory is left may fit one sequence only, not a full row.
+        # Under sleep mode the engine holds the GPU: the rest of its memory may fit one sequence only, not a full row.
         row = max(map(len, sequences)) if self.config.inference.sleep is True else None
         ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
         differences = [logprob_differences(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
-        # One that evaluates beside training is not probed: those that are have all begun with the first prompt.
+        # An engine in a concurrent evaluation is not probed: all probed ones have begun with the first prompt.
         first = prompt_of(sequences[0])
         num_probed = min(num_engines(self.config), sum(prompt_of(sequence) == first for sequence in sequences))
         mean = worst_engine_mean(differences, num_probed)
@@ -301,8 +301,8 @@ class Steps:
             self.log.warning(text, step=self.step)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it, and
-        that of a version that may turn out to be the best."""
+        """Pass an evaluation to early stopping; save the best version's checkpoint if `patience` asks for it, and
+        the checkpoint of a possible best one."""
         watch = self.evaluations.early_stop
         if watch.observe(self.step, metrics) and watch.keeps_best:
             self.save(best=watch.best)
@@ -310,7 +310,7 @@ class Steps:
             self.save()
 
     def _keep_best(self, step: int, accuracy: float) -> None:
-        """An evaluation that came after its row was the best so far; one beside training had its step saved before."""
+        """A late evaluation was the best so far; one beside training had its step saved before."""
         if step == self.step:
             self.save(best=accuracy)
         else:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import msgspec
 
-import slipstream
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
@@ -36,7 +35,7 @@ from slipstream.launch.provenance.record import Source
 from slipstream.weights.usage import TOKENIZER_FILES
 
 _NAME, _TOOLS, _MCP = "environment.name", "environment.tools", "mcp:"
-_OURS = Path(slipstream.__file__).resolve().parent
+_OURS = Path(__file__).resolve().parents[2]
 _KINDS: Mapping[str, SourceKind] = {_NAME: "environment", _TOOLS: "tools"}
 
 

@@ -56,7 +56,7 @@ class Resumed:
     evaluations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """State of `Evaluations`; empty for a new run."""
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the caller of a session had kept."""
+    """See `Session.state`."""
     trained_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 

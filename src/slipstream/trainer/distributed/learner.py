@@ -151,9 +151,9 @@ class ShardedLearner(Learner):
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         name, local, others = self._sharded.name, self._sharded.local, self._sharded.others
-        local.objective = objective
+        loss = local.objectives.put(objective)
         shares, _ = self._sharded.split_batch(batch, self.micro_batch_tokens)
-        answers = others.run_on_all([Backward(name, share, divisors) for share in shares], local.do)
+        answers = others.run_on_all([Backward(name, share, divisors, loss) for share in shares], local.do)
         sums = Sums()
         # The ranks of a row all have the sums of the whole row.
         for answer in answers[:: self._sharded.num_together]:

@@ -19,10 +19,11 @@ from torch import Tensor
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
+from slipstream.trainer.chosen_loss import objective_of
 from slipstream.trainer.distributed.engine_memory import WorkerMemory, shard_like
 from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_of
 from slipstream.trainer.learner import Sums, add_gradients, random_state, restore_state, row_predictions
-from slipstream.trainer.loss import Objective
+from slipstream.trainer.loss import Objective, PolicyObjective
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import Optimizer, OptimStats, local_tensor
@@ -72,6 +73,8 @@ class Backward(Command, frozen=True):
     doing = "compute gradients"
     batch: RankBatch
     divisors: dict[str, float]
+    loss: str = ""
+    """In place of the run's own: see `OneForward.chosen`."""
 
 
 class Prepare(Command, frozen=True):
@@ -172,6 +175,27 @@ def negate(model: PolicyModel, first: int, stride: int) -> None:
             local_tensor(parameter)[..., first::stride].neg_()
 
 
+class Objectives:
+    """A rank's objectives by the name of their loss: the run's own, and others of a session."""
+
+    def __init__(self, own: Objective | None = None) -> None:
+        self._known = {} if own is None else {"": own}
+
+    def put(self, objective: Objective) -> str:
+        """Know an objective; its name."""
+        name: str = getattr(objective, "chosen", "")
+        self._known[name] = objective
+        return name
+
+    def of(self, name: str) -> Objective:
+        """The objective, made if it is new."""
+        if name not in self._known:
+            own = self._known[""]
+            assert isinstance(own, PolicyObjective)
+            self._known[name] = objective_of(name, own)
+        return self._known[name]
+
+
 @dataclass
 class RankModel:
     """One rank's shard of a model and, if it is trained, of its optimizer. Every method is a collective."""
@@ -179,7 +203,7 @@ class RankModel:
     group: RankGroup
     model: PolicyModel
     optimizer: Optimizer | None = None
-    objective: Objective | None = None
+    objectives: Objectives = field(default_factory=Objectives)
     memory: WorkerMemory | None = None
     """The engine worker's memory, if the weights are shared with the engine."""
     keeps_whole: bool = False
@@ -200,7 +224,7 @@ class RankModel:
             case Score():
                 return self._score(command.batch, command.sampling)
             case Backward():
-                return self._backward(command.batch, command.divisors)
+                return self._backward(command.batch, command.divisors, self.objectives.of(command.loss))
             case Prepare():
                 return Answer(update=self.prepare(command.learning_rate))
             case Commit():
@@ -238,13 +262,12 @@ class RankModel:
     def _micro_batches(self, share: RankBatch) -> Iterable[MicroBatch | None]:
         return micro_batches_of(share.batch, share.rows, self.model.device, self.model.context)
 
-    def _backward(self, share: RankBatch, divisors: dict[str, float]) -> Answer:
-        assert self.objective is not None
+    def _backward(self, share: RankBatch, divisors: dict[str, float], objective: Objective) -> Answer:
         rows = self._micro_batches(share)
         # Embeddings and LM head belong to no layer, are large, and are used at both ends of every pass.
         unsharded = [*self.model.roots, *(text_layers(self.model.network) if self.keeps_whole else ())]
         rows = self.group.rows_unsharded(unsharded, rows, len(share.rows))
-        sums = add_gradients(self.model, rows, self.objective, divisors, self._trained.loss_scale.value)
+        sums = add_gradients(self.model, rows, objective, divisors, self._trained.loss_scale.value)
         sums.values = {name: value.cpu() for name, value in sums.values.items()}
         return Answer(sums=sums)
 

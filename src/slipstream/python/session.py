@@ -1,0 +1,363 @@
+"""A session: the parts of a run in the caller's process, in the caller's order.
+
+`rollouts` are made by the engine, `train` changes the trainer's weights, and `sync` brings these to the engine,
+verified as in every run. Guarantees: no rollout and no batch is older than `training.staleness` allows; every wait has
+a deadline; the end of the `with` block ends engine, ranks and reward workers, also by an exception; the ledger knows
+of each group whether it was trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import msgspec
+
+from slipstream.errors import ConfigError, SlipstreamError, TrainingError
+from slipstream.python.groups import Groups, Trained, as_rollouts
+from slipstream.records import Batch, Rollout, Task, Version
+
+if TYPE_CHECKING:
+    from slipstream.config import Loaded, PlannedConfig
+    from slipstream.launch.run import Parts
+    from slipstream.launch.session import OpenSession
+    from slipstream.orchestrator.control.handle import Orchestrator
+    from slipstream.progress import Progress
+    from slipstream.trainer.chosen_loss import Loss
+    from slipstream.trainer.learner import Scores
+    from slipstream.trainer.loss import Objective
+    from slipstream.trainer.steps import Steps
+
+
+class Session:
+    """See `slipstream.session`. Its calls belong to one thread at a time."""
+
+    def __init__(self, loaded: Loaded, progress: Progress) -> None:
+        self._loaded, self._progress = loaded, progress
+        self._exits = ExitStack()
+        self._open: OpenSession | None = None
+        self._steps: Steps | None = None
+        self._objectives: dict[str | int, Objective] = {}
+        """By the name of the loss, or the identity of the function; the objective keeps it alive."""
+        self._groups = Groups()
+        self._row: dict[str, float] | None = {}
+        """Metrics of the step, until its row is written."""
+        self._made: dict[str, float] = {}
+        """Metrics of the rollouts since the last step."""
+        self._dropped: dict[str, int] = {}
+        """Failed rollouts since the last step, by reason."""
+        self._synced = -1
+        """The step of the engine's version; -1 without one."""
+        self._num_asked = (0, 0)
+        """A step, and how many groups were asked for in it."""
+        self.state: dict[str, Any] = {}
+        """The caller's own: `save` keeps it, and `resume` brings it back; JSON types."""
+
+    def __enter__(self) -> Self:
+        """Start the engine and load the model."""
+        from slipstream.launch.session import open_session
+
+        self._open = self._exits.enter_context(open_session(self._loaded, self._progress))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """End everything; an exception of the caller's is the reason in `exit.json`."""
+        try:
+            self._end(error)
+        except BaseException as own:
+            self._exits.__exit__(type(own), own, own.__traceback__)
+            raise
+        return self._exits.__exit__(kind, error, trace)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Settle the last groups and write the last row."""
+        if self._steps is None:
+            return
+        # The error of the caller is worth more.
+        quietly = contextlib.suppress(SlipstreamError) if error is not None else contextlib.nullcontext()
+        try:
+            with quietly:
+                self._settle(self._groups.take_all())
+                self._write_row()
+        finally:
+            self._steps.close()
+
+    @property
+    def step(self) -> int:
+        """Batches trained on."""
+        is_new = self._steps is None and self._opened.resumed_step is None
+        return 0 if is_new else self._begun.step
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, as `slipstream.load_run` opens it."""
+        return self._parts.run.folder
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The training tasks of the run file."""
+        return self._parts.run.prepared.train_tasks
+
+    @property
+    def eval_tasks(self) -> list[Task]:
+        """The held-out tasks of the run file."""
+        return self._parts.run.prepared.eval_tasks
+
+    def resume(self) -> int:
+        """Go on after the last checkpoint in the folder: weights, optimizer, counters and `state` are as they were at
+        `save`. Returns its step, 0 without one. The caller finds his place in his program himself. Raises
+        ConfigError after the first other call."""
+        if self._steps is not None:
+            raise ConfigError(f"s.resume() was called at step {self._steps.step}: call it before anything else")
+        resumes = self._opened.resumed_step is not None
+        self._steps = self._parts.session(resume=resumes)
+        self._steps.begin()
+        if resumes:
+            self.state = self._steps.state
+        return self._steps.step
+
+    def rollouts(
+        self, tasks: Iterable[Task | Mapping[str, Any]] | None = None, n: int | None = None
+    ) -> list[list[Rollout]]:
+        """Make `n` rollouts of each task by the engine's weights, and grade them: one list for each task.
+
+        `tasks`: tasks of `s.tasks`, or dictionaries with `prompt` and perhaps `answer`; by default the run's own
+        `training.prompts_per_batch` tasks of this step. `n`: by default `algorithm.group_size`. Failed
+        rollouts are left out, and counted as `dropped/...`. Raises ConfigError if the engine's version is too old."""
+        steps, engine = self._synchronised(), self._engine
+        self._refuse_old_engine()
+        self._write_row()
+        self._settle(self._groups.take_older(self._oldest))
+        answer = engine.ask(self._command(steps.step, self._synced, self._tasks_of(tasks), n))
+        with steps.log.phase("batch"):
+            batch = engine.take(answer, steps.step)
+        return self._taken(batch)
+
+    def train(self, data: Trained, loss: Loss | None = None) -> dict[str, float]:
+        """Make one step on rollouts, on groups of them, or on sequences; returns its metrics.
+
+        `loss`: the run's algorithm by default; "sft" (cross-entropy of all trained tokens); the name of a loss as in
+        `algorithm.loss`; or a function `(LossInputs) -> Tensor` with the loss of each token, `[N]`. A rollout gets its
+        advantage from `[algorithm]`, unless its sequences have a stream `advantages`; sequences without a rollout need
+        one. Raises ConfigError for an unusable loss, and TrainingError for tokens beyond the staleness bound, or if
+        training fails."""
+        from slipstream.trainer.chosen_loss import name_of
+
+        steps = self._begun
+        num_steps = self._config.training.steps
+        if steps.step >= num_steps:
+            raise ConfigError(f"the session has made its training.steps = {num_steps} steps: raise it")
+        objective = self._objective(loss)
+        rollouts = as_rollouts(data, steps.step, needs_advantages=loss != "sft")
+        if loss != "sft":
+            self._refuse_old(rollouts)
+        self._write_row()
+        dropped, self._dropped = self._dropped, {}
+        batch = Batch(steps.step, Version(steps.log.lineage, steps.step), rollouts, dropped)
+        made, self._made = self._made, {}
+        try:
+            self._row = made | steps.train(batch, objective)
+        except TrainingError as error:
+            if loss is None or isinstance(loss, str) or str(error).startswith("the loss "):
+                raise
+            raise type(error)(f"the loss {name_of(loss)} at step {steps.step}: {error}") from error
+        self._engine.settle(steps.step, trained=self._groups.take(rollouts))
+        return dict(self._row)
+
+    def forward(self, data: Trained) -> Scores:
+        """Log-probabilities and entropies of the trained tokens by the trainer's weights, in nats under the run's
+        sampling: `logprobs` and `entropies`, one `[N]` for each sequence."""
+        sequences = [each for rollout in as_rollouts(data, 0) for each in rollout.sequences]
+        return self._begun.learner.forward(sequences, self._begun.sampling)
+
+    def credit(self, groups: Trained) -> list[float]:
+        """Compute the advantage of each rollout by the run's algorithm, and write it to the stream `advantages` of its
+        sequences. 0 if tokens have their own already."""
+        from slipstream.trainer.credit_assignment import assign_credit
+
+        steps, algorithm = self._begun, self._config.algorithm
+        assert algorithm.kind != "sft"
+        rollouts = as_rollouts(groups, steps.step)
+        batch = Batch(steps.step, Version(steps.log.lineage, steps.step), rollouts)
+        found = assign_credit(batch, algorithm, steps.sampling.max_tokens)
+        for rollout, advantage in zip(rollouts, found.advantages, strict=True):
+            for sequence in rollout.sequences:
+                if "advantages" not in sequence.streams:
+                    sequence.put("advantages", [advantage] * len(sequence))
+        return found.advantages
+
+    def sync(self) -> dict[str, float]:
+        """Bring the trainer's weights to the engine, and verify every parameter there; returns metrics of the update
+        and of the probe."""
+        steps = self._begun
+        metrics = steps.synchronise(False, is_last=False)
+        self._engine.release(steps.step)
+        self._synced = steps.step
+        return self._put(metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure held-out accuracy by the engine's weights; returns metrics, `eval/accuracy` among them. Raises
+        ConfigError without [evaluation], or if the trainer has newer weights."""
+        steps = self._synchronised()
+        if self._config.evaluation is None:
+            raise ConfigError("s.evaluate() needs [evaluation], and held-out tasks: turn it on")
+        if self._synced != steps.step:
+            raise ConfigError(f"the engine has version {self._synced} at step {steps.step}: call s.sync() first")
+        return self._put(steps.evaluations.make(self._engine, steps.step, is_last=True))
+
+    def save(self) -> Path:
+        """Write a checkpoint: deployable weights, and the resume state with `state`. Returns the folder of the weights,
+        once it is whole. Raises ConfigError if `state` is no JSON."""
+        steps = self._begun
+        try:
+            msgspec.json.encode(self.state)
+        except TypeError as error:
+            raise ConfigError(f"s.state cannot be kept ({error}): use texts, numbers, lists and dictionaries") from None
+        self._write_row()
+        steps.state = self.state
+        steps.save(last=True)
+        latest = self._parts.store.latest(resumable=False)
+        assert latest is not None
+        return latest / "weights"
+
+    def stop_waiting(self) -> None:
+        """Have a call in another thread end its wait within a second, with `Interrupted`."""
+        if self._open is not None:
+            self._open.stop.request()
+
+    @property
+    def _opened(self) -> OpenSession:
+        if self._open is None:
+            raise ConfigError("the session is not open: use it inside `with slipstream.session(...) as s:`")
+        return self._open
+
+    @property
+    def _parts(self) -> Parts:
+        return self._opened.parts
+
+    @property
+    def _config(self) -> PlannedConfig:
+        return self._begun.config
+
+    @property
+    def _begun(self) -> Steps:
+        """The steps; they begin with the first call."""
+        if self._steps is None:
+            if (found := self._opened.resumed_step) is not None:
+                raise ConfigError(
+                    f"{self.folder} has a checkpoint of step {found}: call s.resume() first, or give another folder"
+                )
+            self.resume()
+        assert self._steps is not None
+        return self._steps
+
+    @property
+    def _engine(self) -> Orchestrator:
+        return cast("Orchestrator", self._begun.engine)
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest version to be trained on in this step."""
+        return self._begun.step - self._config.training.staleness
+
+    def _synchronised(self) -> Steps:
+        """The steps, once the engine has weights: it has none at the beginning, and while it sleeps."""
+        if self._synced < 0:
+            self.sync()
+        return self._begun
+
+    def _refuse_old_engine(self) -> None:
+        from slipstream.config.traits import shares_weights
+
+        step, config = self._begun.step, self._config
+        is_written = self._synced != step and shares_weights(config)
+        if is_written or self._synced < self._oldest:
+            why = "its weights are being written" if is_written else f"training.staleness = {config.training.staleness}"
+            raise ConfigError(f"the engine has version {self._synced} at step {step} ({why}): call s.sync() first")
+
+    def _refuse_old(self, rollouts: Sequence[Rollout]) -> None:
+        from slipstream.orchestrator.batches.staleness import refuse_stale
+
+        steps = self._begun
+        refuse_stale(rollouts, steps.step, steps.log.lineage, self._config.training.staleness)
+
+    def _command(self, step: int, oldest: int, tasks: list[Task], n: int | None) -> Any:
+        from slipstream.orchestrator.control.commands import MakeBatch
+
+        if n is not None and n < 1:
+            raise ConfigError(f"n = {n} rollouts of a task: ask for at least one")
+        algorithm, training = self._config.algorithm, self._config.training
+        assert algorithm.kind != "sft"
+        first = self._num_asked[1] if self._num_asked[0] == step else 0
+        rounds = 1 if tasks else 1 + (algorithm.max_refills or 0)
+        self._num_asked = (step, first + rounds * (len(tasks) or training.prompts_per_batch))
+        return MakeBatch(step, oldest, tasks, n or 0, first)
+
+    def _tasks_of(self, tasks: Iterable[Task | Mapping[str, Any]] | None) -> list[Task]:
+        from slipstream.envs.single_turn import as_task, with_schemas
+
+        if tasks is None:
+            return []
+        if isinstance(tasks, str | Mapping):
+            raise ConfigError(f"tasks is a {type(tasks).__name__}: give a list of tasks")
+        given, environment = [*tasks], self._parts.run.prepared.environment
+        if not given:
+            raise ConfigError("tasks is empty: give at least one task, or none for the run's own")
+        new = [as_task(each, f"session/{n}", f"task {n} of s.rollouts()") for n, each in enumerate(given)]
+        assert environment is not None
+        made = with_schemas(environment, new)
+        return [own if isinstance(raw, Task) else other for raw, own, other in zip(given, new, made, strict=True)]
+
+    def _taken(self, batch: Batch) -> list[list[Rollout]]:
+        """Take a batch apart."""
+        if self._config.inference.sleep:
+            self._synced = -1  # the engine has given its memory to the trainer
+        groups = [list(group) for _, group in groupby(batch.rollouts, key=lambda rollout: rollout.group_id)]
+        self._groups.add(groups, batch.version.step)
+        self._made |= batch.metrics
+        for reason, count in batch.dropped.items():
+            self._dropped[reason] = self._dropped.get(reason, 0) + count
+        return groups
+
+    def _objective(self, loss: Loss | None) -> Objective | None:
+        from slipstream.trainer.chosen_loss import objective_of
+        from slipstream.trainer.loss import PolicyObjective
+
+        if loss is None:
+            return None
+        key = loss if isinstance(loss, str) else id(loss)
+        if key not in self._objectives:
+            base = self._begun.objective
+            assert isinstance(base, PolicyObjective)
+            self._objectives[key] = objective_of(loss, base, self._config.training.ranks)
+        return self._objectives[key]
+
+    def _settle(self, unused: Sequence[list[Rollout]]) -> None:
+        """Count groups as not trained on."""
+        if not unused or self._steps is None:
+            return
+        self._engine.settle(self._steps.step, unused=[group[0].group_id for group in unused])
+        tokens = sum(rollout.num_sampled for group in unused for rollout in group)
+        self._put({"dropped_groups/unused": float(len(unused)), "dropped_tokens/unused": float(tokens)})
+
+    def _put(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add metrics to the row of the step."""
+        steps = self._begun
+        if self._row is None:
+            steps.log.add_metrics(steps.step, metrics)
+        else:
+            self._row |= metrics
+        return dict(metrics)
+
+    def _write_row(self) -> None:
+        row, self._row = self._row, None
+        if row:
+            self._begun.report(row)
+            self._begun.observe(row)

@@ -1,0 +1,231 @@
+"""The calls of a session with a scripted engine: what is trained on, counted, kept and refused."""
+
+import asyncio
+import contextlib
+import copy
+import json
+
+import pytest
+import torch
+from benchmarks.scripted_engine import ScriptedEngine
+
+import slipstream
+from slipstream.errors import ConfigError, EngineError, TrainingError
+from slipstream.launch import session as launched
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.runlog.ledger import balance
+
+from . import loops
+from .test_session import figures
+
+SMALL = {"environment": {"settings": {"parity": True}}, "progress": False}
+
+
+@pytest.fixture
+def opened(scripted, run_file, tmp_path, monkeypatch):
+    """Opens sessions whose engine is scripted."""
+
+    def make_engine(plan, logs, on_event, ahead=None):
+        scripted.engine = ScriptedEngine(scripted.letter, scripted._logprobs, on_event=on_event)
+        return scripted.engine
+
+    monkeypatch.setattr(launched, "create_engine", make_engine)
+    monkeypatch.setattr(launched, "preimport_vllm", lambda config: contextlib.nullcontext())
+    num_threads = torch.get_num_threads()
+    yield lambda folder=tmp_path / "session", **more: slipstream.session(run_file, folder=folder, **{**SMALL, **more})
+    torch.set_num_threads(num_threads)
+
+
+def ended(folder):
+    return {(entry.state, entry.reason): entry.num_groups for entry in balance(folder).entries}
+
+
+def test_the_order_of_a_run_gives_its_figures(scripted, opened, run_file, tmp_path):
+    scripted.finish(3, "--environment.settings", "{parity = true}")
+    with opened() as s:
+        s.evaluate()
+        while s.step < 3:
+            s.train(s.rollouts())
+            s.sync()
+        s.evaluate()
+        s.save()
+    assert figures(tmp_path / "session") == figures(scripted.folder)
+    assert balance(tmp_path / "session").entries == balance(scripted.folder).entries
+
+
+def test_losses_and_tasks_of_the_callers(opened, run_file, tmp_path, capsys):
+    folder = tmp_path / "chosen"
+    loops.chosen_losses(run_file, folder)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["sizes"] == [3, 3]
+    assert said["names"] == ["0.4", "0.5"], "the first four were the run's own"
+    assert all(value < 0 for value in said["logprobs"])
+    old, no_gradient, raised, unknown, nothing = said["refused"]
+    assert old == "the engine has version 0 at step 1 (training.staleness = 0): call s.sync() first"
+    assert "loops.py:no_gradient returned numbers without a gradient" in no_gradient
+    assert "loops.py:raises raised AttributeError" in raised
+    assert f"line {loops.raises.__code__.co_firstlineno + 1} of" in raised
+    assert "'no_such_loss'" in unknown
+    assert nothing.startswith("loss = 3 is no loss")
+    assert ended(folder) == {("trained", ""): 3, ("dropped", "unused"): 8}
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert sum(row.get("dropped_groups/unused") or 0 for row in rows) == 8
+    assert (read_exit(folder).status, read_exit(folder).step) == ("finished", 2)
+
+
+def test_an_exception_of_the_callers_ends_the_session(opened, scripted, run_file, tmp_path):
+    folder = tmp_path / "failed"
+    with pytest.raises(KeyError, match="the caller's own"):
+        loops.caller_fails(run_file, folder)
+    report = read_exit(folder)
+    assert (report.status, report.error) == ("failed", "KeyError")
+    assert not scripted.engine.is_up
+    assert ended(folder) == {("dropped", "unused"): 4}
+
+
+def test_a_loss_that_is_wrong_later_is_named_with_its_step(opened, run_file, tmp_path):
+    with pytest.raises(TrainingError, match=r"loops\.py:nan_at_step\.<locals>\.late.*infinity or NaN"):
+        loops.nan_at_step(run_file, tmp_path / "nan")
+    assert read_exit(tmp_path / "nan").error == "TrainingError"
+
+
+def test_what_cannot_be_trained_on(opened):
+    with opened(training={"staleness": 1}) as s:
+        first, second = s.rollouts()[:2]
+        for bad, words in (([], "nothing to train on"), (3, "int is nothing"), ([[3]], "int is nothing")):
+            with pytest.raises(ConfigError, match=words):
+                s.train(bad)
+        with pytest.raises(ConfigError, match='sequence 0 has no stream "advantages"'):
+            s.train(second[0].sequences)
+        with pytest.raises(ConfigError, match="n = 0"):
+            s.rollouts(n=0)
+        with pytest.raises(ConfigError, match="tasks is empty"):
+            s.rollouts([])
+        s.train([first])
+        s.train([second])  # of version 0 at step 1
+        with pytest.raises(TrainingError, match=r"training\.staleness = 1 allows only"):
+            s.train([second])
+        with pytest.raises(ConfigError, match=r"the engine has version 0 at step 2.*staleness = 1"):
+            s.rollouts()
+        s.train([first], "sft")
+        with pytest.raises(ConfigError, match=r"training\.steps = 3"):
+            s.train([first], "sft")
+        with pytest.raises(ConfigError, match="call it before anything else"):
+            s.resume()
+
+
+def test_a_copy_with_advantages_of_its_own_is_of_its_group(opened, tmp_path):
+    with opened() as s:
+        group = s.rollouts(s.tasks[:1])[0]
+        sequence = copy.copy(group[0].sequences[0])
+        sequence.streams = {}
+        sequence.put("advantages", [0.5] * len(sequence))
+        metrics = s.train([sequence])
+    assert metrics["train/grad_norm"] > 0
+    assert ended(tmp_path / "session") == {("trained", ""): 1}
+
+
+def test_a_session_goes_on_from_its_checkpoint(opened, tmp_path):
+    folder = tmp_path / "session"
+    with opened() as s:
+        assert s.resume() == 0
+        for _ in range(2):
+            s.train(s.rollouts())
+            s.sync()
+        s.state["place"] = [s.step, "two"]
+        s.save()
+        s.train(s.rollouts())
+    rows = read_metrics(folder)
+    with opened() as s:
+        with pytest.raises(ConfigError, match=r"checkpoint of step 2: call s\.resume\(\) first"):
+            s.rollouts()
+        assert (s.resume(), s.step, s.state) == (2, 2, {"place": [2, "two"]})
+        s.train(s.rollouts())
+    again = read_metrics(folder)
+    assert [row["step"] for row in again] == [0, 1, 2, 3]
+    assert again[3]["train/loss"] == rows[3]["train/loss"]
+    assert [event["resume"] for event in read_events(folder) if event["kind"] == "start"] == [False, True]
+
+
+def test_state_that_cannot_be_kept(opened):
+    with opened() as s:
+        s.state["what"] = object()
+        with pytest.raises(ConfigError, match=r"s\.state cannot be kept"):
+            s.save()
+
+
+async def test_coroutines_leave_the_event_loop_alone(opened, run_file, tmp_path):
+    async with opened() as s:
+        groups = await s.rollouts()
+        metrics = await s.train(groups)
+        assert (s.step, metrics["reward/mean"]) == (1, pytest.approx(metrics["reward/mean"]))
+        waiting = asyncio.create_task(s.sync())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await waiting
+        assert (await s.forward(groups)).logprobs
+        assert await s.save() == s.folder / "checkpoints" / "step-000001" / "weights"
+        assert await s.evaluate()
+    assert read_exit(s.folder).status == "finished"
+
+
+async def test_a_call_that_waits_ends_with_the_session(opened, scripted, tmp_path):
+    started = []
+
+    async def leave_while_one_waits():
+        async with opened() as s:
+            await s.sync()
+            scripted.engine.generate = lambda request: asyncio.sleep(600)
+            started.append(asyncio.create_task(s.rollouts()))
+            await asyncio.sleep(0.5)
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        await leave_while_one_waits()
+    with pytest.raises(Exception, match="stopped while waiting for the rollouts"):
+        await started[0]
+    assert read_exit(tmp_path / "session").error == "RuntimeError"
+
+
+def test_a_session_needs_a_run_that_it_can_order(opened, run_file, tmp_path):
+    for settings, words in (
+        ({"algorithm": "sft"}, "makes no rollouts"),
+        ({"run": {"streams": "files"}}, "has a supervisor"),
+    ):
+        with pytest.raises(ConfigError, match=words), opened(**settings):
+            pass
+    with pytest.raises(ConfigError, match="needs a model"):
+        slipstream.session()
+    with pytest.raises(ConfigError, match="belong to tasks"):
+        slipstream.session(run_file, reward="exact")
+    with pytest.raises(ConfigError, match="is not open"):
+        opened().rollouts()
+
+
+def test_an_engine_that_dies_ends_the_session(opened, scripted, tmp_path):
+    async def dies(request):
+        raise EngineError("the engine is gone")
+
+    def roll_out():
+        with opened(inference={"request_retries": 0}) as s:
+            s.sync()
+            scripted.engine.generate = dies
+            s.rollouts()
+
+    with pytest.raises(EngineError, match="the engine is gone"):
+        roll_out()
+    assert read_exit(tmp_path / "session").error == "EngineError"
+
+
+def test_objects_of_the_caller_make_a_session(opened, model, tmp_path):
+    def reward(task, completion):
+        return float(len(completion) % 2)
+
+    rows = [{"prompt": f"say {n}", "answer": "a"} for n in range(40)]
+    settings = {"training": {"prompts_per_batch": 2}, "run": {"threads": 1}, "evaluation": False}
+    more = {"algorithm": {"kind": "grpo", "group_size": 4}, "folder": tmp_path / "own", "progress": False}
+    with slipstream.session(model=model, tasks=rows, reward=reward, steps=1, **settings, **more) as s:
+        groups = s.rollouts()
+        assert [len(group) for group in groups] == [4, 4]
+        s.train(groups)
