@@ -10,7 +10,7 @@ import torch
 from benchmarks.scripted_engine import ScriptedEngine
 
 import slipstream
-from slipstream.errors import ConfigError, EngineError, TrainingError
+from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch import session as launched
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
@@ -201,21 +201,6 @@ def test_a_session_needs_a_run_that_it_can_order(opened, run_file, tmp_path):
         slipstream.session(run_file, reward="exact")
     with pytest.raises(ConfigError, match="is not open"):
         opened().rollouts()
-
-
-def test_an_engine_that_dies_ends_the_session(opened, scripted, tmp_path):
-    async def dies(request):
-        raise EngineError("the engine is gone")
-
-    def roll_out():
-        with opened(inference={"request_retries": 0}) as s:
-            s.sync()
-            scripted.engine.generate = dies
-            s.rollouts()
-
-    with pytest.raises(EngineError, match="the engine is gone"):
-        roll_out()
-    assert read_exit(tmp_path / "session").error == "EngineError"
 
 
 def test_objects_of_the_caller_make_a_session(opened, model, tmp_path):
