@@ -72,10 +72,11 @@ def _try_hooks(algorithm: Algorithm) -> None:
     write_credit(algorithm, "credit_batch", rollouts)
     custom_metrics(algorithm, rollouts)
     if algorithm.defines("loss"):
-        _try_loss(algorithm, rollouts)
+        try_loss(algorithm, rollouts)
 
 
-def _try_loss(algorithm: Algorithm, rollouts: list[Rollout]) -> None:
+def try_loss(algorithm: Algorithm, rollouts: list[Rollout], kind: type[Streams] = Streams) -> None:
+    """Call the loss on six tokens of `rollouts`; `kind`: of its streams. Raises TrainingError for unusable results."""
     logprobs_N = torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.2], requires_grad=True)
     old_N, behaviour_N = torch.tensor(_LOGPROBS["old_logprobs"]), torch.tensor(_LOGPROBS["behaviour_logprobs"])
     streams = {"advantages": torch.tensor([1.0, 1.0, 1.0, -1.0, 0.5, 0.5]), "behaviour_logprobs": behaviour_N}
@@ -90,7 +91,7 @@ def _try_loss(algorithm: Algorithm, rollouts: list[Rollout]) -> None:
         settings.clip_low,
         settings.clip_high,
         settings.clip_dual,
-        Streams(streams),
+        kind(streams),
         torch.linspace(0.2, 1.2, 6, requires_grad=True),
     )
     values = loss_of(algorithm, inputs).loss_N

@@ -148,8 +148,6 @@ class Session:
         advantage from `[algorithm]`, unless its sequences have a stream `advantages`; sequences without a rollout need
         one. Raises ConfigError for an unusable loss, and TrainingError for tokens beyond the staleness bound, or if
         training fails."""
-        from slipstream.trainer.chosen_loss import name_of
-
         steps = self._begun
         num_steps = self._config.training.steps
         if steps.step >= num_steps:
@@ -164,10 +162,9 @@ class Session:
         made, self._made = self._made, {}
         try:
             self._row = made | steps.train(batch, objective)
-        except TrainingError as error:
-            if loss is None or isinstance(loss, str) or str(error).startswith("the loss "):
-                raise
-            raise type(error)(f"the loss {name_of(loss)} at step {steps.step}: {error}") from error
+        except TrainingError:
+            steps.learner.optimizer.discard_gradients()  # the caller may go on with another loss
+            raise
         self._engine.settle(steps.step, trained=self._groups.take(rollouts))
         return dict(self._row)
 

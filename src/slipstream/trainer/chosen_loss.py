@@ -1,8 +1,7 @@
-"""The objective of a loss in one step of a session: "sft", a built-in loss, or a function of the
-caller's, `(LossInputs) -> Tensor`.
+"""The objective of a loss in one step of a session: "sft", a built-in loss, or a function of the caller's.
 
-Guarantees: a function is tried on made-up inputs before it is used, and every error in it names the function, its file
-and the line.
+All other hooks, masks, divisors, importance weights and the KL term stay those of the run. Guarantees: a function is
+tried on made-up inputs first, and every error in it names the function, its file and the line.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.algo.custom import check_user_function, user_function
-from slipstream.algo.surrogate_losses import LOSSES, LossFunction, LossInputs, PolicyLoss
-from slipstream.config.user_code import place_of
-from slipstream.errors import ConfigError, SlipstreamError, TrainingError, one_line
+from slipstream.algo.algorithm import Algorithm, Credits, Hook
+from slipstream.algo.custom import user_function
+from slipstream.algo.surrogate_losses import LOSSES, LossInputs, PolicyLoss, Streams
+from slipstream.algo.trial import made_up_group, try_loss
+from slipstream.errors import ConfigError, TrainingError
+from slipstream.records import Rollout
 from slipstream.trainer.loss import Objective, PolicyObjective, SFTObjective
 
 SFT = "sft"
@@ -35,13 +35,25 @@ def objective_of(loss: Loss, base: PolicyObjective, num_ranks: int = 1) -> Objec
         raise ConfigError(f'loss = {loss!r:.60} is no loss: give "sft", a name, or a function of LossInputs')
     if not isinstance(loss, str) and num_ranks > 1:
         loss = importable(loss, num_ranks)
-    if isinstance(loss, str):
-        check_user_function("loss", loss)
-        own = None if loss in LOSSES else CheckedLoss(user_function("loss", loss), loss)
-        return base.with_loss(loss, own)
-    checked = CheckedLoss(loss, name_of(loss))
-    checked.try_out()
-    return base.with_loss(checked.name, checked)
+    name = loss if isinstance(loss, str) else name_of(loss)
+    function = (LOSSES.get(loss) or user_function("loss", loss)) if isinstance(loss, str) else loss
+    chosen = WithLoss(base.algorithm, function, name)
+    if name not in LOSSES:
+        try:
+            try_loss(chosen, made_up_group(), _AnyStream)
+        except TrainingError as error:
+            raise ConfigError(f"{error} (it was tried on three made-up rollouts)") from error
+    return base.with_algorithm(chosen, name)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How messages call a function: its file and its name."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        file = None
+    return f"{file}:{name}" if file else name
 
 
 def importable(function: Callable[..., Any], num_ranks: int) -> str:
@@ -61,65 +73,45 @@ def importable(function: Callable[..., Any], num_ranks: int) -> str:
     return name
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """How messages call a function: its file and its name."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    try:
-        file = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:
-        file = None
-    return f"{file}:{name}" if file else name
+class WithLoss(Algorithm):
+    """An algorithm with another loss."""
+
+    def __init__(self, base: Algorithm, function: Callable[[LossInputs], Any], name: str) -> None:
+        self.settings = base.settings
+        self._base, self._function, self._name = base, function, name
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the run's algorithm, and the function's attribute `reads`, if it has one."""
+        return (*self._base.reads, *getattr(self._function, "reads", ()))
+
+    def credit(self, group: list[Rollout]) -> Credits | None:
+        """See the base."""
+        return self._base.credit(group)
+
+    def credit_batch(self, rollouts: list[Rollout]) -> Credits | None:
+        """See the base."""
+        return self._base.credit_batch(rollouts)
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss | Tensor:
+        """The function's."""
+        return self._function(inputs)
+
+    def metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """See the base."""
+        return self._base.metrics(rollouts)
+
+    def defines(self, hook: Hook) -> bool:
+        """See the base."""
+        return self._name not in LOSSES if hook == "loss" else self._base.defines(hook)
+
+    def place(self, hook: Hook) -> str:
+        """See the base."""
+        return f"the loss {self._name}" if hook == "loss" else self._base.place(hook)
 
 
-@dataclass(frozen=True)
-class CheckedLoss:
-    """A loss of the caller's."""
-
-    function: LossFunction
-    name: str
-
-    def __call__(self, inputs: LossInputs) -> Tensor | PolicyLoss:
-        """See `LossFunction`. Raises TrainingError for its exceptions, and for unusable results."""
-        try:
-            result: Any = self.function(inputs)
-        except SlipstreamError:
-            raise
-        except Exception as error:  # the user's code, whatever it raises
-            raise TrainingError(
-                f"the loss {self.name} raised {one_line(error)} ({place_of(error)}): correct it"
-            ) from error
-        values: Any = result.loss_N if isinstance(result, PolicyLoss) else result
-        size = tuple(inputs.logprobs_N.shape)
-        if not isinstance(values, Tensor) or tuple(values.shape) != size:
-            found = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise TrainingError(
-                f"the loss {self.name} returned {found} for {size[0]} tokens: return a tensor with one number for each"
-            )
-        if not values.requires_grad:
-            raise TrainingError(
-                f"the loss {self.name} returned numbers without a gradient: make them depend on inputs.logprobs_N"
-            )
-        if values.device.type == "cpu" and not torch.isfinite(values).all():
-            raise TrainingError(
-                f"the loss {self.name} returned infinity or NaN, not a finite number: look at its divisions"
-            )
-        return result
-
-    def try_out(self) -> None:
-        """Call it on six made-up tokens of three sequences. Raises ConfigError for an unusable loss."""
-        logprobs_N = torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.2], requires_grad=True)
-        old_N, index_N = logprobs_N.detach() + 0.05, torch.tensor([0, 0, 0, 1, 1, 2])
-        advantages_N = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.5])
-        entropy_N = torch.linspace(0.2, 1.2, 6, requires_grad=True)
-        streams = _MadeUp({"behaviour_logprobs": old_N - 0.02, "advantages": advantages_N})
-        try:
-            self(LossInputs(logprobs_N, old_N, advantages_N, index_N, 3, 0.2, 0.28, None, streams, entropy_N))
-        except TrainingError as error:
-            raise ConfigError(f"{error} (it was tried on six made-up tokens)") from error
-
-
-class _MadeUp(dict[str, Tensor]):
-    """Streams of any name."""
+class _AnyStream(Streams):
+    """Streams of any name: the caller's are in his sequences."""
 
     def __missing__(self, name: str) -> Tensor:
         return torch.linspace(-1.0, -0.1, 6)
