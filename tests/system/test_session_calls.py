@@ -85,9 +85,7 @@ def test_an_exception_of_the_callers_ends_the_session(opened, scripted, run_file
 
 
 def test_a_loss_that_is_wrong_later_is_named_with_its_step(opened, run_file, tmp_path):
-    with pytest.raises(
-        TrainingError, match=r"loops\.py:nan_at_step\.<locals>\.late gave a loss of nan in .* step 2"
-    ):
+    with pytest.raises(TrainingError, match=r"loops\.py:nan_at_step\.<locals>\.late gave a loss of nan in .* step 2"):
         loops.nan_at_step(run_file, tmp_path / "nan")
     assert read_exit(tmp_path / "nan").error == "TrainingError"
 
