@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -38,6 +39,26 @@ prompts_per_batch = 4
 [run]
 threads = 1
 """
+GRPO = f"""
+evaluation = false
+[model]
+path = "{{model}}"
+[environment]
+name = "{Path(__file__).parents[1] / "system/letters.py"}"
+settings = {{{{parity = true}}}}
+reward_timeout_s = 60
+[algorithm]
+kind = "grpo"
+group_size = 4
+[training]
+steps = {{steps}}
+prompts_per_batch = 4
+learning_rate = 1e-3
+[weights]
+probe_tasks = 2
+[run]
+threads = 1
+"""
 ENDS_S = 240.0
 CPU_NEED = Need(0)
 
@@ -63,6 +84,8 @@ def place(tmp_path, monkeypatch, model):
 
 
 class Place:
+    template = RUN
+
     def __init__(self, folder, model):
         self.folder, self.model = folder, model
         with (folder / "data.jsonl").open("w") as file:
@@ -74,7 +97,7 @@ class Place:
 
     def run_file(self, steps=5, name="run.toml", more=""):
         path = self.folder / name
-        path.write_text(RUN.format(model=self.model, data=self.folder / "data.jsonl", steps=steps) + more)
+        path.write_text(self.template.format(model=self.model, data=self.folder / "data.jsonl", steps=steps) + more)
         return path
 
     def submit(self, name="run", steps=5, need=CPU_NEED, owner="", ticks=True, store="", resume=False, more=""):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -57,3 +58,9 @@ def _boot() -> str:
         return _BOOT.read_text().strip()
     except OSError:
         return ""
+
+
+def this_machine() -> str:
+    """A name of this machine's files, the same for all its processes until the next boot: of boot and root folder."""
+    root = os.stat("/")
+    return hashlib.sha256(f"{_boot()} {root.st_dev} {root.st_ino}".encode()).hexdigest()[:16]

@@ -20,8 +20,9 @@ from pydantic import BaseModel, Field
 from slipstream.config import load_config
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.http_listener import limited_protocol
+from slipstream.processes.identity import this_machine
 from slipstream.processes.temporary import temporary
-from slipstream.service import page
+from slipstream.service import bundles, page
 from slipstream.service.access import MAX_BODY, Access, tokens_of
 from slipstream.service.index import Index
 from slipstream.service.runs import LocalRuns, NoSuchRun
@@ -38,7 +39,11 @@ class Submission(BaseModel, extra="forbid"):
 
     name: str = Field(max_length=100)
     settings: str = Field(max_length=MAX_BODY)
-    """A run file with absolute paths."""
+    """A run file with absolute paths, and paths of `code` as `code/NAME`."""
+    code: dict[str, str] = {}
+    """Python files in base64 by their names."""
+    digest: str = ""
+    """Of `code`, see `bundles.digest_of`."""
 
 
 def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> Access:
@@ -67,13 +72,16 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
 
     @app.get("/v1/health")
     def health() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"status": "ok"})
+        return _json({"status": "ok", "machine": this_machine()})
 
     @app.post("/v1/runs", status_code=201)
     def submit(request: Request, submission: Submission) -> Response:  # pyright: ignore[reportUnusedFunction]
         with temporary("submission") as place:
             run_file = place / f"{name_from(submission.name)}.toml"
             run_file.write_text(submission.settings, encoding="utf-8")
+            if submission.code:
+                code = bundles.unpack(store.root, submission.digest, submission.code)
+                (place / bundles.FOLDER).symlink_to(code)
             loaded = load_config(run_file)
         return _json(runs_of(request).submit(loaded, run_file.stem), 201)
 

@@ -12,7 +12,9 @@ import msgspec
 from slipstream.artifacts.facts import STORE_VARIABLE
 from slipstream.config import Loaded, dump_given
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.processes.identity import this_machine
 from slipstream.runlog.redaction import hide_userinfo
+from slipstream.service import bundles
 from slipstream.service.checkpoints import ShownCheckpoint
 from slipstream.service.runs import Chunk, NoSuchRun, Shown, ShownPlace
 
@@ -22,6 +24,11 @@ _TIMEOUT_S = 30.0
 _PLAN_S = 660.0
 _TRIES = 3
 T = TypeVar("T")
+
+
+class _Health(msgspec.Struct):
+    status: str
+    machine: str = ""
 
 
 class RemoteRuns:
@@ -35,12 +42,16 @@ class RemoteRuns:
         self._client = httpx.Client(base_url=self._address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
 
     def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
-        """See `Runs`. Data and models go by path or address, as the service's machine sees them."""
+        """See `Runs`. To another machine the code goes along; data and models go by path or address, as the service's
+        machine sees them."""
         if resume or loaded.config.run.folder is not None:
             raise ConfigError("the service chooses run.folder: leave --run.folder and --resume out")
         if store and store != os.environ.get(STORE_VARIABLE):
             raise ConfigError(f"the service chooses its store: leave --store out, and set {STORE_VARIABLE} there")
-        body = {"name": name, "settings": dump_given(loaded)}
+        settings, code = dump_given(loaded), {}
+        if self._ask("GET", "/v1/health", _Health).machine != this_machine():
+            settings, code = bundles.pack(settings)
+        body = {"name": name, "settings": settings, "code": bundles.encoded(code), "digest": bundles.digest_of(code)}
         return self._ask("POST", "/v1/runs", Shown, json=body, timeout=_PLAN_S)
 
     def all(self) -> list[Shown]:
