@@ -42,7 +42,7 @@ def test_runs_of_others_do_not_exist(place, monkeypatch, capsys):
         alice, bob = (RemoteRuns(service.url, token) for token in tokens.values())
         assert [run.id for run in alice.all()] == [mine]
         assert [run.id for run in bob.all()] == [other]
-        for ask in (alice.one, alice.cancel, lambda name: alice.log(name, 0)):
+        for ask in (alice.one, alice.cancel, alice.checkpoints, lambda name: alice.log(name, 0)):
             with pytest.raises(NoSuchRun):
                 ask(other)
         with pytest.raises(ConfigError, match="token"):

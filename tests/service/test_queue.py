@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,7 +18,7 @@ from slipstream.service.ending import ended_attempt, exit_since, heartbeat_since
 from slipstream.service.index import Index
 from slipstream.service.records import Attempt
 from slipstream.service.runs import LocalRuns
-from slipstream.service.store import update
+from slipstream.service.store import OUTPUT, update
 from slipstream.service.submission import with_earlier
 from tests.waiting import ends, until
 
@@ -90,6 +93,28 @@ def test_what_is_wrong_with_the_settings_leaves_nothing_behind(place, slipstream
     assert not [*place.folder.glob("runs/*")]
     assert not any("sk-abcdefgh" in path.read_text(errors="ignore") for path in place.folder.rglob("*.*")
                    if path.is_file())  # fmt: skip
+
+
+@pytest.mark.quick("logs*")
+@pytest.mark.parametrize("command", ["logs -f {name}", "submit {file} --to local --follow"])
+def test_ctrl_c_while_following_leaves_the_run_alone(place, command):
+    first = place.submit("first", ticks=False)
+    later = time.time() + 1e5
+    update(place.folder_of(first), lambda r: msgspec.structs.replace(r, not_before=later))
+    output = place.folder_of(first) / OUTPUT
+    output.write_text("so far\n")
+    words = command.format(name=first, file=place.run_file(100_000)).split()
+    command = [sys.executable, "-P", "-m", "slipstream.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline().startswith(("so far", "run:"))
+        name = first if "logs" in words else until(lambda: next((n for n in place.store.all() if n != first), None))
+        if name != first:
+            place.until(name, "running", ticks=False)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+        assert f"{name} continues: slipstream status {name}" in child.stderr.read()
+    assert place.record(name).state == ("queued" if name == first else "running")
+    assert not place.record(name).cancel_requested
 
 
 @pytest.mark.parametrize("name", ["../state", "/etc", "..", ".", "", "a/b", "a\0b", "a" * 200, "-x"])
