@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from slipstream.errors import ConfigError
@@ -9,8 +10,10 @@ from slipstream.service.figures import PRICE, gpu_hour_price, measured
 from slipstream.service.page import run_page
 from slipstream.service.records import Actual, Attempt, Need
 from slipstream.service.runs import shown
+from slipstream.service.store import Store
+from slipstream.service.submission import with_earlier
 
-from .made import record
+from .made import ESTIMATE, record
 
 GIB = 1 << 30
 EVENTS = [
@@ -98,3 +101,20 @@ def test_a_price_is_a_number(monkeypatch):
         monkeypatch.setenv(PRICE, text)
         with pytest.raises(ConfigError, match=PRICE):
             gpu_hour_price()
+
+
+@pytest.mark.parametrize(("peaks", "memory_gib"), [({"trainer": 4.0}, 4.0), ({"trainer": 4.0, "engine": 9.0}, 1.0)])
+def test_an_estimate_is_corrected_by_the_last_run_of_its_shape(tmp_path, peaks, memory_gib):
+    store = Store(tmp_path / "state")
+    actual = Actual(step_s=2.0, rest_s=10.0, memory_gib=4.0, peaks_gib=peaks)
+    for name, state, attempts in (("done", "done", 1), ("retried", "done", 2), ("lost", "failed", 1)):
+        tried = tuple(Attempt(number, 0.0) for number in range(attempts))
+        (tmp_path / name / "service").mkdir(parents=True)
+        changed = msgspec.structs.replace(actual, step_s=2.0 if name == "done" else 99.0)
+        store.add(tmp_path / name, record(name, state=state, attempts=tried, actual=changed))
+    found = with_earlier(store, ESTIMATE)
+    assert (found.step_s, found.rest_s, found.memory_gib) == (2.0, 10.0, memory_gib)
+    assert found.how == "as measured in done"
+    assert found.seconds == 20.0
+    other = msgspec.structs.replace(ESTIMATE, shape="another")
+    assert with_earlier(store, other) == other

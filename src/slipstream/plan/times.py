@@ -76,9 +76,11 @@ def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_to
     return msgspec.structs.replace(known, step_s=step_s, rest_s=rest_s, how=how)
 
 
-def corrected(estimate: Estimate, step_s: float, rest_s: float, run: str) -> Estimate:
-    """The estimate with the times of an earlier run of the same shape."""
-    return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, how=f"as measured in {run}")
+def corrected(estimate: Estimate, step_s: float, rest_s: float, run: str, memory_gib: float | None = None) -> Estimate:
+    """The estimate with the times, and if known the memory, of an earlier run of the same shape."""
+    memory_gib = memory_gib or estimate.memory_gib
+    how = f"as measured in {run}"
+    return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, memory_gib=memory_gib, how=how)
 
 
 def engine_time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:

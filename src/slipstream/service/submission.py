@@ -127,5 +127,7 @@ def with_earlier(store: Store, estimate: Estimate) -> Estimate:
     for _, record in reversed(store.records()):
         actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
         if is_whole and record.estimate.shape == estimate.shape and actual is not None and actual.step_s is not None:
-            return corrected(estimate, actual.step_s, actual.rest_s or 0.0, record.id)
+            # With an engine the fullest GPU holds more than the trainer's peak.
+            memory_gib = None if "engine" in actual.peaks_gib else actual.memory_gib
+            return corrected(estimate, actual.step_s, actual.rest_s or 0.0, record.id, memory_gib)
     return estimate
