@@ -64,8 +64,6 @@ HEAVY_MODULES = ("torch", "transformers", "vllm")
 PLUG_IN = "slipstream_matching"
 MAY_IMPORT_IT = {"cli", "report"}
 """Packages around the core."""
-STILL_IMPORT_IT = {"envs", "launch", "orchestrator"}
-"""Packages of the core that it has not left yet."""
 
 
 @functools.cache
@@ -170,7 +168,7 @@ def test_the_package_imports_no_benchmark():
 
 def test_the_core_imports_nothing_of_the_plug_in():
     found = {package_of(path) for path in FILES for _, name in imports(path) if name.split(".")[0] == PLUG_IN}
-    assert found == MAY_IMPORT_IT | STILL_IMPORT_IT
+    assert found == MAY_IMPORT_IT
 
 
 def test_trainer_inference_and_environments_do_not_know_each_other():

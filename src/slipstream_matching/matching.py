@@ -21,6 +21,10 @@ _INFEASIBLE = 1e6
 Mask = NDArray[np.bool_]
 
 
+IN_TASKS = "matching"
+"""In a task's info: how its objects are matched (`MatchSettings`), where a run says it."""
+
+
 @dataclass(frozen=True)
 class MatchSettings:
     """How objects are matched."""

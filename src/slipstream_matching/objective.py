@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from slipstream.algo.logprobs import token_statistics
-from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.model.image_features import RowEmbeddings
 from slipstream.trainer.model.policy import PolicyModel
@@ -33,6 +32,7 @@ from slipstream_matching.coordinate_losses import (
 )
 from slipstream_matching.coordinates import LAST_BIN
 from slipstream_matching.row_boxes import APPENDED, IN_ROLLOUT, ORIGINS, WEIGHTS, row_boxes
+from slipstream_matching.settings import MatchingConfig
 
 
 class MatchingObjective:

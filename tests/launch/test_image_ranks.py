@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from slipstream.config import RunConfig
-from slipstream.config.sft import MatchingConfig
 from slipstream.config.traits import planned_config
 from slipstream.launch.build import build_objective
-from slipstream.orchestrator.matching.targets import matched
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.fingerprint import describe
+from slipstream_matching.settings import MatchingConfig
+from slipstream_matching.targets import matched
 from tests.launch.test_ranks import GRPO, PPO, RATE, SAMPLING, make_config, one_step, trained
 from tests.matching.matching_runs import answer_ids, new_detector, rollout
 from tests.trainer.test_image_rows import save, sequences
@@ -98,7 +98,7 @@ def test_rollout_matching_over_ranks(settings, detector, tmp_path):
             "run": {"threads": 2},
         }
         config = planned_config(RunConfig.model_validate(sections))
-        objective = build_objective(config, SAMPLING, detector.tokens.coordinate_ids)
+        objective = build_objective(config, SAMPLING)
         rows[ranks] = []
         with trained(config, tmp_path) as (parts, _):
             for step in steps:

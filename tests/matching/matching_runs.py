@@ -6,16 +6,16 @@ from types import SimpleNamespace
 from PIL import Image, ImageDraw
 
 from slipstream import records
-from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import read_image
-from slipstream.orchestrator.matching.answers import answer_tokens
-from slipstream.orchestrator.matching.targets import examples_of
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.answer import answer_fragments, tokenized
+from slipstream_matching.answers import answer_tokens
 from slipstream_matching.coordinates import LITERALS
 from slipstream_matching.objects import SceneObject
 from slipstream_matching.row_boxes import APPENDED, BINS, IN_ROLLOUT, ORIGINS, WEIGHTS
+from slipstream_matching.settings import MatchingConfig
+from slipstream_matching.targets import examples_of
 
 BOXES = ([("red", [10, 20, 300, 400])], [("big blue", [0, 0, 999, 500]), ("tiny", [7, 600, 90, 700])])
 

@@ -8,13 +8,13 @@ from tests.matching.matching_runs import answer_ids, new_detector, rollout, targ
 from tests.trainer.steps import learner_of
 
 from slipstream import records
-from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.matching.targets import examples_of, matched
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import StepBatch, micro_batches
 from slipstream_matching.objective import MatchingObjective
 from slipstream_matching.row_boxes import row_boxes
+from slipstream_matching.settings import MatchingConfig
+from slipstream_matching.targets import examples_of, matched
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,21 @@ import msgspec
 import pytest
 import torch
 import transformers
-from slipstream.trainer.matching.objective import MatchingObjective
 from tests.matching.matching_runs import new_detector, rollout
 
 from slipstream.config.environment import EnvironmentConfig
-from slipstream.config.sft import MatchingConfig
 from slipstream.data.images.families import image_processor
 from slipstream.envs.registry import load_environment
-from slipstream.orchestrator.matching.reader import MatchingReader
-from slipstream.orchestrator.matching.targets import examples_of
+from slipstream.orchestrator.method import Material
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
+from slipstream_matching.objective import MatchingObjective
+from slipstream_matching.reader import MatchingReader
+from slipstream_matching.settings import MatchingConfig
+from slipstream_matching.targets import examples_of
 
 DRAW = Path(__file__).parents[2] / "examples" / "detection" / "rectangles.py"
 CONFIG = MatchingConfig(pattern=("B", "A"), soft_ce_weight=1.0, max_invalid=1.0)
@@ -105,9 +106,10 @@ def test_steps_of_both_channels_raise_f1_and_overlap(tmp_path):
     moved = trained.moved_examples()
     for _ in range(WRITTEN):
         trained.step(moved, SFTObjective(), 2e-3)
-    config = SimpleNamespace(matching=CONFIG, run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST))
-    given = (config, trained.tasks, trained.examples, trained.detector.tokens, 512)
-    reader = MatchingReader(*given, lambda step: list(range(NUM_IMAGES)), roll_out=trained.roll_out)
+    config = SimpleNamespace(run=SimpleNamespace(seed=0), sampling=SimpleNamespace(max_tokens=LONGEST))
+    detector = trained.detector
+    given = (config, trained.tasks, trained.examples, detector.tokenizer, 512, lambda step: list(range(NUM_IMAGES)))
+    reader = MatchingReader(CONFIG, detector.tokens, Material(*given, roll_out=trained.roll_out))
     objective = MatchingObjective(CONFIG, trained.detector.tokens.coordinate_ids)
     found = []
     for step in range(STEPS + 1):

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 from tests.matching.matching_runs import answer_ids, new_detector, rollout
 
-from slipstream.config.sft import MatchingConfig
+from slipstream.config.traits import generates_for
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.matching.reader import MatchingReader
-from slipstream.orchestrator.matching.schedule import channel_of, generates_for
-from slipstream.plan.draw_notes import schedule_notes
+from slipstream.orchestrator.method import Material
+from slipstream.plan.draw_notes import method_notes
+from slipstream_matching.reader import MatchingReader
+from slipstream_matching.settings import MatchingConfig
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def detector(tmp_path_factory):
 
 def config_of(steps=100, **matching):
     return SimpleNamespace(
-        matching=MatchingConfig(**matching),
+        method=MatchingConfig(**matching),
         run=SimpleNamespace(seed=17),
         sampling=SimpleNamespace(max_tokens=200),
         training=SimpleNamespace(steps=steps),
@@ -28,18 +29,18 @@ def config_of(steps=100, **matching):
     )
 
 
-def reader_of(detector, said=None, **matching):
-    """A reader whose engine says `said` of each task; and what it was asked."""
+def reader_of(detector, said=None, change=None, **matching):
+    """A reader whose engine says `said` of each task; and what it was asked. `change`: wraps the engine."""
     asked = []
 
     def roll_out(step, items, *, seed, temperature):
         asked.append((step, list(items), seed, temperature))
         return [rollout(detector, item, said(item), step) for item in items]
 
-    given = (config_of(**matching), detector.tasks, detector.examples, detector.tokens, 512)
-    asks = roll_out if said is not None else None
-    reader = MatchingReader(*given, lambda step: [step % 2, (step + 1) % 2], roll_out=asks)
-    return reader, asked
+    asks = (change(roll_out) if change else roll_out) if said is not None else None
+    given = (config_of(), detector.tasks, detector.examples, detector.tokenizer, 512)
+    material = Material(*given, lambda step: [step % 2, (step + 1) % 2], roll_out=asks)
+    return MatchingReader(MatchingConfig(**matching), detector.tokens, material), asked
 
 
 def found(detector):
@@ -63,13 +64,13 @@ def test_channels_follow_the_pattern_or_the_exact_share(detector):
     again, _ = reader_of(detector, found(detector), pattern=("A", "A", "B"))
     assert again.take(5).metrics["stage2/channel_b"] == 1.0, "a resume goes on from any step"
     share = MatchingConfig(b_ratio=0.29)
-    assert sum(channel_of(share, step) == "B" for step in range(100)) == 29
+    assert sum(share.channel_of(step) == "B" for step in range(100)) == 29
 
 
 def test_the_engine_is_needed_before_steps_of_channel_b_only():
     config = config_of(steps=6, pattern=("A", "A", "B"))
     assert [step for step in range(9) if generates_for(config, step)] == [2, 5]
-    notes = {note.name: (note.value, note.how) for note in schedule_notes(config)}
+    notes = {note.name: (note.value, note.how) for note in method_notes(config)}
     assert notes["steps of channel B"] == (2, "of 6, by matching.pattern = A, A, B")
 
 
@@ -100,15 +101,15 @@ def test_a_step_of_channel_b_has_the_keys_of_the_log(detector):
 
 
 def test_what_failed_is_dropped_and_counted(detector):
-    reader, _ = reader_of(detector, found(detector), pattern=("B",))
-    made = reader._roll_out
+    def with_a_failure(made):
+        def roll_out(*given, **named):
+            rollouts = made(*given, **named)
+            rollouts[0].outcome, rollouts[0].sequences = "prompt_mismatch", []
+            return rollouts
 
-    def with_a_failure(*given, **named):
-        rollouts = made(*given, **named)
-        rollouts[0].outcome, rollouts[0].sequences = "prompt_mismatch", []
-        return rollouts
+        return roll_out
 
-    reader._roll_out = with_a_failure
+    reader, _ = reader_of(detector, found(detector), with_a_failure, pattern=("B",))
     batch = reader.take(0)
     assert (batch.dropped, batch.metrics["dropped/prompt_mismatch"]) == ({"prompt_mismatch": 1}, 1.0)
     assert len(batch.rollouts) == 1
@@ -116,9 +117,10 @@ def test_what_failed_is_dropped_and_counted(detector):
 
 
 def test_fewer_rollouts_than_tasks_end_the_run(detector):
-    reader, _ = reader_of(detector, found(detector), pattern=("B",))
-    made = reader._roll_out
-    reader._roll_out = lambda *given, **named: made(*given, **named)[:1]
+    def less(made):
+        return lambda *given, **named: made(*given, **named)[:1]
+
+    reader, _ = reader_of(detector, found(detector), less, pattern=("B",))
     with pytest.raises(TrainingError, match="1 rollouts of 2 tasks came at step 0"):
         reader.take(0)
 

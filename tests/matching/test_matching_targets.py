@@ -2,25 +2,23 @@
 
 import pytest
 from tests.matching.matching_runs import answer_ids, new_detector, rollout, target_of, task
-from tests.plan.test_plan import GRPO, facts
 
-from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.envs.detector.image_rows import Detection
 from slipstream.errors import ConfigError, DataError
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.matching.answers import answer_tokens
-from slipstream.orchestrator.matching.targets import (
+from slipstream.orchestrator.method import with_figures
+from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+from slipstream_matching.answers import answer_tokens
+from slipstream_matching.coordinates import LITERALS
+from slipstream_matching.image_rows import Detection
+from slipstream_matching.method import Matching
+from slipstream_matching.settings import MatchingConfig
+from slipstream_matching.targets import (
     conversations_of,
     detection_metrics,
     examples_of,
-    graded,
     matched,
-    with_figures,
 )
-from slipstream.plan.derive import make_plan
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
-from slipstream_matching.coordinates import LITERALS
 
 
 @pytest.fixture(scope="module", params=["char", "byte"])
@@ -141,7 +139,7 @@ def test_figures_of_an_evaluation_are_those_of_all_objects(detector):
     failed.outcome = "engine_error"
     tasks = [detector.tasks[1], detector.tasks[0], detector.tasks[0]]
     rollouts = [rollout(detector, 1, right), rollout(detector, 0, wrong), failed]
-    found = detection_metrics(tasks, rollouts, detector.tokens, MatchingConfig())
+    found = detection_metrics(tasks, rollouts, detector.tokenizer, MatchingConfig())
     assert found["eval/precision"] == pytest.approx(2 / 3)
     assert found["eval/recall"] == pytest.approx(2 / 4)
     assert found["eval/f1"] == pytest.approx(4 / 7)
@@ -152,16 +150,15 @@ def test_figures_of_an_evaluation_are_those_of_all_objects(detector):
 @pytest.mark.parametrize("gate", [None, 0.3, 0.95])
 def test_one_definition_of_a_match(detector, gate):
     """Of the reward, of the figures, and of both where a model's address sends texts only."""
-    config = make_plan(GRPO, facts()).config
-    environment = config.environment.model_copy(update={"name": "detection"})
-    matching = None if gate is None else MatchingConfig(maskiou_gate=gate)
-    config = config.model_copy(update={"environment": environment, "matching": matching})
+    environment = Detection(path="rows.jsonl")
+    method = None if gate is None else Matching(MatchingConfig(maskiou_gate=gate))
     near = answer_ids(detector, ("big blue", (0, 0, 999, 470)), ("tiny", (7, 600, 90, 700)))
-    tasks = graded(detector.tasks[1:], config)
+    tasks = detector.tasks[1:] if method is None else method.tasks(detector.tasks[1:])
     made = rollout(detector, 1, near)
-    made.reward = Detection.score(Detection.__new__(Detection), tasks[0], made.completion).reward
+    made.reward = environment.score(tasks[0], made.completion).reward
     found = Evaluation(1, 0, 0, made.reward, 0.0, 0.0, rollouts=[made])
-    figures = [with_figures(found, tasks, config, each).metrics() for each in (detector.tokenizer, None)]
+    received = (detector.tokenizer, None)
+    figures = [with_figures(found, tasks, environment, method, each).metrics() for each in received]
     assert figures[0] == figures[1]
     assert figures[0]["eval/f1"] == figures[0]["eval/reward"] == (0.5 if gate == 0.95 else 1.0)
 

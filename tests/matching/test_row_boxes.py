@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.config.sft import MatchingConfig
 from slipstream.errors import TrainingError
 from slipstream.records import Sequence
 from slipstream.trainer.packing import StepBatch, micro_batches
 from slipstream_matching.objective import MatchingObjective
 from slipstream_matching.row_boxes import mask_and_streams, row_boxes
 from slipstream_matching.row_targets import BoxTarget
+from slipstream_matching.settings import MatchingConfig
 
 IDS = range(3, 1003)
 """Of the bins; the tokens before them are text."""

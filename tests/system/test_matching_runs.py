@@ -7,8 +7,8 @@ import pytest
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import EngineError
-from slipstream.orchestrator.matching.answers import answer_tokens
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
+from slipstream_matching.answers import answer_tokens
 from slipstream_matching.coordinates import LITERALS
 from tests.matching.matching_runs import answer_ids
 from tests.system.boxes import SYSTEM

@@ -59,8 +59,9 @@ def test_without_an_engine_only_batches_and_checkpoints_are_left(tmp_path, colle
 
 
 def test_under_sft_the_engine_gets_the_weights_that_it_generates_or_evaluates_with(tmp_path):
-    config = planned("sft", training={"steps": 6}, evaluation={"every": 4, "at_start": False})
-    run = finished(tmp_path, config=config, rolls_out_at=lambda step: step in (2, 6))
+    matching = {"pattern": ["A", "A", "B", "A"]}
+    config = planned("sft", matching=matching, training={"steps": 6}, evaluation={"every": 4, "at_start": False})
+    run = finished(tmp_path, config=config)
     assert [call for call in run.calls if call.partition(" ")[0] in ("update", "evaluate", "release")] == [
         "update 0", "release 0", "update 2", "release 2", "update 4", "evaluate 4", "release 4",
         "update 6", "evaluate 6", "release 6",

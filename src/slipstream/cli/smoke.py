@@ -61,7 +61,7 @@ def smoke(
         config = load_config(run_file, overrides, algorithm="sft").config
     except ConfigError:  # of another kind, or wrong
         command, config = "train", load_config(run_file, overrides).config
-    matches = config.matching is not None
+    matches = "matching" in config.methods
     if channels and not matches:
         raise ConfigError(f"{run_file} has no [matching], whose channels --channels names: leave it out")
     if steps < 2:

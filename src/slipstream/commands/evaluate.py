@@ -26,7 +26,7 @@ from slipstream.orchestrator.deadlines import retries_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.failure_rate import check_failures
 from slipstream.orchestrator.gateway import gateway_of
-from slipstream.orchestrator.matching.targets import with_figures
+from slipstream.orchestrator.method import method_of, with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.plan.measure import adapter_config
 from slipstream.processes.signals import StopRequest
@@ -68,7 +68,9 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
             on_rollout=progress.advance,
             warn=lambda text: progress.message(text, "warning"),
         )
-        return with_figures(found, prepared.eval_tasks, prepared.config, prepared.tokenizer)
+        assert prepared.environment is not None
+        method = method_of(prepared.config)
+        return with_figures(found, prepared.eval_tasks, prepared.environment, method, prepared.tokenizer)
 
     return _with_engine(prepared, progress, "evaluate", work)
 

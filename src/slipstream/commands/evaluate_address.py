@@ -23,7 +23,7 @@ from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.inference.chat_server import ChatServer, MessageTokens
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
-from slipstream.orchestrator.matching.targets import graded, with_figures
+from slipstream.orchestrator.method import method_of, with_figures
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.plan.machine import usable_cpus
 from slipstream.processes.signals import StopRequest
@@ -74,7 +74,9 @@ def evaluate_address(
             "an agent is evaluated with an engine of ours, which gives each episode an address: leave --url out"
         )
     environment = played(environment, section) or environment
-    tasks = graded(_tasks(environment, evaluation), config)
+    tasks, method = _tasks(environment, evaluation), method_of(config)
+    if method is not None:
+        tasks = method.tasks(tasks)
     sampling = _sampling(config, evaluation)
 
     async def work() -> tuple[Evaluation, str]:
@@ -87,7 +89,7 @@ def evaluate_address(
                     "completions: their rewards did not see it",
                     "warning",
                 )
-            found = with_figures(found, tasks, config, None)
+            found = with_figures(found, tasks, environment, method, None)
             return replace(found, mean_length=server.num_tokens / max(1, server.num_counted)), server.model
 
     with StopRequest() as stop:

@@ -8,16 +8,17 @@ here imports torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, create_model
 
 from slipstream.config import bounds
 from slipstream.config.bounds import Auto, Section
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.evaluation import EvaluationConfig
 from slipstream.config.inference import InferenceConfig
-from slipstream.config.sft import DataConfig, MatchingConfig, SFTConfig
+from slipstream.config.methods import MethodSection, method_sections
+from slipstream.config.sft import DataConfig, SFTConfig
 
 
 class ModelConfig(Section):
@@ -511,15 +512,13 @@ class ClusterConfig(Section):
         return host, int(port)
 
 
-class RunConfig(Section):
+class _Sections(Section):
     """One run: everything that `slipstream train` needs."""
 
     model: ModelConfig
     environment: EnvironmentConfig | None = None
     data: DataConfig | None = None
     algorithm: AlgorithmConfig
-    matching: MatchingConfig | None = None
-    """Not set: SFT is cross-entropy alone."""
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig | None = None
     """Not set: rewards are the only signal."""
@@ -535,3 +534,27 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     redis: RedisConfig | None = None
     """Not set: no server is used."""
+
+    @property
+    def methods(self) -> dict[str, MethodSection]:
+        """The sections of methods that are set, by name; the checks allow one."""
+        found = {name: getattr(self, name) for name in method_sections()}
+        return {name: section for name, section in found.items() if section is not None}
+
+    @property
+    def method(self) -> MethodSection | None:
+        """How SFT trains, if a plug-in says it; None: by cross-entropy alone."""
+        return next(iter(self.methods.values()), None)
+
+
+if TYPE_CHECKING:
+    RunConfig = _Sections
+else:
+    RunConfig = create_model(
+        "RunConfig",
+        __base__=_Sections,
+        __doc__=_Sections.__doc__,
+        __module__=__name__,
+        **{name: (section | None, None) for name, section in method_sections().items()},
+    )
+    """With a section for each method."""

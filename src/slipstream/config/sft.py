@@ -1,12 +1,9 @@
-"""The sections [data], [algorithm] and [matching] of supervised fine-tuning: which rows, how long, and what carries
-loss."""
+"""The sections [data] and [algorithm] of supervised fine-tuning: which rows, how long, and what carries loss."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from slipstream.config import bounds
 from slipstream.config.bounds import Problems, Section
@@ -90,63 +87,3 @@ class SFTConfig(Section):
     train_on: TrainOn = "all"
     """What carries loss: the `last` assistant turn of a conversation, `all` its assistant turns, or `everything`, every
     token of the conversation, prompts and system message included."""
-
-
-class MatchingConfig(Section):
-    """Rollout matching: SFT of a vision-language model that answers with the objects of an image as JSON whose
-    coordinates are tokens, `<|coord_0|>` to `<|coord_999|>` (docs/detection.md). Tasks come from an environment that
-    has their objects, `environment.name = "detection"`. Steps of channel A train on the true objects alone; steps of
-    channel B on greedy rollouts, which are matched to the true objects, with those appended that they missed."""
-
-    pattern: Annotated[tuple[Literal["A", "B"], ...], Field(strict=False, min_length=1)] = ("A",)
-    """The channels of the steps, repeated."""
-    b_ratio: bounds.Share | None = None
-    """In the place of `pattern`: the share of channel B; of the first n steps exactly `floor(n * b_ratio)`."""
-    softctx_iterations: Annotated[int, Field(ge=1, le=16)] = 1
-    """Channel A: forwards of a row. In each but the first the coordinates that the tokens after them read are those
-    that the forward before expects, not the true ones. 1: plain teacher forcing."""
-    softctx_temperature: bounds.Factor = 1.0
-    """Logits of coordinate tokens are divided by it before expectations are taken."""
-    softctx_unrolled: bool = False
-    """Pass gradients through the replaced coordinates into the earlier forwards, which then keep their activations;
-    otherwise only the last forward has a gradient."""
-    desc_ce_weight: bounds.NonNegativeFactor = 1.0
-    """Weight of a description's tokens in the cross-entropy; that of all others is 1, of coordinates 0."""
-    bbox_l1_weight: bounds.NonNegativeFactor = 1.0
-    """Weight of the mean absolute difference of a box's expected coordinates from the true ones."""
-    bbox_iou_weight: bounds.NonNegativeFactor = 1.0
-    """Weight of `box_loss`."""
-    box_loss: Literal["giou", "ciou"] = "giou"
-    """1 - GIoU (arXiv 1902.09630) or 1 - CIoU (arXiv 1911.08287) of the expected and the true box."""
-    coordinate_gate_weight: bounds.NonNegativeFactor = 1.0
-    """Weight of the negative log-probability that a coordinate token is written where one belongs, and no text; 0:
-    nothing keeps text out of boxes."""
-    soft_ce_weight: bounds.NonNegativeFactor = 0.0
-    """Weight of the cross-entropy of a coordinate's token, among coordinate tokens, against a Gaussian around the true
-    one. The losses of boxes look at expectations alone, and a greedy answer has the likeliest token: a model that was
-    not trained on coordinates before, by plain SFT, needs this."""
-    soft_ce_sigma: Annotated[float, Field(gt=0.0, le=500.0)] = 2.0
-    """Standard deviation of that Gaussian, in bins."""
-    object_order: Literal["sorted", "as_given"] = "sorted"
-    """Order of the true objects in answers: by top and then left edge, or as the rows list them."""
-    candidate_top_k: bounds.Items = 10
-    """Channel B and evaluation: true objects that are compared with each prediction, those with the largest overlap of
-    boxes."""
-    maskiou_gate: bounds.Fraction = 0.3
-    """Objects whose masks overlap less are no match."""
-    maskiou_resolution: Annotated[int, Field(ge=8, le=2048)] = 256
-    """Pixels along each side of the canvas on which masks are drawn."""
-    fp_cost: bounds.NonNegativeFactor = 1.0
-    """Cost of a prediction without a match; that of a match is 1 - IoU."""
-    fn_cost: bounds.NonNegativeFactor = 1.0
-    """Cost of a true object without a match."""
-    temperature: bounds.GreedyTemperature = 0.0
-    """Of channel B's rollouts; 0 is greedy."""
-    max_invalid: bounds.Fraction = 0.9
-    """The run ends when more than this share of the rollouts of the last 10 steps of channel B holds nothing that can
-    be kept, with examples. 1: it goes on."""
-
-    @property
-    def rolls_out(self) -> bool:
-        """Whether any step is channel B's."""
-        return "B" in self.pattern if self.b_ratio is None else self.b_ratio > 0

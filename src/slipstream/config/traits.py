@@ -78,8 +78,22 @@ def reasoning_parser(config: RunConfig) -> str:
 
 
 def rolls_out(config: RunConfig) -> bool:
-    """Whether SFT also trains on rollouts: channel B of rollout matching."""
-    return config.matching is not None and config.matching.rolls_out
+    """Whether SFT also trains on rollouts, by the section of a method."""
+    return config.method is not None and config.method.rolls_out
+
+
+def generates_for(config: PlannedConfig, step: int) -> bool:
+    """Whether a step is trained on what the engine generates by the weights before it."""
+    if config.method is None:
+        return isinstance(config.algorithm, RLConfig)
+    return step < config.training.steps and config.method.rolls_out_at(step)
+
+
+def drawn_at(config: RunConfig) -> tuple[float, str]:
+    """The temperature of rollouts that are trained on, and the section with it."""
+    if config.method is None or (temperature := config.method.draws_at) is None:
+        return config.sampling.temperature, "sampling"
+    return temperature, next(iter(config.methods))
 
 
 def measures_loss(config: RunConfig) -> bool:

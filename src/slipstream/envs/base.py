@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
@@ -22,7 +22,10 @@ from slipstream.config.environment import GradedText
 from slipstream.envs.answers import graded_part
 from slipstream.envs.tools.tool_calls import call_function
 from slipstream.errors import EnvironmentFault
-from slipstream.records import Message, Stop, Task, ToolCall
+from slipstream.records import Message, Rollout, Stop, Task, ToolCall
+
+if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
 
 Split = Literal["train", "eval"]
 
@@ -210,6 +213,8 @@ class Environment(ABC):
     """Where an environment with processes of its own may write their output; set in a run."""
     needs_address: bool = False
     """Whether episodes are played by a program with requests to `Policy.address`."""
+    grades_special_tokens: bool = False
+    """Whether the graded text of one turn holds its special tokens."""
     runs_user_code: bool = False
     """Whether `run` calls the user's code."""
     tools_in_prompts: ClassVar[bool] = False
@@ -296,6 +301,16 @@ class Environment(ABC):
         or what is written as JSON, or a `ToolResult`; `tools.calls.CallRefused` refuses the call. Called in a process
         that may be killed, which has nothing of the episode but its task."""
         return call_function(self.tools, name, arguments, task)
+
+    def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:  # noqa: B027 (a hook)
+        """Raises `ConfigError` for a tokenizer without what answers need, before anything starts."""
+
+    def figures(
+        self, tasks: Sequence[Task], rollouts: Sequence[Rollout], tokenizer: ChatTokenizer | None
+    ) -> dict[str, float]:
+        """Further metrics of an evaluation, from all its rollouts; those of a task follow one another. `tokenizer`:
+        None where texts were received."""
+        return {}
 
     async def setup(self) -> None:  # noqa: B027 (a hook)
         """Called once before the first episode, where episodes are played."""

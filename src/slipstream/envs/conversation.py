@@ -28,8 +28,9 @@ async def converse(environment: Environment, task: Task, policy: Policy) -> Epis
         elif num_turns == environment.max_turns:
             stop = "turn_limit"
         if stop is not None:
+            whole = environment.grades_special_tokens and reply.whole
             return Episode(
-                reply.text,
+                whole or reply.text,
                 "truncated" if stop == "length" else "done",
                 num_turns,
                 stop=stop,

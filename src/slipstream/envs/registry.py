@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.environment import EnvironmentConfig, GradedText
+from slipstream.config.methods import loaded
 from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.user_code import import_file, place_of
@@ -25,7 +26,6 @@ from slipstream.envs.agent import NAME as AGENT
 from slipstream.envs.agent import Agent
 from slipstream.envs.atropos import Atropos
 from slipstream.envs.base import Environment
-from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.from_python import FunctionEnvironment, load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.apart import Apart
@@ -42,11 +42,13 @@ from slipstream.envs.tools.schemas import Tool, schemas_of
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, one_line
 
 GROUP = "slipstream.environments"
+OF_THIS_WHEEL = {"detection": "slipstream_matching.image_rows:Detection"}
+"""Of plug-ins in this wheel, found without installed metadata."""
 _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {DETECTION}, {AGENT}, {ATROPOS}, path/to/file.py, "
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {', '.join(OF_THIS_WHEEL)}, {AGENT}, {ATROPOS}, path/to/file.py, "
     f"path/to/file.py:Class, name@digest, or an entry point of the group {GROUP}"
 )
 
@@ -151,10 +153,8 @@ def _load(config: EnvironmentConfig) -> Environment:
         return Agent(config)
     if name == ATROPOS:
         return Atropos(config)
-    if name == DETECTION:
-        from slipstream.envs.detector.image_rows import Detection
-
-        return Detection(config.seed, config.settings)
+    if name in OF_THIS_WHEEL:
+        return _make(loaded(OF_THIS_WHEEL[name]), name, config)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):
         return _from_file(Path(path), attribute, config)

@@ -23,6 +23,7 @@ from slipstream.records import SamplingParams
 if TYPE_CHECKING:
     from torch import nn
 
+    from slipstream.data.chat_template import ChatTokenizer
     from slipstream.launch.ranks.processes import RankProcesses
     from slipstream.orchestrator.control import commands
     from slipstream.trainer.critic import Critic
@@ -253,7 +254,7 @@ def build_parts(
     compile_if_asked(config, policy, group)
     keeps_whole = config.training.reshard == "step"
     optimizer = build_optimizer(config, policy.network, place=group.place)
-    objective = build_objective(config, sampling, _coordinate_ids(config, policy.folder))
+    objective = build_objective(config, sampling)
     parts = {POLICY: RankModel(group, policy, optimizer, Objectives(objective), memory, keeps_whole)}
     if needs_reference(config):
         frozen = shard(load_model(config, group=group)) if policy.adapter is None else _initial(config, policy)
@@ -274,24 +275,17 @@ def _initial(config: PlannedConfig, policy: PolicyModel) -> PolicyModel:
     return policy.as_it_is() if continues else policy.without_adapter()
 
 
-def _coordinate_ids(config: PlannedConfig, folder: Path) -> tuple[int, ...]:
-    """The ids of coordinate tokens, under [matching]."""
-    if config.matching is None:
-        return ()
+def build_objective(
+    config: PlannedConfig, sampling: SamplingParams, tokenizer: ChatTokenizer | None = None
+) -> Objective:
+    """Build the loss that `algorithm`, or the section of a method, asks for. `tokenizer`: the model's, if loaded."""
     from slipstream.data.chat_template import ChatTokenizer
-    from slipstream.orchestrator.matching.answers import answer_tokens
-
-    return answer_tokens(ChatTokenizer(folder, trust_remote_code=config.model.trust_remote_code)).coordinate_ids
-
-
-def build_objective(config: PlannedConfig, sampling: SamplingParams, coordinate_ids: Sequence[int] = ()) -> Objective:
-    """Build the loss that `algorithm`, or [matching], asks for; `coordinate_ids`: see `MatchingObjective`."""
+    from slipstream.orchestrator.method import method_of
     from slipstream.trainer.loss import PolicyObjective, SFTObjective
 
-    if config.matching is not None:
-        from slipstream_matching.objective import MatchingObjective
-
-        return MatchingObjective(config.matching, coordinate_ids)
+    if (method := method_of(config)) is not None:
+        model = config.model
+        return method.objective(tokenizer or ChatTokenizer(model.path, trust_remote_code=model.trust_remote_code))
     if config.algorithm.kind == "sft":
         return SFTObjective()
     return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)

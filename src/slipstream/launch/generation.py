@@ -39,7 +39,7 @@ from slipstream.orchestrator.evaluate import Evaluation, evaluate, refuse_other_
 from slipstream.orchestrator.failure_rate import check_failures, warn_of_losses
 from slipstream.orchestrator.failures import Failures
 from slipstream.orchestrator.garbage_collection import fewer_collections
-from slipstream.orchestrator.matching.targets import with_figures
+from slipstream.orchestrator.method import method_of, with_figures
 from slipstream.orchestrator.probe import Probe, ProbePrompt
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
@@ -300,8 +300,10 @@ class _Generation:
                 on_rollout=context.progress.advance if engine is None else lambda: None,
                 warn=context.log.warning,
             )
+            assert prepared.environment is not None
+            method = method_of(context.config)
             found = await asyncio.to_thread(
-                with_figures, found, prepared.eval_tasks, context.config, prepared.tokenizer
+                with_figures, found, prepared.eval_tasks, prepared.environment, method, prepared.tokenizer
             )
             # The first sample of the first tasks; the others nobody reads.
             shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
@@ -311,7 +313,7 @@ class _Generation:
                 context.progress.end_phase()
 
     async def _roll_out(self, command: commands.RollOut) -> list[Rollout]:
-        """For channel B of rollout matching, one rollout of each task that the command names. Raises
+        """For the method of SFT, one rollout of each task that the command names. Raises
         `EnvironmentFault` or `EngineError` where too many failed, and `IntegrityError` for a token of another
         version."""
         version = self._versions.current

@@ -30,11 +30,10 @@ from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.orchestrator.batches.batch_order import BatchOrder
-from slipstream.orchestrator.matching.answers import answer_tokens, detects
-from slipstream.orchestrator.matching.targets import conversations_of, examples_of, graded
+from slipstream.orchestrator.method import method_of
 from slipstream.plan.deployable import with_weights_folder
 from slipstream.plan.derive import Plan, draft_plan
-from slipstream.plan.draw_notes import mixture_notes, schedule_notes
+from slipstream.plan.draw_notes import method_notes, mixture_notes
 from slipstream.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.plan.lengths import least_tokens, wanted_tokens
 from slipstream.plan.measure import answer_turns, gather_facts, longest_answer, measure_data, read_model
@@ -151,7 +150,13 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     tokenizer = _tokenizer(config)
     check_teacher(config, tokenizer, weights=weights)
     environment = load_environment(config.environment) if config.environment else None
+    method = method_of(config)
+    for each in (environment, method):
+        if each is not None:
+            each.check_tokenizer(tokenizer)
     train_tasks, eval_tasks, requested = _tasks(config, environment)
+    if method is not None:
+        train_tasks, eval_tasks = method.tasks(train_tasks), method.tasks(eval_tasks)
     dropped: dict[str, int] = {}
     examples_before = 2 * config.environment.num_examples if config.environment else 0
     held_out = {_question(task.prompt, examples_before) for task in eval_tasks}
@@ -165,8 +170,8 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
     part_of: dict[int, str] = {}
-    if config.matching is not None:
-        conversations = conversations_of(train_tasks, config.matching, environment.max_turns if environment else 1)
+    if method is not None:
+        conversations = method.conversations(train_tasks, environment.max_turns if environment else 1)
     elif is_sft:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
     talk = [*conversations, *eval_rows]
@@ -174,8 +179,8 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     place = partial(source_of, config, [*train_tasks, *eval_tasks])
     turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
     examples = eval_examples = Examples()
-    if config.matching is not None:
-        examples = examples_of(train_tasks, tokenizer, answer_tokens(tokenizer), config.matching, context)
+    if method is not None:
+        examples = method.examples(train_tasks, tokenizer, context)
     elif is_sft:
         question_of = partial(_question, num_before=0 if config.data else examples_before)
         conversations = _not_held_out(conversations, question_of, held_out, dropped)
@@ -210,7 +215,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
-    notes += [*mixture_notes(plan.config, part_of_item), *schedule_notes(plan.config)]
+    notes += [*mixture_notes(plan.config, part_of_item), *method_notes(plan.config)]
     notes += check_images(plan.config, tokenizer, prompts, on_cpu=not facts.num_gpus)
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
@@ -233,7 +238,7 @@ def _tool_facts(environment: Environment | None, tokenizer: ChatTokenizer) -> To
 
 def _tokenizer(config: RunConfig) -> ChatTokenizer:
     model, section = config.model, config.environment
-    tokenizer = ChatTokenizer(
+    return ChatTokenizer(
         model.path,
         section.system_prompt if section else "",
         model.trust_remote_code,
@@ -241,9 +246,6 @@ def _tokenizer(config: RunConfig) -> ChatTokenizer:
         thinking=model.thinking,
         max_pixels=model.max_pixels,
     )
-    if detects(config):
-        answer_tokens(tokenizer)
-    return tokenizer
 
 
 def check_engine(prepared: Prepared) -> None:
@@ -265,7 +267,7 @@ def _tasks(config: RunConfig, environment: Environment | None) -> tuple[list[Tas
             train_tasks = make_tasks(environment, "train", requested)
         if config.evaluation is not None:
             eval_tasks = _eval_tasks(environment, config.evaluation.num_tasks)
-    return graded(train_tasks, config), graded(eval_tasks, config), requested
+    return train_tasks, eval_tasks, requested
 
 
 def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:

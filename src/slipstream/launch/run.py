@@ -6,7 +6,7 @@ starts while the trainer loads, so that neither waits for the other's imports.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,9 +50,7 @@ from slipstream.orchestrator.control.handle import Caller, Orchestrator, Rollout
 from slipstream.orchestrator.control.weight_sync import RunHooks, connect
 from slipstream.orchestrator.deadlines import START_GRACE_S, waits_of
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.matching.answers import answer_tokens
-from slipstream.orchestrator.matching.reader import MatchingReader
-from slipstream.orchestrator.matching.schedule import generates_for
+from slipstream.orchestrator.method import Material, method_of
 from slipstream.orchestrator.teacher_engine import refuse_itself
 from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.last_run import record_memory
@@ -75,7 +73,6 @@ if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.loop import Reader, TrainingLoop
     from slipstream.trainer.steps import Steps
-    from slipstream_matching.coordinates import AnswerTokens
 
 
 Restarts = Literal["here", "outside", "nowhere"]
@@ -250,13 +247,11 @@ class Parts:
         """The run's own order of steps."""
         from slipstream.trainer.loop import TrainingLoop
 
-        run, config = self.run, self.run.config
-        tokens = answer_tokens(run.prepared.tokenizer) if config.matching else None
-        common, hooks = self._common(tokens.coordinate_ids if tokens else (), resume=resume)
+        run = self.run
+        common, hooks = self._common(resume=resume)
         engine, resumed = common["engine"], common["resumed"]
-        reader = _reader(run, self.generation, engine, hooks, tokens, resumed, self.curriculum)
-        rolls_out = partial(generates_for, config)
-        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, rolls_out_at=rolls_out, **common)
+        reader = _reader(run, self.generation, engine, hooks, resumed, self.curriculum)
+        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, **common)
         self._begin(loop)
         return loop
 
@@ -264,12 +259,12 @@ class Parts:
         """Steps in an order of the caller's."""
         from slipstream.trainer.steps import Steps
 
-        common, _ = self._common((), resume=resume)
+        common, _ = self._common(resume=resume)
         steps = Steps(**common, state=dict(common["resumed"].state))
         self._begin(steps)
         return steps
 
-    def _common(self, coordinate_ids: Sequence[int], *, resume: bool) -> tuple[dict[str, Any], RunHooks | None]:
+    def _common(self, *, resume: bool) -> tuple[dict[str, Any], RunHooks | None]:
         """The fields of `Steps`, and the hooks of its engine."""
         from slipstream.trainer.checkpoints.resumed import Resumed
         from slipstream.trainer.checkpoints.writer import create_writer
@@ -288,7 +283,7 @@ class Parts:
         common = {
             "config": config,
             "learner": learner,
-            "objective": build_objective(config, self.sampling, coordinate_ids),
+            "objective": build_objective(config, self.sampling, run.prepared.tokenizer),
             "engine": engine,
             "writer": writer,
             "log": log,
@@ -384,19 +379,17 @@ def _reader(
     generation: Generation | None,
     engine: Orchestrator | None,
     hooks: RunHooks | None,
-    tokens: AnswerTokens | None,
     resumed: Resumed,
     curriculum: MixtureCurriculum | None,
 ) -> Reader:
     """The source of batches; under RL their making begins."""
     config, prepared, order = run.config, run.prepared, run.prepared.batch_order()
-    if tokens is not None:
-        matching = partial(
-            MatchingReader, config, prepared.train_tasks, prepared.examples, tokens, prepared.facts.model.context_length
-        )
-        if engine is None or hooks is None:
-            return matching(order.items)
-        return matching(order.items, roll_out=engine.roll_out, on_rollouts=hooks.rolled_out)
+    if (method := method_of(config)) is not None:
+        context = prepared.facts.model.context_length
+        given = Material(config, prepared.train_tasks, prepared.examples, prepared.tokenizer, context, order.items)
+        if engine is not None and hooks is not None:
+            given = replace(given, roll_out=engine.roll_out, on_rollouts=hooks.rolled_out)
+        return method.batches(given)
     if config.algorithm.kind == "sft":
         return SFTReader(prepared.examples, order.items)
     assert generation is not None

@@ -17,7 +17,7 @@ from slipstream.config.bounds import keyed
 from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import choices
-from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
+from slipstream.config.traits import drawn_at, planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
 from slipstream.plan.bridge import plan_beside, plan_bridge
 from slipstream.plan.builder import PlanBuilder
@@ -185,8 +185,8 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
         builder.derive_auto("environment.reward_workers", *_reward_workers(facts.num_cpus, config.run.orchestrators))
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     if config.evaluation is not None and uses_engine(config):
-        drawn, source = (config.matching, "matching") if config.matching else (config.sampling, "sampling")
-        builder.derive_auto("evaluation.temperature", drawn.temperature, f"the same as {source}.temperature")
+        temperature, source = drawn_at(config)
+        builder.derive_auto("evaluation.temperature", temperature, f"the same as {source}.temperature")
     plan_checkpoints(builder)
     planned = _decided(builder.config())
     if isinstance(planned.algorithm, RLConfig):
@@ -315,7 +315,7 @@ def _plan_experts(builder: PlanBuilder) -> None:
     """Derive `model.replay_experts`. Raises ConfigError where it is asked for and cannot be."""
     config, model, engine = builder.original, builder.facts.model, builder.facts.engine
     against = unasked = ""
-    if config.algorithm.kind == "sft" or config.matching is not None:
+    if config.algorithm.kind == "sft":
         against = "training is not on the tokens of an engine as they were generated"
     elif model.architecture not in REPLAYED and not model.num_experts:
         against = "the model has no experts"

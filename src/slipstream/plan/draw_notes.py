@@ -1,4 +1,4 @@
-"""Notes of the plan on the drawn tasks: of each part of a mixture, and of each channel of rollout matching."""
+"""Notes of the plan on the drawn tasks: of each part of a mixture, and of a method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.config import PlannedConfig
-from slipstream.orchestrator.matching.schedule import generates_for
 from slipstream.plan.summary import Note
 
 
@@ -27,19 +26,8 @@ def mixture_notes(config: PlannedConfig, part_of_item: Sequence[int]) -> list[No
     return notes
 
 
-def schedule_notes(config: PlannedConfig) -> list[Note]:
-    """How many steps are channel B's."""
-    if config.matching is None:
+def method_notes(config: PlannedConfig) -> list[Note]:
+    """The notes of the section of a method."""
+    if config.method is None:
         return []
-    steps, matching = config.training.steps, config.matching
-    count = sum(generates_for(config, step) for step in range(steps))
-    how = f"matching.pattern = {', '.join(matching.pattern)}"
-    if matching.b_ratio is not None:
-        how = f"matching.b_ratio = {matching.b_ratio:g}"
-    if not count:
-        how += ": no rollouts are made to train on"
-    forwards = matching.softctx_iterations
-    return [
-        Note("steps of channel B", count, "", f"of {steps}, by {how}"),
-        Note("forwards of channel A", forwards, "", "of each row, by matching.softctx_iterations"),
-    ]
+    return [Note(name, value, "", how) for name, value, how in config.method.notes(config.training.steps)]

@@ -59,7 +59,7 @@ class NoSignal(Enum):
         "look at dropped/too_long and the other counts of dropped/ in metrics.jsonl: lower sampling.max_tokens, or use "
         "a model with a longer context",
     )
-    """Rollout matching alone has batches like this."""
+    """Batches of a method with rollouts may be like this."""
     ALL_CLIPPED = (
         "importance sampling and clipping left no token a gradient",
         "look at mismatch/kl and mismatch/abs_logprob_diff, and raise algorithm.importance_cap or make fewer updates",

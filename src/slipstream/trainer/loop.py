@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream import records
+from slipstream.config.traits import generates_for
 from slipstream.errors import Interrupted
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.steps import Engine, Steps
@@ -38,8 +39,6 @@ class TrainingLoop(Steps):
 
     reader: Reader
     should_stop: Callable[[], bool] = lambda: False
-    rolls_out_at: Callable[[int], bool] = lambda step: False
-    """Whether, under SFT, a step is trained on what the engine generates by the weights before it."""
 
     def run(self) -> None:
         """Train until the run ends; see the module."""
@@ -120,4 +119,4 @@ class TrainingLoop(Steps):
 
     def _next_needs_engine(self, *, is_last: bool) -> bool:
         """Whether the engine must have the weights that the step just made has left."""
-        return self.is_rl or (not is_last and self.rolls_out_at(self.step))
+        return self.is_rl or (not is_last and generates_for(self.config, self.step))

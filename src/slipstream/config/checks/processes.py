@@ -157,8 +157,6 @@ def _context_parallel(config: RunConfig) -> Problems:
         yield f"{what} does not divide training.ranks = {training.ranks}: make it a divisor"
     if training.packing is False:
         yield f"{what} needs the attention of packed rows: leave out training.packing = false"
-    if config.matching is not None:
-        yield f"{what} divides rows, and [matching] reads whole ones: use 1"
 
 
 def _streams(config: RunConfig) -> Problems:

@@ -13,13 +13,12 @@ from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.bounds import Problems, Rule, without_effect
 from slipstream.config.checks.batches import batch_problems
 from slipstream.config.checks.exact import exact_problems
-from slipstream.config.checks.matching import matching_inapplicable, matching_problems
 from slipstream.config.checks.mixture_parts import mixture_inapplicable, mixture_problems
 from slipstream.config.checks.processes import process_problems
 from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
-from slipstream.config.traits import bridge_of, rolls_out, uses_critic, uses_engine
+from slipstream.config.traits import bridge_of, drawn_at, rolls_out, uses_critic, uses_engine
 
 OPTIONS_WITH_OWN_KEY = {
     "model": "model.path",
@@ -122,7 +121,9 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         (config.cluster.nodes == 1, "cluster", "has no effect while cluster.nodes is 1"),
         (config.run.streams != "redis", "redis", 'has no effect without run.streams = "redis"'),
     ]
-    found = without_effect(rules) | mixture_inapplicable(config) | matching_inapplicable(config)
+    found = without_effect(rules) | mixture_inapplicable(config)
+    if config.method is not None and not isinstance(algorithm, RLConfig):
+        found |= config.method.inapplicable(config)
     further = _under_rl(config, algorithm) if isinstance(algorithm, RLConfig) else _under_sft(config)
     return found | without_effect(further)
 
@@ -237,12 +238,11 @@ def contradictions(config: RunConfig) -> Problems:
     """A sentence for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from mixture_problems(config)
-    yield from matching_problems(config)
+    yield from _method(config)
     yield from batch_problems(config)
     yield from _engine(config)
     if config.evaluation is not None and config.environment is not None:
-        drawn = config.sampling if config.matching is None else config.matching
-        yield from config.evaluation.problems(drawn.temperature)
+        yield from config.evaluation.problems(drawn_at(config)[0])
     if not config.model.path.strip():
         yield 'model.path = "" is empty: give a local folder or a hub id'
     yield from _variables(config)
@@ -271,6 +271,23 @@ def probe_limits(warn: float, stop: float) -> str:
         f"weights.probe_stop = {stop:g} is not above weights.probe_warn = {warn:g}, so no warning could come first: "
         "raise probe_stop or lower probe_warn"
     )
+
+
+def _method(config: RunConfig) -> Problems:
+    """Checks of the section of a plug-in's method."""
+    if config.method is None:
+        return
+    name, *others = config.methods
+    if others:
+        yield f"[{name}] and [{others[0]}] are both there, and a run trains by one method: remove one of them"
+    elif isinstance(config.algorithm, RLConfig):
+        yield (
+            name,
+            f"[{name}] applies to sft, not to {config.algorithm.kind}, which trains on rewards: set algorithm.kind = "
+            '"sft", or remove it',
+        )
+    else:
+        yield from config.method.problems(config)
 
 
 def _policy_gradient(algorithm: RLConfig) -> Problems:

@@ -33,7 +33,7 @@ _HOOKS = ("run", "setup", "close", "setup_episode", "close_episode")
 """What happens in the process."""
 _TAKEN_OVER = (
     *("max_turns", "max_tool_calls", "tools", "scores_groups", "tools_in_prompts", "given_settings", "needs_address"),
-    *("limits", "has_tools", "grades_groups", "gold"),
+    *("limits", "has_tools", "grades_groups", "gold", "figures"),
 )
 """These are the environment's own, methods too."""
 _ANSWER_S = 5.0

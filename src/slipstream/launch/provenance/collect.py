@@ -22,11 +22,10 @@ from slipstream.config.user_code import CodeRead, DataRead
 from slipstream.envs.agent import NAME as AGENT
 from slipstream.envs.agent import files_of_agent
 from slipstream.envs.base import Environment
-from slipstream.envs.detector import NAME as DETECTION
 from slipstream.envs.gym import PREFIX as REASONING_GYM
 from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
 from slipstream.envs.mixed import parts_of, section_of
-from slipstream.envs.registry import GROUP
+from slipstream.envs.registry import GROUP, OF_THIS_WHEEL
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.digests import FileDigests
@@ -106,7 +105,7 @@ def _provider(section: EnvironmentConfig, environment: Environment, digests: Fil
         yield Source("environment", _NAME, name, version=_version_of("reasoning_gym"))
     elif name.startswith(VERIFIERS):
         yield from _verifiers(section, digests)
-    elif name in (ROWS, DETECTION, AGENT):
+    elif name in (ROWS, AGENT, *OF_THIS_WHEEL):
         yield Source("environment", _NAME, name, version="built in")
         for setting, file in files_of_agent(section) if name == AGENT else ():
             yield from _python("environment", setting, file, digests)

@@ -17,6 +17,7 @@ from slipstream.config.bounds import GIB
 from slipstream.config.traits import (
     apply_timeout_s,
     engine_workers,
+    generates_for,
     keeps_copy,
     num_engines,
     publishes_adapter,
@@ -30,7 +31,6 @@ from slipstream.orchestrator.control.handle import Caller, Orchestrator
 from slipstream.orchestrator.deadlines import START_GRACE_S, waits_of
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
-from slipstream.orchestrator.matching.schedule import generates_for
 from slipstream.progress import Progress
 from slipstream.records import ApplyReport, Rollout, Ticket, Version
 from slipstream.runlog import EventLog, RunLog, sample_of
@@ -163,7 +163,7 @@ class RunHooks(TrainerHooks):
             self.batch_taken()
 
     def rolled_out(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep the first rollouts of a step of channel B."""
+        """Keep the first rollouts of a step of SFT."""
         for rollout in rollouts[: self._config.run.save_samples]:
             self._log.sample(sample_of(rollout, step, f"{self._log.lineage}.{step}"))
 

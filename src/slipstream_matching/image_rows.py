@@ -11,38 +11,43 @@ without repair. Every row is checked before a run starts, and named with its fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.data.files.folders import held_out_split, subset_of
 from slipstream.data.images.parts import COLUMNS, with_images
 from slipstream.data.readers import Row, read_rows
-from slipstream.envs.base import Environment, Episode, Policy, Score, Split
-from slipstream.envs.detector import MATCHING, NAME
+from slipstream.envs import Score, SingleTurn, Split
 from slipstream.envs.rows import check_settings
 from slipstream.envs.split import split_of
 from slipstream.errors import DataError, did_you_mean
-from slipstream.records import Message, Task
+from slipstream.records import Message, Rollout, Task
 from slipstream_matching.answer import answer_text
 from slipstream_matching.figures import counts_of
-from slipstream_matching.matching import MatchSettings, match
+from slipstream_matching.matching import IN_TASKS, MatchSettings, match
 from slipstream_matching.objects import in_reading_order, true_objects
 from slipstream_matching.text_tokens import parsed_text
 
+if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
+
+NAME = "detection"
+"""In the run file."""
 PROMPT = "Detect all objects in the image and give each with desc and bbox_2d as JSON."
 _SETTINGS = ("path", "subset", "split", "eval_path", "eval_split", "prompt")
 _ROW_KEYS = ("objects", "width", "height", "prompt", "summary", "metadata", *COLUMNS)
 
 
-class Detection(Environment):
+class Detection(SingleTurn):
     """The environment `detection`; see the module. Raises `ConfigError` for invalid settings, `DataError` for invalid
     rows."""
 
-    max_turns = 1
+    grades_special_tokens = True
+    """Coordinates may be such tokens."""
 
-    def __init__(self, seed: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, seed: int = 0, **settings: Any) -> None:
         super().__init__(seed)
         self.name = NAME
         check_settings(settings, NAME, _SETTINGS, _SETTINGS)
@@ -70,22 +75,26 @@ class Detection(Environment):
             )
         return found[:num_tasks]
 
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """A single turn. It is graded with its special tokens, which coordinates may be."""
-        reply = await policy.chat(task.prompt)
-        is_cut = reply.finish_reason == "length"
-        return Episode(
-            reply.whole or reply.text,
-            "truncated" if is_cut else "done",
-            stop="length" if is_cut else "answer",
-            messages=(reply.message,),
-        )
+    def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
+        """Raises `ConfigError` without 1000 coordinate tokens."""
+        from slipstream_matching.answers import answer_tokens
+
+        answer_tokens(tokenizer)
+
+    def figures(
+        self, tasks: Sequence[Task], rollouts: Sequence[Rollout], tokenizer: ChatTokenizer | None
+    ) -> dict[str, float]:
+        """Precision, recall and overlap over all samples, matched by the usual settings."""
+        from slipstream_matching.settings import MatchingConfig
+        from slipstream_matching.targets import detection_metrics
+
+        return detection_metrics(tasks, rollouts, tokenizer, MatchingConfig())
 
     def score(self, task: Task, completion: str) -> Score:
         """F1 of the objects in the answer, with its counts; 0 for a broken one."""
         answer = parsed_text(completion)
         truths = true_objects(task.info["objects"], task.id)
-        how = MatchSettings(**task.info.get(MATCHING, {}))
+        how = MatchSettings(**task.info.get(IN_TASKS, {}))
         matching = match([each.value for each in answer.objects], truths, how)
         counts = counts_of(answer, matching)
         sums = {"predictions": counts.predictions, "matched": counts.matched, "matched_iou": counts.matched_iou}

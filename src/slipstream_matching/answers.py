@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from slipstream.config import RunConfig
-from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.envs.detector import NAME as DETECTION
 from slipstream.errors import ConfigError
 from slipstream_matching.coordinates import AnswerTokens, coordinate_ids
 from slipstream_matching.matching import MatchSettings
+from slipstream_matching.settings import MatchingConfig
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -33,11 +31,6 @@ def answer_tokens(tokenizer: ChatTokenizer) -> AnswerTokens:
         )
     except ConfigError as error:
         raise ConfigError(f"model.path = {tokenizer.path}: {error}") from error
-
-
-def detects(config: RunConfig) -> bool:
-    """Whether answers are those of a detector, under [matching] or not."""
-    return config.matching is not None or (config.environment is not None and config.environment.name == DETECTION)
 
 
 def match_settings(config: MatchingConfig) -> MatchSettings:

@@ -4,81 +4,53 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from slipstream.config import PlannedConfig
-from slipstream.config.sft import MatchingConfig
-from slipstream.data.examples import Examples, SFTReader
+from slipstream.data.examples import SFTReader
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.matching.schedule import channel_of
-from slipstream.orchestrator.matching.targets import Matched, matched
-from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
+from slipstream.orchestrator.method import Material
+from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Version
 from slipstream_matching.coordinates import AnswerTokens
 from slipstream_matching.figures import DetectionCounts
 from slipstream_matching.schedule import rollout_seed
+from slipstream_matching.settings import MatchingConfig
+from slipstream_matching.targets import Matched, matched
 
 _WATCHED = 10
 """Steps of channel B over which invalid rollouts are counted."""
 
 
-class RollsOut(Protocol):
-    """Makes one rollout of each training task by the weights of `step`."""
-
-    def __call__(self, step: int, items: Sequence[int], *, seed: int, temperature: float) -> list[Rollout]:
-        """In the order of the items, whatever their outcome."""
-        ...
-
-
 class MatchingReader:
     """See the module and the loop's `Reader`; batches depend on the step, and on the weights where those roll out."""
 
-    def __init__(
-        self,
-        config: PlannedConfig,
-        tasks: Sequence[Task],
-        examples: Examples,
-        tokens: AnswerTokens,
-        context_length: int,
-        items_of_step: Callable[[int], list[int]],
-        *,
-        roll_out: RollsOut | None = None,
-        on_rollouts: Callable[[int, Sequence[Rollout]], None] = lambda step, rollouts: None,
-    ) -> None:
-        """`examples`: channel A's, of each task. `on_rollouts` is told of each batch of rollouts, as they were
-        sampled."""
-        assert config.matching is not None
-        self._config: MatchingConfig = config.matching
-        self._tasks, self._items_of_step = tasks, items_of_step
-        self._written = SFTReader(examples, items_of_step)
-        self._seed, self._limit = config.run.seed, context_length
-        self._max_tokens = config.sampling.max_tokens
-        self._tokens = tokens
+    def __init__(self, config: MatchingConfig, tokens: AnswerTokens, material: Material) -> None:
+        self._config, self._tokens, self._material = config, tokens, material
+        self._written = SFTReader(material.examples, material.items_of_step)
         self._invalid: deque[tuple[DetectionCounts, list[str]]] = deque(maxlen=_WATCHED)
-        self._roll_out, self._on_rollouts = roll_out, on_rollouts
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`. Raises `TrainingError` beyond `matching.max_invalid`."""
-        if channel_of(self._config, step) == "A":
+        if self._config.channel_of(step) == "A":
             batch = self._written.take(step)
             batch.metrics |= {"stage2/channel_a": 1.0, "stage2/channel_b": 0.0}
             return batch
-        assert self._roll_out is not None, "channel B has an engine"
-        items, seed = self._items_of_step(step), rollout_seed(self._seed, step)
+        material = self._material
+        assert material.roll_out is not None, "channel B has an engine"
+        items, seed = material.items_of_step(step), rollout_seed(material.config.run.seed, step)
         begun = time.monotonic()
-        rollouts = self._roll_out(step, items, seed=seed, temperature=self._config.temperature)
+        rollouts = material.roll_out(step, items, seed=seed, temperature=self._config.temperature)
         generated_s = time.monotonic() - begun
         if len(rollouts) != len(items):
             raise TrainingError(f"{len(rollouts)} rollouts of {len(items)} tasks came at step {step}: report this")
-        self._on_rollouts(step, rollouts)
+        material.on_rollouts(step, rollouts)
         usable = [place for place, rollout in enumerate(rollouts) if rollout.outcome in TRAINABLE_OUTCOMES]
         begun = time.monotonic()
         found = matched(
             [rollouts[place] for place in usable],
-            [self._tasks[items[place]] for place in usable],
+            [material.tasks[items[place]] for place in usable],
             self._tokens,
             self._config,
-            self._limit,
+            material.context_length,
         )
         self._watch(step, found)
         metrics = self._metrics(found, rollouts, seed, generated_s)
@@ -98,7 +70,7 @@ class MatchingReader:
             "rollout/decode_mode_greedy": float(temperature == 0.0),
             "rollout/do_sample": float(temperature > 0.0),
             "rollout/temperature": temperature,
-            "rollout/max_new_tokens": float(self._max_tokens),
+            "rollout/max_new_tokens": float(self._material.config.sampling.max_tokens),
             "rollout/gen_new_tokens_mean": num_tokens / len(rollouts),
             "rollout/gen_tokens_per_s": num_tokens / max(generated_s, 1e-9),
             "time/rollout_generate_s": generated_s,

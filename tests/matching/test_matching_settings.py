@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.config import load_settings
-from slipstream.config.checks.matching import matching_inapplicable
+from slipstream.config.checks import inapplicable
 from slipstream.config.schema import RunConfig
 from slipstream.config.traits import rolls_out, uses_engine
 from slipstream.errors import ConfigError
@@ -64,6 +64,6 @@ def test_what_cannot_be_run_is_one_sentence(sections, sentence):
 
 
 def test_what_matches_is_needed_by_evaluations_too():
-    assert "matching.maskiou_gate" in matching_inapplicable(config({}))
-    assert "matching.maskiou_gate" not in matching_inapplicable(config({}, evaluation={}))
-    assert "matching.maskiou_gate" not in matching_inapplicable(config({"pattern": ["B"]}))
+    assert "matching.maskiou_gate" in inapplicable(config({}))
+    assert "matching.maskiou_gate" not in inapplicable(config({}, evaluation={}))
+    assert "matching.maskiou_gate" not in inapplicable(config({"pattern": ["B"]}))

@@ -8,28 +8,25 @@ dropped and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 
-from slipstream.config import RunConfig
-from slipstream.config.sft import MatchingConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.examples import Examples
-from slipstream.envs.detector import MATCHING
 from slipstream.errors import ConfigError, DataError
-from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.matching.answers import answer_tokens, detects, match_settings
 from slipstream.records import TRAINABLE_OUTCOMES, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
 from slipstream_matching.answer import answer_text
+from slipstream_matching.answers import answer_tokens, match_settings
 from slipstream_matching.coordinates import AnswerTokens
 from slipstream_matching.figures import DetectionCounts, counts_of
-from slipstream_matching.matching import match
+from slipstream_matching.matching import IN_TASKS, match
 from slipstream_matching.objects import SceneObject, in_reading_order, true_objects
 from slipstream_matching.parser import parse
 from slipstream_matching.row_boxes import mask_and_streams
 from slipstream_matching.row_targets import Target, from_rollout, teacher_forced
+from slipstream_matching.settings import MatchingConfig
 from slipstream_matching.text_tokens import parsed_text
 
 _SHOWN = 3
@@ -152,31 +149,18 @@ def _divided(sequence: TokenSequence) -> tuple[list[int], list[int]]:
     return sequence.token_ids[:num_prompt], sequence.token_ids[num_prompt:]
 
 
-def graded(tasks: list[Task], config: RunConfig) -> list[Task]:
-    """The tasks with the matching rules of [matching], if there is one, so that reward, figures and training count the
-    same matches."""
-    if config.matching is None:
-        return tasks
-    how = asdict(match_settings(config.matching))
-    return [msgspec.structs.replace(task, info={**task.info, MATCHING: how}) for task in tasks]
-
-
-def with_figures(
-    found: Evaluation, tasks: Sequence[Task], config: RunConfig, tokenizer: ChatTokenizer | None
-) -> Evaluation:
-    """An evaluation with the figures of a detector, if it is one's; `tokenizer`: None where texts were received."""
-    if not detects(config):
-        return found
-    tokens = answer_tokens(tokenizer) if tokenizer is not None else None
-    own = detection_metrics(tasks, found.rollouts, tokens, config.matching or MatchingConfig())
-    return replace(found, further=found.further | own)
+def graded(tasks: Sequence[Task], config: MatchingConfig) -> list[Task]:
+    """The tasks with the rules of [matching], so that reward, figures and training count the same matches."""
+    how = asdict(match_settings(config))
+    return [msgspec.structs.replace(task, info={**task.info, IN_TASKS: how}) for task in tasks]
 
 
 def detection_metrics(
-    tasks: Sequence[Task], rollouts: Sequence[Rollout], tokens: AnswerTokens | None, config: MatchingConfig
+    tasks: Sequence[Task], rollouts: Sequence[Rollout], tokenizer: ChatTokenizer | None, config: MatchingConfig
 ) -> dict[str, float]:
     """Figures of an evaluation, from the sums over all samples. Rollouts of a task follow one another; of one that
-    failed all objects count as missed. Answers are read from their text where there are no `tokens`."""
+    failed all objects count as missed. Answers are read from their text where there is no `tokenizer`."""
+    tokens = answer_tokens(tokenizer) if tokenizer is not None else None
     size, settings, total = len(rollouts) // len(tasks), match_settings(config), DetectionCounts()
     for place, rollout in enumerate(rollouts):
         truths = objects_of(tasks[place // size], config)

@@ -1,1 +1,0 @@
-"""Rollout matching in a run: from tasks with objects and rollouts to the sequences that are trained on."""

@@ -1,0 +1,110 @@
+"""The method of a plug-in, as a run calls it: training sequences, loss and source of batches.
+
+Its section of the run file is a `config.methods.MethodSection`; a run without one is SFT by cross-entropy, or RL.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from slipstream.config import PlannedConfig, RunConfig
+from slipstream.config.methods import loaded
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.examples import Examples
+from slipstream.envs.base import Environment
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.records import Batch, Message, Rollout, Task
+from slipstream.trainer.loss import Objective
+
+
+class RollsOut(Protocol):
+    """Makes one rollout of each training task with the weights of `step`."""
+
+    def __call__(self, step: int, items: Sequence[int], *, seed: int, temperature: float) -> list[Rollout]:
+        """In the order of the items, whatever their outcome."""
+        ...
+
+
+class Batches(Protocol):
+    """The source of batches, as the training loop asks it."""
+
+    def take(self, step: int) -> Batch:
+        """The batch of the update `step -> step + 1`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Material:
+    """A prepared run, for the source of batches."""
+
+    config: PlannedConfig
+    tasks: Sequence[Task]
+    examples: Examples
+    """As the method made them, one for each task."""
+    tokenizer: ChatTokenizer
+    context_length: int
+    items_of_step: Callable[[int], list[int]]
+    """The numbers of the tasks of a step, in a seeded order."""
+    roll_out: RollsOut | None = None
+    """None in a run without an engine."""
+    on_rollouts: Callable[[int, Sequence[Rollout]], None] = lambda step, rollouts: None
+    """Keeps samples: to be called with the rollouts of a step as they were sampled."""
+
+
+class Method(ABC):
+    """Base class. Constructed with its section, in the run's process and in each rank; it keeps no state."""
+
+    def __init__(self, section: Any) -> None:
+        self.section = section
+
+    def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:  # noqa: B027 (a hook)
+        """Raises `ConfigError` for an unusable tokenizer, before anything starts."""
+
+    def tasks(self, tasks: list[Task]) -> list[Task]:
+        """The tasks, for training or held out, as environment and rewards shall see them."""
+        return tasks
+
+    @abstractmethod
+    def conversations(self, tasks: Sequence[Task], max_turns: int) -> list[Sequence[Message]]:
+        """The training tasks with their gold answers, for people, checks and digests. Raises `ConfigError` for an
+        environment of too many turns."""
+
+    @abstractmethod
+    def examples(self, tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int) -> Examples:
+        """The tokens of each task's gold answer, at most `limit`. Raises `DataError` with the task."""
+
+    @abstractmethod
+    def objective(self, tokenizer: ChatTokenizer) -> Objective:
+        """The loss."""
+
+    @abstractmethod
+    def batches(self, material: Material) -> Batches:
+        """The source of batches."""
+
+    def figures(
+        self, tasks: Sequence[Task], rollouts: Sequence[Rollout], tokenizer: ChatTokenizer | None
+    ) -> dict[str, float]:
+        """Further metrics of an evaluation; see `Environment.figures`."""
+        return {}
+
+
+def with_figures(
+    found: Evaluation,
+    tasks: Sequence[Task],
+    environment: Environment,
+    method: Method | None,
+    tokenizer: ChatTokenizer | None,
+) -> Evaluation:
+    """An evaluation with the figures of the method, or else of the environment. `tokenizer`: None where texts were
+    received."""
+    source = environment if method is None else method
+    return replace(found, further=found.further | source.figures(tasks, found.rollouts, tokenizer))
+
+
+def method_of(config: RunConfig) -> Method | None:
+    """The method of the run file, if any."""
+    section = config.method
+    return None if section is None else loaded(section.implementation)(section)
