@@ -45,7 +45,9 @@ def folder(tmp_path):
 
 def test_each_figure_of_the_record(folder):
     attempts = (Attempt(1, 110.0, ended=130.0), Attempt(2, 140.0, ended=150.0))
-    run = record(submitted=100.0, need=Need(2), price=3.0, actual=Actual(peaks_gib={"host": 1.0}))
+    report = {"status": "finished", "exit_code": 0, "error": "", "message": "", "step": 3, "seconds": 1.0}
+    (folder / "exit.json").write_text(json.dumps(report | {"time": 148.0, "lineage": 0, "versions": {}}))
+    run = record(submitted=100.0, need=Need(2), price=3.0, store="/store", actual=Actual(peaks_gib={"host": 1.0}))
     found = measured(folder, run, attempts, 2 * GIB)
     assert found == Actual(
         steps=3,
@@ -57,6 +59,7 @@ def test_each_figure_of_the_record(folder):
         queued_s=10.0,
         start_s={"load the model": 3.5},
         parts_s={"batch": 3.0, "generate": 1.5, "train": 6.0},
+        uploads_s=2.0,
         tokens_generated=180,
         tokens_trained=150,
         generated_per_s=120.0,

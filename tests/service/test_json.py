@@ -68,6 +68,7 @@ RECORD = {
     "queued_s": at_least_0,
     "start_s": lambda found: found["load the trainer's model"] > 0,
     "parts_s": lambda found: found["train"] > 0 and found["batch"] >= 0,
+    "uploads_s": positive,
     "tokens_generated": 0,
     "tokens_trained": positive,
     "generated_per_s": None,

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.runlog import holds_run, read_events, read_metrics
+from slipstream.runlog import holds_run, read_events, read_exit, read_metrics
 from slipstream.runlog.files import SERVICE_FOLDER, Rows
 from slipstream.service.records import Actual, Attempt, Record
 from slipstream.service.store import OUTPUT
@@ -49,6 +49,9 @@ def measured(folder: Path, record: Record, attempts: tuple[Attempt, ...], host_b
         consoles=consoles_of(folder),
     )
     with contextlib.suppress(SlipstreamError, OSError):
+        report = read_exit(folder)
+        if record.store and report is not None and attempts and report.time >= attempts[-1].started:
+            found = msgspec.structs.replace(found, uploads_s=round(attempts[-1].ended - report.time, 3))
         if holds_run(folder):
             events = read_events(folder, kinds=("stage", "memory", "sink_opened"))
             found = with_rows(found, read_metrics(folder), events)

@@ -114,8 +114,9 @@ def _figures(run: Shown) -> Html:
 
 def _record(actual: Actual) -> Html:
     """The other measured figures."""
-    seconds = {"queued": actual.queued_s, **{f"start: {name}": each for name, each in actual.start_s.items()},
-               **{f"steps: {name}": each for name, each in actual.parts_s.items()}}  # fmt: skip
+    seconds = {"queued": actual.queued_s, "uploads": actual.uploads_s}
+    seconds |= {f"start: {name}": each for name, each in actual.start_s.items()}
+    seconds |= {f"steps: {name}": each for name, each in actual.parts_s.items()}
     rows: list[Sequence[Child]] = [[name, duration(each)] for name, each in seconds.items()]
     rows += [
         ["tokens generated", number(actual.tokens_generated)],

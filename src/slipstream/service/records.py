@@ -85,6 +85,8 @@ class Actual(msgspec.Struct, frozen=True):
     """Seconds by the stages of all starts. Some overlap."""
     parts_s: dict[str, float] = {}
     """Seconds by the parts of all steps. `generate` overlaps the others."""
+    uploads_s: float = 0.0
+    """After the last training process, until all artifacts were in the store."""
     tokens_generated: int = 0
     tokens_trained: int = 0
     generated_per_s: float | None = None
