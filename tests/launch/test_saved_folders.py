@@ -92,7 +92,7 @@ def test_other_readers_stop_where_training_did(kind, dtype, tied, tmp_path):
         assert model.generation_config.eos_token_id == [end, pad]
         assert AutoConfig.from_pretrained(folder).eos_token_id == [end, pad]
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before, "the base is only read"
-    arguments = vllm_arguments(find_deployable(str(folder)), ChatTokenizer(base), ServeOptions())
+    arguments = vllm_arguments(find_deployable(str(folder)), ChatTokenizer(base).template_kwargs, ServeOptions())
     if kind == "adapter":
         assert arguments[arguments.index("--generation-config") + 1] == str(folder)
     # A run that goes on from the folder learns the same end, and changes nothing more.

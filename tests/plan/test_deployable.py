@@ -183,7 +183,7 @@ def test_the_servers_arguments(place):
     def given(named, **options):
         found = find_deployable(str(place / named))
         tokenizer = chat_tokenizer(found)
-        arguments = vllm_arguments(found, tokenizer, ServeOptions(**options))
+        arguments = vllm_arguments(found, tokenizer.template_kwargs, ServeOptions(**options))
         pairs = {key: value for key, value in zip(arguments, [*arguments[1:], ""], strict=True) if key[:2] == "--"}
         return pairs, arguments
 

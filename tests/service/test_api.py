@@ -107,7 +107,7 @@ def test_a_page_of_another_site_changes_nothing_and_a_huge_log_comes_in_pieces(p
 
 def service_submits_to(runs, place, folder):
     settings = place.run_file(5).read_text() + f'folder = "{folder}"\n'
-    runs._ask("POST", "/v1/runs", dict, json={"name": "run", "settings": settings})
+    runs.ask("POST", "/v1/runs", dict, json={"name": "run", "settings": settings})
 
 
 def test_without_tokens_no_other_machine_is_served(place):

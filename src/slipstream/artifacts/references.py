@@ -20,9 +20,9 @@ from slipstream.runlog.files import folder_of_run
 from slipstream.trainer.checkpoints.manifest import difference, read_manifest
 
 
-def located(reference: RunReference) -> Path:
-    """The folder of a verified checkpoint, here or copied from the store. Raises ConfigError."""
-    run = folder_of_run(reference.run)
+def located(reference: RunReference, folder: Path | None = None) -> Path:
+    """The folder of a verified checkpoint, in the run's `folder`, or else copied from the store. Raises ConfigError."""
+    run = folder or folder_of_run(reference.run)
     try:
         path = None if run is None else _in_folder(run, reference)
         if path is None:

@@ -15,6 +15,7 @@ from slipstream.cli import (
     artifacts,
     chat,
     commands,
+    deployments,
     doctor,
     engine,
     env_commands,
@@ -84,6 +85,8 @@ app.command(proof.ledger, group=_INSPECT)
 app.command(proof.verify, group=_INSPECT)
 app.command(proof.replay, group=_INSPECT)
 app.command(chat.chat, group=_USE)
+for command in (deployments.deploy, deployments.undeploy, deployments.deployments):
+    app.command(command, group=_USE)
 app.command(commands.export, group=_USE)
 app.command(artifacts.push, group=_USE)
 app.command(chat.serve_model, group=_USE)

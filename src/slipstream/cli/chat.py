@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,13 @@ GpuMemory = Annotated[float, Parameter(help="Fraction of GPU memory for vLLM.")]
 
 
 def chat(
-    model: Annotated[str, Parameter(help=f"The address of an OpenAI-compatible server, up to /v1; or {_NAMED}.")],
+    model: Annotated[
+        str | None,
+        Parameter(
+            help=f"A deployment; the address of an OpenAI-compatible server, up to /v1; or {_NAMED}. Default: the only "
+            "deployment."
+        ),
+    ] = None,
     /,
     *,
     message: str | None = None,
@@ -56,13 +63,14 @@ def chat(
     key_variable: str = "",
     json: Json = False,
 ) -> int:
-    """Chat with a model in the terminal: at an address, or served by vLLM on this machine meanwhile.
+    """Chat with a model in the terminal: deployed, at an address, or served by vLLM on this machine meanwhile.
 
     vLLM takes up to a minute to start on a CPU. Every line is a message of one conversation; /new begins another
     conversation, Ctrl-D exits. Input from a pipe is read the same way, and standard output gets the answers only,
     without the thinking.
 
         slipstream chat runs/my-run
+        slipstream chat my-run-step-100
         slipstream chat http://127.0.0.1:8000/v1
         slipstream chat runs/my-run --message "Hello" --temperature 0
         slipstream chat runs/my-run --single-turn < questions.txt > answers.txt
@@ -94,15 +102,19 @@ def chat(
     screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     is_terminal = message is None and sys.stdin.isatty() and sys.stdout.isatty() and not json
     with contextlib.ExitStack() as stack:
-        if is_address(model):
+        deployed = _deployed(model)
+        if deployed is not None or (model is not None and is_address(model)):
             if thinking is not None or base is not None or max_model_len is not None:
                 raise ConfigError(
                     "--thinking, --base and --max-model-len are for a server that is started: remove them"
                 )
-            key = key_of(key_variable)
-            talk = Conversation(model, model_at(model, served_name, key), key)
-            talk.system = system or ""
+            if deployed is not None:
+                talk = Conversation(*deployed[:3], deployed[3] if system is None else system)
+            else:
+                key = key_of(key_variable)
+                talk = Conversation(str(model), model_at(str(model), served_name, key), key, system or "")
         else:
+            assert model is not None
             deployable = find_deployable(model, base, trust_remote_code=trust_remote_code, quantized=True)
             tokenizer = chat_tokenizer(deployable, system, thinking, trust_remote_code=trust_remote_code)
             options = ServeOptions(
@@ -127,6 +139,26 @@ def chat(
             _warn_of_unknown(talk.unknown(text), screen)
             _print_answer(text, talk.ask(text), screen, as_json=json)
     return 0
+
+
+def _deployed(named: str | None) -> tuple[str, str, str, str] | None:
+    """Address, name, key and system prompt of a ready deployment; None if another model is named. Raises ConfigError
+    for one that is not ready."""
+    if named is not None and (set(named) & {"/", ":"} or os.path.exists(os.path.expanduser(named))):
+        return None
+    from slipstream.service.deployments.deployments import deployments_here
+
+    there = deployments_here()
+    found = {each.name: each for each in there.all()}
+    if named is None and len(found) != 1:
+        shown = ", ".join(found) or "there is none"
+        raise ConfigError(f"name a model, or a deployment: {shown}")
+    deployment = found.get(named) if named is not None else next(iter(found.values()))
+    if deployment is None:
+        return None
+    if deployment.state != "ready":
+        raise ConfigError(f"{deployment.name} is {deployment.state} {deployment.reason}".rstrip())
+    return there.address(deployment), deployment.name, there.key(), deployment.system_prompt
 
 
 def _lines() -> Iterator[str]:

@@ -128,7 +128,7 @@ def started_server(
     does."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell has SIGINT ignored in the background
         signal.signal(number, signal.default_int_handler)
-    arguments, key = vllm_arguments(deployable, tokenizer, options), secrets.token_urlsafe()
+    arguments, key = vllm_arguments(deployable, tokenizer.template_kwargs, options), secrets.token_urlsafe()
     with temporary("chat") as folder:
         port = free_port("127.0.0.1")
         server = ServerChild(arguments, port=port, api_key=key, log_path=Path(folder) / "server.log")

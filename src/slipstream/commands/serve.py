@@ -10,7 +10,7 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -43,7 +43,7 @@ def serve(
     """Become vLLM's server, after `announce` was called with its address."""
     api_key = os.environ.get(KEY_SOURCE, "")
     _check_host(options.host, api_key)
-    arguments = vllm_arguments(deployable, tokenizer, options)
+    arguments = vllm_arguments(deployable, tokenizer.template_kwargs, options)
     port = free_port(options.host, options.port)
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     shown = f"[{reachable}]" if ":" in reachable else reachable
@@ -51,8 +51,8 @@ def serve(
     become_server(arguments, options.host, port, api_key)
 
 
-def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
-    """The arguments of `vllm serve`, except host, port and key."""
+def vllm_arguments(deployable: Deployable, template_kwargs: Mapping[str, Any], options: ServeOptions) -> list[str]:
+    """The arguments of `vllm serve`, except host, port and key. `template_kwargs`: by default, of a request."""
     on_cpu = measure_gpus()[0] == 0
     settings = deployed_engine(deployable, options)
     name = options.name or deployable.name
@@ -71,13 +71,13 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
     else:
         values["gpu-memory-utilization"] = settings.gpu_memory_utilization
     if adapter is not None and deployable.adapter is not None:
-        values["max-lora-rank"] = min(size for size in _LORA_RANKS if size >= adapter.rank)
+        values["max-lora-rank"] = max_rank_for(adapter.rank)
         if (deployable.adapter / GENERATION_CONFIG).is_file():
             # The base may name another end token; vLLM reads those of --override-generation-config for nothing.
             values["generation-config"] = str(deployable.adapter)
         values["lora-modules"] = json.dumps({"name": name, "path": str(deployable.adapter)})
-    if tokenizer.template_kwargs:
-        values["default-chat-template-kwargs"] = json.dumps(tokenizer.template_kwargs)
+    if template_kwargs:
+        values["default-chat-template-kwargs"] = json.dumps(dict(template_kwargs))
     flags = {
         "enforce-eager": settings.enforce_eager,
         "enable-lora": adapter is not None,
@@ -87,6 +87,13 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
     }
     given = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     return given + [f"--{key}" for key, is_set in flags.items() if is_set]
+
+
+def max_rank_for(rank: int) -> int:
+    """vLLM's `--max-lora-rank` for adapters of this rank. Raises ConfigError above all of them."""
+    if rank > _LORA_RANKS[-1]:
+        raise ConfigError(f"the adapter has rank {rank}, and vLLM takes {_LORA_RANKS[-1]} at most: merge it by export")
+    return min(size for size in _LORA_RANKS if size >= rank)
 
 
 def _check_host(host: str, api_key: str) -> None:

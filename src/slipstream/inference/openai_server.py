@@ -18,14 +18,14 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.processes import exits
-from slipstream.processes.launchers import LOCAL
+from slipstream.processes.launchers import LOCAL, Resources
 from slipstream.processes.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -48,26 +48,49 @@ def become_server(arguments: Sequence[str], host: str, port: int, api_key: str) 
 class ServerChild:
     """vLLM's server as a child of this process, on a loopback port."""
 
-    def __init__(self, arguments: Sequence[str], *, port: int, api_key: str, log_path: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        port: int,
+        api_key: str,
+        log_path: Path,
+        folder: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        """`folder`: its temporary folder; default: that of the log. `variables`: more of its environment."""
         self._url = f"http://127.0.0.1:{port}"
         self._log_path = log_path
-        environment = {**_environment("127.0.0.1", api_key), FOLDER_VARIABLE: str(log_path.parent)}
+        environment = {**_environment("127.0.0.1", api_key), **(variables or {})}
+        environment[FOLDER_VARIABLE] = str(folder or log_path.parent)
         arguments = _listening(arguments, "127.0.0.1", port, api_key)
-        self._process = LOCAL.launch(__name__, arguments, environment, output=log_path)
+        self._process = LOCAL.launch(__name__, arguments, environment, Resources(gpus=gpus), output=log_path)
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
+    def ending(self) -> str:
+        """How it ended, with the last error in its log."""
+        return f"it {exits.ending(self._process.poll(), self._log_path)}"
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until it answers. Raises `EngineError` when it ends."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise EngineError(f"vLLM's server did not start: {self._ending()}")
+                raise EngineError(f"vLLM's server did not start: {self.ending()}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_TIMEOUT_S):
                 return
             time.sleep(_POLL_S)
-        raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self._ending()}")
-
-    def _ending(self) -> str:
-        return f"it {exits.ending(self._process.poll(), self._log_path)}"
+        raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self.ending()}")
 
     def stop(self) -> None:
         """End it and its process group."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import BaseModel, Field
 
 from slipstream.config import load_config
@@ -24,14 +24,16 @@ from slipstream.processes.identity import this_machine
 from slipstream.processes.temporary import temporary
 from slipstream.service import bundles, page
 from slipstream.service.access import MAX_BODY, Access, tokens_of
+from slipstream.service.deployments.chatting import answered
+from slipstream.service.deployments.deployments import LocalDeployments
+from slipstream.service.deployments.records import Options
 from slipstream.service.index import Index
-from slipstream.service.runs import LocalRuns, NoSuchRun
+from slipstream.service.page_routes import HEADERS, html, page_routes
+from slipstream.service.runs import LocalRuns, NoSuchRun, Shown, ShownPlace
 from slipstream.service.store import Store, name_from
 from slipstream.service.submission import unix_user
 
 _TICK_S = 1.0
-_CSP = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
-_HEADERS = {"Content-Security-Policy": _CSP, "Referrer-Policy": "same-origin", "X-Content-Type-Options": "nosniff"}
 
 
 class Submission(BaseModel, extra="forbid"):
@@ -46,9 +48,18 @@ class Submission(BaseModel, extra="forbid"):
     """Of `code`, see `bundles.digest_of`."""
 
 
+class Deploying(BaseModel, extra="forbid"):
+    """A checkpoint to deploy."""
+
+    run: str = Field(max_length=100)
+    step: int | None = Field(default=None, ge=0)
+    options: dict[str, float | None] = {}
+    """See `deployments.records.Options`."""
+
+
 def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> Access:
     """The application; new runs are below `folder`."""
-    keeper = Keeper(LocalRuns(store, records=index.records))
+    keeper = Keeper(LocalRuns(store, records=index.records), LocalDeployments(store))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -68,7 +79,7 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
         status = 404 if isinstance(error, NoSuchRun) else 400 if isinstance(error, ConfigError) else 500
         if request.url.path.startswith("/v1/"):
             return _json({"error": type(error).__name__, "message": str(error)}, status)
-        return HTMLResponse(page.problem(str(error)), status, _HEADERS)
+        return html(page.problem(str(error)), status)
 
     @app.get("/v1/health")
     def health() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -76,14 +87,9 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
 
     @app.post("/v1/runs", status_code=201)
     def submit(request: Request, submission: Submission) -> Response:  # pyright: ignore[reportUnusedFunction]
-        with temporary("submission") as place:
-            run_file = place / f"{name_from(submission.name)}.toml"
-            run_file.write_text(submission.settings, encoding="utf-8")
-            if submission.code:
-                code = bundles.unpack(store.root, submission.digest, submission.code)
-                (place / bundles.FOLDER).symlink_to(code)
-            loaded = load_config(run_file)
-        return _json(runs_of(request).submit(loaded, run_file.stem), 201)
+        return _json(
+            submit_text(request, submission.name, submission.settings, submission.code, submission.digest), 201
+        )
 
     @app.get("/v1/runs")
     def all_runs(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -109,26 +115,55 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
 
     @app.get("/v1/gpus")
     def gpus(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json(_places(store, index, str(request.scope["user"])))
+        return _json(places_of(request))
 
-    @app.get("/")
-    def list_page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        user = str(request.scope["user"])
-        return HTMLResponse(page.runs_page(runs_of(request).all(), _places(store, index, user)), headers=_HEADERS)
+    def deployments_of(request: Request) -> LocalDeployments:
+        return LocalDeployments(store, str(request.scope["user"]), is_service=True)
 
-    @app.get("/runs/{name}")
-    def run_page(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        runs = runs_of(request)
-        return HTMLResponse(page.run_page(runs.one(name), runs.log(name, -1).data), headers=_HEADERS)
+    @app.get("/v1/deployments")
+    def all_deployments(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json(deployments_of(request).all())
 
-    @app.post("/runs/{name}/cancel")
-    def cancel_page(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return RedirectResponse(f"/runs/{runs_of(request).cancel(name).id}", 303)
+    @app.post("/v1/deployments", status_code=201)
+    def deploy(request: Request, asked: Deploying) -> Response:  # pyright: ignore[reportUnusedFunction]
+        try:
+            options = msgspec.convert(asked.options, Options, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"options: {error}") from None
+        return _json(deployments_of(request).deploy(asked.run, asked.step, options), 201)
 
+    @app.get("/v1/deployments/{name}")
+    def one_deployment(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json(deployments_of(request).one(name))
+
+    @app.post("/v1/deployments/{name}/undeploy")
+    def undeploy(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json(deployments_of(request).undeploy(name))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await answered(deployments_of(request), await request.body())
+
+    def submit_text(
+        request: Request, name: str, settings: str, files: Mapping[str, str] = MappingProxyType({}), digest: str = ""
+    ) -> Shown:
+        with temporary("submission") as place:
+            run_file = place / f"{name_from(name)}.toml"
+            run_file.write_text(settings, encoding="utf-8")
+            if files:
+                code = bundles.unpack(store.root, digest, files)
+                (place / bundles.FOLDER).symlink_to(code)
+            loaded = load_config(run_file)
+        return runs_of(request).submit(loaded, run_file.stem)
+
+    def places_of(request: Request) -> list[ShownPlace]:
+        return _places(store, index, str(request.scope["user"]))
+
+    app.include_router(page_routes(runs_of, deployments_of, places_of, submit_text))
     return Access(app, store, unix_user(), needs_token)
 
 
-def _places(store: Store, index: Index, user: str) -> list[Any]:
+def _places(store: Store, index: Index, user: str) -> list[ShownPlace]:
     """All places; runs of others have no names there."""
     mine = {record.id for _, record in index.records() if record.owner == user}
     return [
@@ -138,14 +173,14 @@ def _places(store: Store, index: Index, user: str) -> list[Any]:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, _HEADERS, "application/json")
+    return Response(msgspec.json.encode(value), status, HEADERS, "application/json")
 
 
 class Keeper:
-    """A thread for the queue."""
+    """A thread for the queue and the host of deployments."""
 
-    def __init__(self, runs: LocalRuns) -> None:
-        self._runs, self._over = runs, threading.Event()
+    def __init__(self, runs: LocalRuns, deployments: LocalDeployments) -> None:
+        self._runs, self._deployments, self._over = runs, deployments, threading.Event()
         self._thread = threading.Thread(target=self._work, name="queue", daemon=True)
 
     def start(self) -> None:
@@ -159,10 +194,11 @@ class Keeper:
 
     def _work(self) -> None:
         while not self._over.wait(_TICK_S):
-            try:
-                self._runs.keep_going()
-            except (SlipstreamError, OSError) as error:  # the next pass may do better
-                print(f"warning: {error}", flush=True)
+            for each in (self._runs, self._deployments):
+                try:
+                    each.keep_going()
+                except (SlipstreamError, OSError) as error:  # the next pass may do better
+                    print(f"warning: {error}", flush=True)
 
 
 def serve(store: Store, url: str, host: str, port: int, announce: Callable[[int, bool], None]) -> None:

@@ -37,9 +37,9 @@ class RemoteRuns:
     def __init__(self, address: str, token: str | None = None) -> None:
         token = os.environ.get(TOKEN, "") if token is None else token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._address = address.rstrip("/")
+        self.address = address.rstrip("/")
         transport = httpx.HTTPTransport(retries=_TRIES)
-        self._client = httpx.Client(base_url=self._address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
+        self._client = httpx.Client(base_url=self.address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
 
     def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
         """See `Runs`. To another machine the code goes along; data and models go by path or address, as the service's
@@ -49,40 +49,41 @@ class RemoteRuns:
         if store and store != os.environ.get(STORE_VARIABLE):
             raise ConfigError(f"the service chooses its store: leave --store out, and set {STORE_VARIABLE} there")
         settings, code = dump_given(loaded), {}
-        if self._ask("GET", "/v1/health", _Health).machine != this_machine():
+        if self.ask("GET", "/v1/health", _Health).machine != this_machine():
             settings, code = bundles.pack(settings)
         body = {"name": name, "settings": settings, "code": bundles.encoded(code), "digest": bundles.digest_of(code)}
-        return self._ask("POST", "/v1/runs", Shown, json=body, timeout=_PLAN_S)
+        return self.ask("POST", "/v1/runs", Shown, json=body, timeout=_PLAN_S)
 
     def all(self) -> list[Shown]:
         """See `Runs`."""
-        return self._ask("GET", "/v1/runs", list[Shown])
+        return self.ask("GET", "/v1/runs", list[Shown])
 
     def one(self, name: str) -> Shown:
         """See `Runs`."""
-        return self._ask("GET", f"/v1/runs/{quote(name, safe='')}", Shown)
+        return self.ask("GET", f"/v1/runs/{quote(name, safe='')}", Shown)
 
     def log(self, name: str, offset: int) -> Chunk:
         """See `Runs`."""
-        return self._ask("GET", f"/v1/runs/{quote(name, safe='')}/logs", Chunk, params={"offset": offset})
+        return self.ask("GET", f"/v1/runs/{quote(name, safe='')}/logs", Chunk, params={"offset": offset})
 
     def cancel(self, name: str) -> Shown:
         """See `Runs`."""
-        return self._ask("POST", f"/v1/runs/{quote(name, safe='')}/cancel", Shown)
+        return self.ask("POST", f"/v1/runs/{quote(name, safe='')}/cancel", Shown)
 
     def checkpoints(self, name: str) -> list[ShownCheckpoint]:
         """See `Runs`."""
-        return self._ask("GET", f"/v1/runs/{quote(name, safe='')}/checkpoints", list[ShownCheckpoint])
+        return self.ask("GET", f"/v1/runs/{quote(name, safe='')}/checkpoints", list[ShownCheckpoint])
 
     def places(self) -> list[ShownPlace]:
         """See `Runs`."""
-        return self._ask("GET", "/v1/gpus", list[ShownPlace])
+        return self.ask("GET", "/v1/gpus", list[ShownPlace])
 
     def keep_going(self) -> None:
         """See `Runs`: the service does."""
 
-    def _ask(self, method: str, path: str, kind: type[T], **options: Any) -> T:
-        shown = hide_userinfo(self._address)
+    def ask(self, method: str, path: str, kind: type[T], **options: Any) -> T:
+        """A request to the service, and its answer. Raises SlipstreamError."""
+        shown = hide_userinfo(self.address)
         try:
             answer = self._client.request(method, path, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:

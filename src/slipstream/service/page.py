@@ -16,6 +16,22 @@ from slipstream.service.records import Actual
 from slipstream.service.runs import Shown, ShownPlace
 
 _REFRESH_S = 5
+_LINKS = (("runs", "/"), ("submit", "/submit"), ("compare", "/compare"), ("deployments", "/deployments"))
+_FORMS = Html("""
+nav.top { margin: 0 0 20px; }
+button, textarea, input { font: inherit; color: inherit; background: var(--paper); border: 1px solid var(--hair);
+  border-radius: 5px; padding: 5px 12px; }
+button { cursor: pointer; background: var(--panel); }
+button:focus-visible, textarea:focus-visible, input:focus-visible { outline: 2px solid var(--c0); outline-offset: 1px; }
+header + form, p + form { margin-top: 16px; }
+td form { margin: -4px 0; }
+.fields { display: grid; gap: 14px; max-width: 760px; margin-top: 20px; justify-items: start; }
+.fields label { display: grid; gap: 4px; width: 100%; font-size: 14px; color: var(--soft); }
+.fields label > * { color: var(--ink); width: 100%; }
+.fields textarea { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px; }
+.choice label { display: block; padding: 3px 0; overflow-wrap: anywhere; }
+.choice p { margin-top: 12px; }
+""")
 _STATES = {"done": "finished", "queued": "interrupted", "cancelled": "interrupted", "failed": "failed"}
 """The report's colour of each state; by default a running run's."""
 
@@ -46,10 +62,12 @@ def runs_page(runs: Sequence[Shown], places: Sequence[ShownPlace]) -> str:
         for each in places
     ]
     there = table(["place", "name", "memory", "free", "runs", "others"], gpus, numbers=False, caption="GPUs")
-    return _page("Runs", _section("Runs", found if rows else h("p", "No run was submitted.")), _section("GPUs", there))
+    return whole_page(
+        "Runs", section("Runs", found if rows else h("p", "No run was submitted.")), section("GPUs", there)
+    )
 
 
-def run_page(run: Shown, log: bytes) -> str:
+def run_page(run: Shown, log: bytes, checkpoints: Html) -> str:
     """One run."""
     button = h("form", h("button", "Cancel"), method="post", action=f"/runs/{run.id}/cancel")
     shown = None if run.has_ended or run.cancel_requested else button
@@ -57,21 +75,27 @@ def run_page(run: Shown, log: bytes) -> str:
     facts += [("submitted", _time(run.submitted)), ("on", ", ".join(run.places) or NONE), ("folder", run.folder)]
     head = h("p.facts", [h("span.fact", h("span.note", f"{name} "), value) for name, value in facts])
     alarm = h("p.alert", run.reason) if run.reason else None
-    parts = [_section(title, content) for title, content in _curves(Path(run.folder)).items()]
-    return _page(
+    more = h(
+        "nav",
+        h("a", "rollouts", href=f"/runs/{run.id}/rollouts"),
+        h("a", "compare", href=f"/compare?run={run.id}"),
+    )
+    parts = [section(title, content) for title, content in _curves(Path(run.folder)).items()]
+    return whole_page(
         run.id,
-        join(head, alarm, shown),
+        join(head, alarm, shown, more),
         *parts,
-        _section("Attempts", _attempts(run)),
-        _section("Estimate and actual", _figures(run)),
-        _section("Output", h("pre", log.decode(errors="replace"))),
+        section("Checkpoints", checkpoints),
+        section("Attempts", _attempts(run)),
+        section("Estimate and actual", _figures(run)),
+        section("Output", h("pre", log.decode(errors="replace"))),
         refreshes=not run.has_ended,
     )
 
 
 def problem(text: str) -> str:
     """A page with one sentence."""
-    return _page("Slipstream", h("p.alert", text))
+    return whole_page("Slipstream", h("p.alert", text))
 
 
 def _curves(folder: Path) -> dict[str, Html]:
@@ -148,11 +172,13 @@ def _time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def _section(title: str, content: Child) -> Html:
+def section(title: str, content: Child) -> Html:
+    """A part of a page."""
     return h("section", h("h2", title), content)
 
 
-def _page(title: str, *content: Child, refreshes: bool = True) -> str:
+def whole_page(title: str, *content: Child, refreshes: bool = True) -> str:
+    """A page with its head and links. `refreshes`: it loads itself again every few seconds."""
     head = h(
         "head",
         h("meta", charset="utf-8"),
@@ -160,7 +186,9 @@ def _page(title: str, *content: Child, refreshes: bool = True) -> str:
         h("meta", name="color-scheme", content="light dark"),
         h("meta", http_equiv="refresh", content=_REFRESH_S) if refreshes else None,
         h("title", f"{title} - Slipstream"),
-        h("style", Html(resources.files("slipstream.report").joinpath("page.css").read_text(encoding="utf-8"))),
+        Html('<link rel="icon" href="data:,"/>'),
+        h("style", Html(resources.files("slipstream.report").joinpath("page.css").read_text(encoding="utf-8")), _FORMS),
     )
-    top = h("header", h("p.note", h("a", "all runs", href="/")), h("h1", title))
+    links = [h("a", name, href=path) for name, path in _LINKS]
+    top = h("header", h("nav.top", links), h("h1", title))
     return f"<!doctype html>\n{h('html', head, h('body', h('main', top, *content)), lang='en')}\n"

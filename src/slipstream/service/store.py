@@ -41,7 +41,7 @@ def record_of(folder: Path) -> Record | None:
 
 def update(folder: Path, change: Callable[[Record], Record]) -> Record:
     """Change a run's record by compare-and-set: `change` gets the newest one. Returns the new record."""
-    with _locked(folder / _LOCK):
+    with locked(folder / _LOCK):
         old = record_of(folder)
         if old is None:
             raise ConfigError(f"{folder} has no record of a submitted run: submit it again")
@@ -106,7 +106,7 @@ class Store:
     @contextlib.contextmanager
     def dispatching(self) -> Generator[None]:
         """In this context this process alone starts runs. Raises DeadlineError."""
-        with _locked(self.root / "dispatch.lock"):
+        with locked(self.root / "dispatch.lock"):
             yield
 
 
@@ -115,8 +115,8 @@ def _write(folder: Path, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Hold a lock file; the kernel releases it with the process."""
+def locked(path: Path) -> Generator[None]:
+    """Hold a lock file; the kernel releases it with the process. Raises DeadlineError."""
     handle = open_own(path, os.O_RDWR)
     try:
         until = time.monotonic() + _WAIT_S

@@ -231,7 +231,8 @@ def check_base(adapter: Path, folder: Path) -> None:
         raise ConfigError(f"the weights in {folder} cannot be read ({error}): save or download them again") from None
     if digest != now:
         raise ConfigError(
-            f"the adapter in {adapter} was trained on other weights than {folder} holds now: restore the base's files"
+            f"the adapter in {adapter} was trained on other weights than {folder} holds now (digest {digest:.12}, not "
+            f"{now:.12}): restore the base's files"
         )
 
 

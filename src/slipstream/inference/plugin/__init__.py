@@ -22,6 +22,10 @@ def register() -> None:
             from slipstream.processes import lifeline
 
             lifeline.name_shared_memory()
+        if os.environ.get("SLIPSTREAM_NAMED_ADAPTERS"):
+            from slipstream.inference.plugin import named_adapters
+
+            named_adapters.register()
         return
     from slipstream.inference.plugin import start_marks
     from slipstream.inference.plugin.patches import patch_table

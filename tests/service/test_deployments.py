@@ -1,0 +1,366 @@
+"""Real deployments: adapters of real runs on real vLLM, asked by OpenAI's own client."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.cli import main
+from slipstream.errors import ConfigError
+from slipstream.inference.plugin.named_adapters import adapter_digest, adapter_named
+from slipstream.processes.identity import is_alive
+from slipstream.service.deployments.deployments import LocalDeployments, wait_ready
+from slipstream.service.deployments.making import Asked, make
+from slipstream.service.deployments.records import Options
+from slipstream.service.deployments.registry import Registry
+from slipstream.service.store import Store
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from tests.waiting import until
+
+pytestmark = pytest.mark.real_start
+PROMPTS = ("4+5=", "abc", "the end of it")
+NUM_TOKENS = 4
+RUN = """
+evaluation = false
+[model]
+path = "{model}"
+[data]
+path = "rows.jsonl"
+[algorithm]
+kind = "sft"
+[training]
+steps = 3
+prompts_per_batch = 4
+learning_rate = 0.02
+[run]
+threads = 1
+checkpoint_every = 1
+keep_weights = 3
+"""
+LORA = "[lora]\nrank = {rank}\n"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("models") / "tiny", hidden_size=32, num_layers=2, context_length=128)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, base):
+    """Makes runs with a checkpoint of each step: `trained("name", rank=2)`."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = [{"prompt": f"{number}", "completion": f"{number * 7}"} for number in range(32)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = {}
+
+    def train(name, rank=0):
+        if name not in made:
+            (folder / "run.toml").write_text(RUN.format(model=base) + (LORA.format(rank=rank) if rank else ""))
+            command = [sys.executable, "-m", "slipstream.cli", "sft", "run.toml", "--run.folder", name, "--plain"]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
+            made[name] = folder / name
+        return made[name]
+
+    return train
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """No deployments yet, and none afterwards."""
+    monkeypatch.setenv("SLIPSTREAM_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("SLIPSTREAM_SERVICE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = LocalDeployments(Store(tmp_path / "state"))
+    found.listen("127.0.0.1", 0)
+    yield found
+    end_host(Registry(Store(tmp_path / "state")))
+
+
+def end_host(registry):
+    handle = registry.listening().handle
+    if handle is not None and is_alive(handle):
+        os.kill(handle.pid, signal.SIGTERM)
+        until(lambda: not is_alive(handle))
+
+
+class Expected:
+    """Log-probabilities by PEFT's merged model, in float32."""
+
+    def __init__(self, base, run):
+        self._base, self._run = base, run
+        self._models, self._known, self._lock = {}, {}, threading.Lock()
+
+    def logprobs(self, step, prompt, tokens):
+        with self._lock:
+            key = (step, tuple(prompt), tuple(tokens))
+            if key not in self._known:
+                row = torch.tensor([[*prompt, *tokens]])
+                with torch.no_grad():
+                    found = torch.log_softmax(self._model(step)(row).logits[0, len(prompt) - 1 : -1].float(), -1)
+                self._known[key] = found[range(len(tokens)), tokens].tolist()
+            return self._known[key]
+
+    def _model(self, step):
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        if step not in self._models:
+            model = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
+            if step:
+                folder = self._run / f"checkpoints/step-{step:06d}/weights"
+                model = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+            self._models[step] = model.eval()
+        return self._models[step]
+
+
+class Load:
+    """Clients that ask ready names without a pause, and compare each answer."""
+
+    def __init__(self, url, key, steps, expected, num_clients=3):
+        self.steps, self._expected = steps, expected
+        self.withdrawn, self.failures, self.largest = set(), [], 0.0
+        self.answers, self.late = Counter(), 0
+        self._url, self._key, self._over = url, key, threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(num_clients)
+        self._clients = [self._pool.submit(self._ask_on, number) for number in range(num_clients)]
+
+    def _ask_on(self, number):
+        with openai.OpenAI(base_url=self._url, api_key=self._key, max_retries=0, timeout=120) as client:
+            while not self._over.is_set():
+                ready = [name for name in self.steps if name not in self.withdrawn]
+                if not ready:
+                    continue
+                number += 1
+                self._ask(client, ready[number % len(ready)], PROMPTS[number % len(PROMPTS)])
+
+    def _ask(self, client, name, prompt):
+        try:
+            self.compare(client, name, prompt)
+            self.answers[name] += 1
+        except openai.NotFoundError:
+            if name not in self.withdrawn:
+                self.failures.append(f"404 of {name}")
+            self.late += 1
+        except Exception as error:  # noqa: BLE001 (each is a finding)
+            self.failures.append(f"{name}: {error!r}")
+
+    def compare(self, client, name, prompt):
+        options = {"return_token_ids": True, "ignore_eos": True}
+        found = client.completions.create(
+            model=name, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, logprobs=1, extra_body=options
+        )
+        choice = found.choices[0]
+        wanted = self._expected.logprobs(self.steps[name], choice.prompt_token_ids, choice.token_ids)
+        difference = max(abs(a - b) for a, b in zip(choice.logprobs.token_logprobs, wanted, strict=True))
+        self.largest = max(self.largest, difference)
+        if difference > 1e-4 or len(wanted) != NUM_TOKENS:
+            self.failures.append(f"{name} differs by {difference}")
+
+    def end(self):
+        self._over.set()
+        for client in self._clients:
+            client.result(180)
+        self._pool.shutdown()
+
+
+@pytest.mark.parametrize("cycles", [4, pytest.param(50, marks=pytest.mark.service)])
+def test_three_adapters_come_and_go_under_load_with_room_for_two(there, base, trained, cycles):
+    run = trained("adapters", rank=2)
+    made = [there.deploy(str(run), step, Options(room=2)) for step in (1, 2, 3)]
+    steps = {each.name: each.step for each in made}
+    assert list(steps) == [f"adapters-step-{step}" for step in (1, 2, 3)]
+    for name in steps:
+        found = wait_ready(there, name)
+        assert (found.state, found.reason) == ("ready", "")
+    load = Load(found.url, there.key(), steps, Expected(base, run))
+    try:
+        for number in range(cycles):
+            name = made[number % 3].name
+            load.withdrawn.add(name)
+            there.undeploy(name)
+            there.deploy(str(run), steps[name])
+            assert wait_ready(there, name).state == "ready"
+            load.withdrawn.discard(name)
+        until(lambda: load.failures or all(load.answers[name] >= 5 for name in steps), 120)
+    finally:
+        load.end()
+    print(f"{load.answers} answers, {load.late} to names withdrawn, largest difference {load.largest:.2g}")
+    assert load.failures == []
+    other = load._expected.logprobs(1, [5, 6], [7, 8]), load._expected.logprobs(3, [5, 6], [7, 8])
+    assert max(abs(a - b) for a, b in zip(*other, strict=True)) > 1e-2, "the adapters differ"
+    assert_no_path_is_a_name(found.url, run, made[0])
+
+
+def assert_no_path_is_a_name(url, run, deployment):
+    names = (
+        "../x",
+        "..",
+        str(run),
+        f"{deployment.name}@{deployment.digest}",
+        "nothing",
+        "",
+        None,
+        5,
+        "a/b",
+        "x" * 4000,
+    )
+    for name in names:
+        answer = httpx.post(f"{url}/completions", json={"model": name, "prompt": "a"})
+        assert answer.status_code == 404, name
+    for path in ("/load_lora_adapter", "/../health", "/unload_lora_adapter"):
+        assert httpx.post(f"{url}{path}", json={"lora_name": "a", "lora_path": str(run)}).status_code == 404
+    assert httpx.post(f"{url}/completions", content=b"[").status_code == 400
+    assert httpx.get(f"{url}/models", headers={"Host": "evil.example"}).status_code == 421
+
+
+@pytest.mark.service
+def test_faults_beside_a_whole_model(there, base, trained):
+    """A killed server, a killed host, a server that hangs, a broken adapter, other ranks: each is named, and harms no
+    other."""
+    run, whole = trained("adapters", rank=2), trained("whole")
+    names = [there.deploy(str(run), step, Options(room=2)).name for step in (1, 2)]
+    names.append(there.deploy(str(whole), 3).name)
+    registry = Registry(Store())
+    urls = {wait_ready(there, name).url for name in names}
+    assert len(urls) == 1
+    url = urls.pop()
+    assert [each.state for each in there.all()] == ["ready"] * 3
+    keys = {registry.one(name).server for name in names}
+    assert len(keys) == 2
+    client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
+    assert sorted(each.id for each in client.models.list()) == sorted(names)
+    for name in names:
+        said = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "7"}], max_tokens=3)
+        assert said.model.startswith(f"{name}@")
+    expected = Expected(base, run)
+    load = Load(url, "any", {names[0]: 1}, expected, 0)
+    load.compare(client, names[0], "abc")
+
+    wide = trained("wide", rank=16)
+    with pytest.raises(ConfigError, match=r"has rank 16, and the server of .* takes 8 at most: first slipstream und"):
+        there.deploy(str(wide), 1)
+    with pytest.raises(ConfigError, match=r"--room 3 was asked for, and the server of .* has 2"):
+        there.deploy(str(run), 3, Options(room=3))
+
+    # The copy of an adapter is damaged, and its server killed.
+    record = registry.one(names[1])
+    copy = registry.adapters(record.server) / record.served / "adapter_model.safetensors"
+    content = bytearray(copy.read_bytes())
+    content[-1] ^= 1
+    copy.write_bytes(content)
+    killed = server_pids(record.server)
+    os.kill(killed[0], signal.SIGKILL)
+    until(lambda: there.one(names[0]).state == "deploying")
+    assert there.one(names[2]).state == "ready"
+    client.completions.create(model=names[2], prompt="a", max_tokens=1)
+    assert wait_ready(there, names[0]).state == "ready"
+    assert "changed since it was deployed" in wait_ready(there, names[1]).reason
+    load.compare(client, names[0], "abc")
+    assert load.failures == []
+    there.undeploy(names[1])
+    until(lambda: len(there.all()) == 2)
+    assert wait_ready(there, there.deploy(str(run), 2).name).state == "ready"
+
+    # Its host is killed: all ends with it, and a pass begins again at the same address.
+    host = registry.listening().handle
+    servers = [pid for key in keys for pid in server_pids(key)]
+    os.kill(host.pid, signal.SIGKILL)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers))
+    for name in names:
+        assert wait_ready(there, name).state == "ready"
+    assert there.one(names[0]).url == url
+    load.compare(client, names[0], "abc")
+
+    hung = server_pids(record.server)[0]
+    os.kill(hung, signal.SIGSTOP)
+    until(lambda: there.one(names[0]).state == "deploying", 90)
+    assert wait_ready(there, names[0]).state == "ready"
+    assert load.failures == []
+    for each in there.all():
+        there.undeploy(each.name)
+    until(lambda: there.all() == [])
+    until(lambda: not any(server_pids(key) for key in keys), 90)
+    until(lambda: not is_alive(registry.listening().handle) if registry.listening().handle else True)
+    assert list(registry.server_keys()) == []
+
+
+def server_pids(key):
+    """Processes of a server, by the name of what it serves."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_bytes().split(b"\0")
+            served = Registry(Store()).spec(key)
+            if b"slipstream.inference.openai_server" in command and served is not None:
+                name = served.arguments[served.arguments.index("--served-model-name") + 1]
+                if name.encode() in command:
+                    found.append(int(path.parent.name))
+    return found
+
+
+def test_only_whole_files_in_the_registry_have_a_name(tmp_path):
+    folder = tmp_path / "registry"
+    source = tmp_path / "adapter"
+    for place in (folder, source):
+        place.mkdir()
+    (source / "adapter_config.json").write_text("{}")
+    (source / "adapter_model.safetensors").write_bytes(b"12345678")
+    served = f"a@{adapter_digest(source)}"
+    assert adapter_named(folder, served) is None
+    (folder / served).symlink_to(source)
+    assert adapter_named(folder, served) is None, "a link leads elsewhere"
+    (folder / served).unlink()
+    source.rename(folder / served)
+    assert adapter_named(folder, served) == folder / served
+    for name in (
+        "../adapter",
+        str(folder / served),
+        f"../registry/{served}",
+        "a",
+        served + "\n",
+        f"x/../{served}",
+        ".",
+    ):
+        assert adapter_named(folder, name) is None
+    (folder / served / "adapter_model.safetensors").write_bytes(b"12345679")
+    assert adapter_named(folder, served) is None
+
+
+def test_what_cannot_be_served_is_refused_before_anything_starts(there, trained, tmp_path):
+    run = tmp_path / "broken"
+    shutil.copytree(trained("adapters", rank=2), run)
+    weights = run / "checkpoints/step-000002/weights/adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(each for each in tensors if "lora_B" in each)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, weights)
+    with pytest.raises(ConfigError, match="has other contents than when it was written"):
+        there.deploy(str(run), 2)
+    with pytest.raises(ConfigError, match="not on this machine"):
+        there.deploy("nothing", 2)
+    with pytest.raises(ConfigError):
+        there.deploy("../x")
+    with pytest.raises(SystemExit) as ended:
+        main(["undeploy", "nothing"])
+    assert ended.value.code == 2
+    assert there.all() == []
+    assert not Registry(Store()).has_host()
+    record = make(Store(), Asked("broken", "me", str(run), 1))
+    assert make(Store(), Asked("broken", "me", str(run), 1)) == record
+    assert record.request["stop_token_ids"]
+    assert oct(there.key_file.stat().st_mode if there.key() else 0).endswith("600")
+    there.undeploy(record.name)
+    assert there.all() == []
