@@ -18,6 +18,7 @@ import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_S = 60.0
+TEXT = "document.body.innerText"
 
 
 def find():
@@ -80,13 +81,15 @@ class Page:
             await self.call(f"{domain}.enable")
 
     async def open(self, path, width, *, dark=False):
+        """Open a file, or a URL."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
         await self.call("Emulation.setScrollbarsHidden", hidden=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded.clear()
-        await self.call("Page.navigate", url=Path(path).resolve().as_uri())
+        url = path if "://" in str(path) else Path(path).resolve().as_uri()
+        await self.call("Page.navigate", url=url)
         await asyncio.wait_for(self._loaded.wait(), WAIT_S)
 
     async def ask(self, expression):
@@ -94,6 +97,23 @@ class Page:
         told = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
+
+    async def act(self, expression):
+        """Evaluate what leads to another page, and wait for that."""
+        self._loaded.clear()
+        await self.ask(f"void setTimeout(() => {{ {expression} }}, 0)")
+        await asyncio.wait_for(self._loaded.wait(), WAIT_S)
+
+    async def until(self, expression, timeout_s=WAIT_S):
+        """Wait until an expression is true; the page may load itself again meanwhile. Its value."""
+        due = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            with contextlib.suppress(AssertionError):  # between two pages
+                if found := await self.ask(expression):
+                    return found
+            if asyncio.get_running_loop().time() > due:
+                raise AssertionError(f"not within {timeout_s:g} s: {expression}: {await self.ask(TEXT)}")
+            await asyncio.sleep(0.2)
 
     async def picture(self, path):
         """A PNG of the whole page."""

@@ -1,6 +1,5 @@
 """Real deployments: adapters of real runs on real vLLM, asked by OpenAI's own client."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -8,31 +7,35 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections import Counter
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin.named_adapters import adapter_digest, adapter_named
+from slipstream.processes import launchers
 from slipstream.processes.identity import is_alive
 from slipstream.service.deployments.deployments import LocalDeployments, wait_ready
 from slipstream.service.deployments.making import Asked, make
 from slipstream.service.deployments.records import Options
 from slipstream.service.deployments.registry import Registry
 from slipstream.service.store import Store
+from slipstream.service.submission import unix_user
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from tests.report.browser import TEXT, browser, find, needs_browser
+from tests.report.conftest import write  # noqa: F401 (fixture)
+from tests.report.test_browser import OVERFLOWING
 from tests.waiting import until
 
+from .asking import Expected, Load
+from .conftest import Served
+from .made import record
+
 pytestmark = pytest.mark.real_start
-PROMPTS = ("4+5=", "abc", "the end of it")
-NUM_TOKENS = 4
 RUN = """
 evaluation = false
 [model]
@@ -77,16 +80,29 @@ def trained(tmp_path_factory, base):
     return train
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A state folder and its host: a server stays up between tests."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers, "popen", subprocess.Popen)
+        found = LocalDeployments(Store(folder))
+        found.listen("127.0.0.1", 0)
+        yield found
+    end_host(Registry(Store(folder)))
+
+
 @pytest.fixture
-def there(tmp_path, monkeypatch):
-    """No deployments yet, and none afterwards."""
-    monkeypatch.setenv("SLIPSTREAM_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("SLIPSTREAM_SERVICE", raising=False)
+def there(shared, monkeypatch):
+    """The deployments of the state folder; none is left afterwards."""
+    monkeypatch.setenv("SLIPSTREAM_STATE", str(shared.key_file.parents[1]))
+    for name in ("SLIPSTREAM_SERVICE", "SLIPSTREAM_STORE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = LocalDeployments(Store(tmp_path / "state"))
-    found.listen("127.0.0.1", 0)
-    yield found
-    end_host(Registry(Store(tmp_path / "state")))
+    yield shared
+    for each in shared.all():
+        shared.undeploy(each.name)
+    until(lambda: shared.all() == [])
 
 
 def end_host(registry):
@@ -94,86 +110,6 @@ def end_host(registry):
     if handle is not None and is_alive(handle):
         os.kill(handle.pid, signal.SIGTERM)
         until(lambda: not is_alive(handle))
-
-
-class Expected:
-    """Log-probabilities by PEFT's merged model, in float32."""
-
-    def __init__(self, base, run):
-        self._base, self._run = base, run
-        self._models, self._known, self._lock = {}, {}, threading.Lock()
-
-    def logprobs(self, step, prompt, tokens):
-        with self._lock:
-            key = (step, tuple(prompt), tuple(tokens))
-            if key not in self._known:
-                row = torch.tensor([[*prompt, *tokens]])
-                with torch.no_grad():
-                    found = torch.log_softmax(self._model(step)(row).logits[0, len(prompt) - 1 : -1].float(), -1)
-                self._known[key] = found[range(len(tokens)), tokens].tolist()
-            return self._known[key]
-
-    def _model(self, step):
-        import peft
-        from transformers import AutoModelForCausalLM
-
-        if step not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
-            if step:
-                folder = self._run / f"checkpoints/step-{step:06d}/weights"
-                model = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
-            self._models[step] = model.eval()
-        return self._models[step]
-
-
-class Load:
-    """Clients that ask ready names without a pause, and compare each answer."""
-
-    def __init__(self, url, key, steps, expected, num_clients=3):
-        self.steps, self._expected = steps, expected
-        self.withdrawn, self.failures, self.largest = set(), [], 0.0
-        self.answers, self.late = Counter(), 0
-        self._url, self._key, self._over = url, key, threading.Event()
-        self._pool = concurrent.futures.ThreadPoolExecutor(num_clients)
-        self._clients = [self._pool.submit(self._ask_on, number) for number in range(num_clients)]
-
-    def _ask_on(self, number):
-        with openai.OpenAI(base_url=self._url, api_key=self._key, max_retries=0, timeout=120) as client:
-            while not self._over.is_set():
-                ready = [name for name in self.steps if name not in self.withdrawn]
-                if not ready:
-                    continue
-                number += 1
-                self._ask(client, ready[number % len(ready)], PROMPTS[number % len(PROMPTS)])
-
-    def _ask(self, client, name, prompt):
-        try:
-            self.compare(client, name, prompt)
-            self.answers[name] += 1
-        except openai.NotFoundError:
-            if name not in self.withdrawn:
-                self.failures.append(f"404 of {name}")
-            self.late += 1
-        except Exception as error:  # noqa: BLE001 (each is a finding)
-            self.failures.append(f"{name}: {error!r}")
-
-    def compare(self, client, name, prompt):
-        options = {"return_token_ids": True, "ignore_eos": True}
-        found = client.completions.create(
-            model=name, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, logprobs=1, extra_body=options
-        )
-        choice = found.choices[0]
-        wanted = self._expected.logprobs(self.steps[name], choice.prompt_token_ids, choice.token_ids)
-        difference = max(abs(a - b) for a, b in zip(choice.logprobs.token_logprobs, wanted, strict=True))
-        self.largest = max(self.largest, difference)
-        if difference > 1e-4 or len(wanted) != NUM_TOKENS:
-            self.failures.append(f"{name} differs by {difference}")
-
-    def end(self):
-        self._over.set()
-        for client in self._clients:
-            client.result(180)
-        self._pool.shutdown()
 
 
 @pytest.mark.parametrize("cycles", [4, pytest.param(50, marks=pytest.mark.service)])
@@ -364,3 +300,94 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(there, trained,
     assert oct(there.key_file.stat().st_mode if there.key() else 0).endswith("600")
     there.undeploy(record.name)
     assert there.all() == []
+
+
+@needs_browser
+async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, tmp_path, monkeypatch):  # noqa: F811
+    """Submit, follow, look at rollouts, compare, deploy, chat, cancel."""
+    monkeypatch.chdir(tmp_path)
+    store = Store()
+    for number, folder in enumerate((write("crafted"), write("second", steps=300, total=400))):
+        (folder / "service").mkdir()
+        store.add(folder, record(folder.name, owner=unix_user(), host="elsewhere", state="done", submitted=number))
+    settings = RUN.format(model=base).replace("rows.jsonl", str(trained("adapters", rank=2).parent / "rows.jsonl"))
+    with Served(tmp_path, {}) as service:
+        async with browser(find()) as page:
+            await submits(page, service.url, "mine", settings + LORA.format(rank=2))
+            await page.until(f"{TEXT}.includes('waits') || {TEXT}.includes('state')")
+            await page.until("document.querySelector('.fact').innerText.includes('done')", 120)
+            await looked_at(page, f"{service.url}/runs/mine", "run")
+            await looked_at(page, f"{service.url}/runs/crafted/rollouts", "rollouts")
+            assert await page.ask("document.querySelectorAll('.pair').length > 1")
+            await looked_at(page, f"{service.url}/compare?run=crafted&run=second", "compare")
+            assert await page.ask(f"{TEXT}.includes('Settings that differ')")
+            assert await page.ask("document.querySelectorAll('figure.plot').length > 2")
+
+            await page.open(f"{service.url}/runs/mine", 1280)
+            await page.act("document.querySelector('form[action$=deploy]').requestSubmit()")
+            await page.until("location.pathname == '/deployments' && document.querySelector('.state.finished')", 120)
+            await looked_at(page, f"{service.url}/deployments", "deployments")
+            await page.act("document.querySelector('tbody a').click()")
+            for number, text in enumerate(("4+5=", "<b>7</b>"), 1):
+                await page.ask(f"document.querySelector('textarea').value = {text!r}")
+                await page.act("document.querySelector('form').requestSubmit()")
+                assert await page.ask("document.querySelectorAll('.attempt').length") == 2 * number
+                assert text in await page.ask(TEXT)
+            name = await page.ask("document.querySelector('h1').innerText")
+            assert name.startswith("mine-step-")
+            await pictured(page, "chat")
+            assert_answers_by_command(name, service.url, monkeypatch)
+
+            await submits(page, service.url, "long", settings.replace("steps = 3", "steps = 100000"))
+            await page.until("document.querySelector('.fact').innerText.includes('running')", 120)
+            await page.act("document.querySelector('form[action$=cancel]').requestSubmit()")
+            await page.until("document.querySelector('.fact').innerText.includes('cancelled')", 120)
+            await submits(page, service.url, "wrong", "[model]\npath = 5")
+            assert "model.path" in await page.ask("document.querySelector('.alert').innerText")
+            await looked_at(page, service.url, "runs")
+            await looked_at(page, f"{service.url}/submit", "submit")
+            page.errors = [each for each in page.errors if "400 (Bad Request)" not in each]
+            assert page.errors == []
+            assert {url.partition(":")[0] for url in page.requests} <= {"http", "data", "about"}
+
+
+async def submits(page, url, name, settings):
+    await page.open(f"{url}/submit", 1280)
+    await page.ask(f"document.querySelector('input').value = {name!r}")
+    await page.ask(f"document.querySelector('textarea').value = {settings!r}")
+    await page.act("document.querySelector('form').requestSubmit()")
+
+
+async def looked_at(page, url, name):
+    """Nothing sticks out, on a wide and on a narrow screen."""
+    for width in (400, 1280):
+        await page.open(url, width)
+        beyond, sticking_out = await page.ask(OVERFLOWING)
+        assert (beyond, sticking_out) == (0, []), (name, width)
+        await pictured(page, f"{name}-{width}")
+
+
+async def pictured(page, name):
+    if folder := os.environ.get("SLIPSTREAM_SCREENSHOTS"):
+        await page.picture(f"{folder}/service-{name}.png")
+
+
+def assert_answers_by_command(name, url, monkeypatch):
+    """`slipstream chat NAME` here, and through the service."""
+    for service in ("", url):
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.cli",
+            "chat",
+            name,
+            "--message",
+            "a",
+            "--max-tokens",
+            "2",
+            "--json",
+        ]
+        done = subprocess.run(
+            command, env={**os.environ, "SLIPSTREAM_SERVICE": service}, capture_output=True, check=True
+        )
+        assert json.loads(done.stdout)["num_tokens"] <= 2

@@ -30,7 +30,7 @@ from slipstream.processes.temporary import FOLDER_VARIABLE
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _HOST_VARIABLE = "SLIPSTREAM_HOST"
-"""Environment variable: the host that the server was asked to listen on, which clients may name, too."""
+"""Environment variable: the host in the server's arguments; clients may name it, too."""
 _MODULE = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
@@ -59,7 +59,7 @@ class ServerChild:
         variables: Mapping[str, str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """`folder`: its temporary folder; default: that of the log. `variables`: more of its environment."""
+        """`folder`: its temporary folder, by default the log's. `variables`: more of its environment."""
         self._url = f"http://127.0.0.1:{port}"
         self._log_path = log_path
         environment = {**_environment("127.0.0.1", api_key), **(variables or {})}

@@ -37,14 +37,14 @@ def list_page(found: Sequence[ShownDeployment], key_file: str) -> str:
         [
             h("a", each.name, href=f"/deployments/{each.name}"),
             _state(each),
+            h("form", h("button", "Undeploy"), method="post", action=f"/deployments/{each.name}/undeploy"),
             each.kind if each.kind == "model" else f"adapter, rank {each.rank}",
             breakable(each.base),
-            h("form", h("button", "Undeploy"), method="post", action=f"/deployments/{each.name}/undeploy"),
             each.reason,
         ]
         for each in found
     ]
-    names = ["model", "state", "kind", "base", "", "reason"]
+    names = ["model", "state", "", "kind", "base", "reason"]
     shown = table(names, rows, numbers=False, caption="deployments") if rows else h("p", "Nothing is deployed.")
     url = next((each.url for each in found if each.url), "")
     address = h("p", "All are at the OpenAI address ", h("code", url), ", with the key in ", h("code", key_file), ".")
@@ -72,7 +72,7 @@ def chat_page(found: ShownDeployment, messages: Sequence[dict[str, str]], text: 
         action=f"/deployments/{found.name}",
     )
     ready = found.state == "ready"
-    waits = h("p.alert", f"It is {found.state} {found.reason}".rstrip(), ".") if not ready else None
+    waits = h("p.alert", ": ".join(filter(None, (found.state, found.reason)))) if not ready else None
     return whole_page(
         found.name,
         h("p.facts", h("span.fact", _state(found)), h("span.fact", breakable(found.base))),

@@ -50,7 +50,7 @@ def submit_page(name: str = "run", settings: str = "", fault: str = "") -> str:
 
 
 def rollouts_page(run: Shown) -> str:
-    """What a run's model wrote, early and late side by side."""
+    """The model's texts, early and late side by side."""
     record = _record_of(run)
     content = h("p.missing", "It has not started.") if record is None else rollouts(record)
     back = h("p.note", h("a", run.id, href=f"/runs/{run.id}"))

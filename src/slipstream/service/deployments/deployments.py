@@ -33,6 +33,7 @@ PORT = 8701
 WAIT_S = 1800.0
 _MAKE_S = 600.0
 _LAUNCHES = 5
+_AGAIN = "its host is gone, and starts again"
 _POLL_S = 0.2
 DEFAULTS = Options()
 
@@ -63,7 +64,7 @@ class Deployments(Protocol):
 
     def deploy(self, run: str, step: int | None = None, options: Options = DEFAULTS) -> ShownDeployment:
         """Deploy a run's checkpoint, by default its best, or else its newest. Returns before it is ready. Raises
-        ConfigError for what cannot be served."""
+        ConfigError for an unusable checkpoint."""
         ...
 
     def undeploy(self, name: str) -> ShownDeployment:
@@ -83,7 +84,7 @@ class Deployments(Protocol):
         ...
 
     def key(self) -> str:
-        """What a client here shows as its key."""
+        """The key of a client here."""
         ...
 
 
@@ -173,6 +174,9 @@ class LocalDeployments:
                 return
             if not now.port:
                 now = msgspec.structs.replace(now, port=_usual_port(now.host))
+            for record in records:
+                if record.state == "ready":
+                    self._registry.put(stated(record, "deploying", _AGAIN, time.time()))
             child = LOCAL.launch(HOST, output=self._registry.root / "host.log")
             launched = msgspec.structs.replace(now, handle=handle_of(child.pid), launches=now.launches + 1)
             self._registry.put_listening(launched)
@@ -218,6 +222,8 @@ class LocalDeployments:
     def _shown(self, record: Deployment) -> ShownDeployment:
         now = self._registry.listening()
         is_there = now.handle is not None and now.port
+        if record.state == "ready" and not (now.handle is not None and is_alive(now.handle)):
+            record = stated(record, "deploying", _AGAIN, record.changed)
         return ShownDeployment(
             name=record.name,
             run=record.run,
@@ -236,7 +242,7 @@ class LocalDeployments:
 
 
 class RemoteDeployments:
-    """See `Deployments`: those of a service, which also answers for their address."""
+    """See `Deployments`: those of a service; it also passes on chats."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         self._service, self._token = RemoteRuns(address, token), token

@@ -49,7 +49,6 @@ class Host:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        self._begin_again()
         listener = await self._listen()
         if listener is None:
             return
@@ -66,11 +65,6 @@ class Host:
                 task.cancel()
             await asyncio.gather(*(server.stop() for server in self._servers.values()))
             await self._gateway.close()
-
-    def _begin_again(self) -> None:
-        for record in self._registry.all():
-            if record.state == "ready":
-                self._state(record, "deploying", "its server starts again")
 
     async def _listen(self) -> Listener | None:
         asked = self._registry.listening()

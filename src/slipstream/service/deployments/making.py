@@ -1,7 +1,7 @@
 """Makes a deployment of a run's checkpoint: finds, verifies and checks it, copies an adapter, and stores the record.
 
-Guarantees: what cannot be served is refused before anything starts, with both values where two of them contradict. The
-service calls this as a program, since it imports torch and transformers.
+Guarantees: an unusable checkpoint is refused before anything starts; a contradiction shows both values. The service
+calls this as a program, since it imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.trainer.checkpoints.manifest import read_manifest
 
 _GPU_MEMORY = 0.8
 _SPARE = 0.95
-"""Of a GPU's free memory, where there is less than `_GPU_MEMORY`."""
+"""The share of a fuller GPU's free memory."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class _Found:
 
 
 def make(store: Store, asked: Asked) -> Deployment:
-    """Store the deployment of a checkpoint, for the host to serve. One that is there already stays. Raises
+    """Store the deployment of a checkpoint, for the host to serve. An earlier one stays. Raises
     ConfigError."""
     found, registry = _find(asked), Registry(store)
     record = found.record
@@ -135,7 +135,7 @@ def _short(text: str) -> str:
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """The end tokens that the folder names: those of training."""
+    """The end tokens of training, as the folder names them."""
     from slipstream.weights.usage import GENERATION_CONFIG
 
     try:
@@ -147,7 +147,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _check_tensors(adapter: Path, model: Path) -> None:
-    """Raise ConfigError for numbers that are not finite, and for shapes that are not the base's."""
+    """Raise ConfigError for infinite numbers and NaN, and for other shapes than the base's."""
     import torch
 
     from slipstream.weights.adapter_folder import adapted_modules, adapter_parameter, read_adapter_tensors, renamed
@@ -171,7 +171,7 @@ def _check_tensors(adapter: Path, model: Path) -> None:
 
 
 def _settled(store: Store, registry: Registry, found: _Found, options: Options) -> ServerSpec:
-    """The server for a deployment, new or as it is. Raises ConfigError where the two contradict."""
+    """The server for a deployment, new or as it is. Raises ConfigError if the two contradict."""
     record = found.record
     spec = registry.spec(record.server)
     others = [each.name for each in registry.all() if each.server == record.server and each.name != record.name]
@@ -267,7 +267,7 @@ def _copy(source: Path, folder: Path, served: str) -> None:
 
 
 def main() -> None:
-    """Make what the first argument asks for; the second names the file for the answer."""
+    """Answer the first argument, in the file of the second."""
     from slipstream.processes import lifeline
 
     lifeline.Parent()

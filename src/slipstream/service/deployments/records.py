@@ -36,7 +36,7 @@ class ServerSpec(msgspec.Struct, frozen=True):
     options: Options
     """With all defaults filled in."""
     max_rank: int = 0
-    """Of adapters; 0: a whole model."""
+    """The largest rank of an adapter; 0: a whole model."""
     with_tower: bool = False
     gpus: tuple[str, ...] = ()
 
