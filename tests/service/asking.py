@@ -73,7 +73,7 @@ class Load:
             self.failures.append(f"{name}: {error!r}")
 
     def compare(self, client, name, prompt):
-        options = {"return_token_ids": True, "ignore_eos": True}
+        options = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": []}
         found = client.completions.create(
             model=name, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, logprobs=1, extra_body=options
         )

@@ -1,6 +1,8 @@
 """Real deployments: adapters of real runs on real vLLM, asked by OpenAI's own client."""
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import shutil
@@ -10,9 +12,9 @@ import sys
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
-from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.errors import ConfigError
@@ -29,6 +31,7 @@ from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.report.browser import TEXT, browser, find, needs_browser
 from tests.report.conftest import write  # noqa: F401 (fixture)
 from tests.report.test_browser import OVERFLOWING
+from tests.system.conftest import Command
 from tests.waiting import until
 
 from .asking import Expected, Load
@@ -67,21 +70,19 @@ def trained(tmp_path_factory, base):
     folder = tmp_path_factory.mktemp("runs")
     rows = [{"prompt": f"{number}", "completion": f"{number * 7}"} for number in range(32)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = {}
 
     def train(name, rank=0):
-        if name not in made:
+        if not (folder / name).exists():
             (folder / "run.toml").write_text(RUN.format(model=base) + (LORA.format(rank=rank) if rank else ""))
-            command = [sys.executable, "-m", "slipstream.cli", "sft", "run.toml", "--run.folder", name, "--plain"]
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-            made[name] = folder / name
-        return made[name]
+            Command("sft", "run.toml", "--run.folder", name, "--plain", cwd=folder).ok()
+        return folder / name
 
+    train("adapters", rank=2)
     return train
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
+def shared(tmp_path_factory, trained):
     """A state folder and its host: a server stays up between tests."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
@@ -118,10 +119,14 @@ def test_three_adapters_come_and_go_under_load_with_room_for_two(there, base, tr
     made = [there.deploy(str(run), step, Options(room=2)) for step in (1, 2, 3)]
     steps = {each.name: each.step for each in made}
     assert list(steps) == [f"adapters-step-{step}" for step in (1, 2, 3)]
+    expected = Expected(base, run)
+    other = [expected.logprobs(step, [5, 6], [7, 8]) for step in (0, 1, 2, 3)]
+    assert all(abs(a[0] - b[0]) > 1e-2 for a, b in itertools.combinations(other, 2)), "the adapters differ"
     for name in steps:
         found = wait_ready(there, name)
         assert (found.state, found.reason) == ("ready", "")
-    load = Load(found.url, there.key(), steps, Expected(base, run))
+    assert_commands_agree(there)
+    load = Load(found.url, there.key(), steps, expected)
     try:
         for number in range(cycles):
             name = made[number % 3].name
@@ -135,9 +140,13 @@ def test_three_adapters_come_and_go_under_load_with_room_for_two(there, base, tr
         load.end()
     print(f"{load.answers} answers, {load.late} to names withdrawn, largest difference {load.largest:.2g}")
     assert load.failures == []
-    other = load._expected.logprobs(1, [5, 6], [7, 8]), load._expected.logprobs(3, [5, 6], [7, 8])
-    assert max(abs(a - b) for a, b in zip(*other, strict=True)) > 1e-2, "the adapters differ"
     assert_no_path_is_a_name(found.url, run, made[0])
+
+
+def assert_commands_agree(there):
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as output:
+        main(["deployments", "--json"])
+    assert json.loads(output.getvalue()) == msgspec.to_builtins(there.all())
 
 
 def assert_no_path_is_a_name(url, run, deployment):
@@ -160,6 +169,99 @@ def assert_no_path_is_a_name(url, run, deployment):
         assert httpx.post(f"{url}{path}", json={"lora_name": "a", "lora_path": str(run)}).status_code == 404
     assert httpx.post(f"{url}/completions", content=b"[").status_code == 400
     assert httpx.get(f"{url}/models", headers={"Host": "evil.example"}).status_code == 421
+
+
+@needs_browser
+async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, tmp_path, monkeypatch):  # noqa: F811
+    """Submit, follow, look at rollouts, compare, deploy, chat, cancel."""
+    monkeypatch.chdir(tmp_path)
+    store = Store()
+    for number, folder in enumerate((write("crafted"), write("second", steps=300, total=400))):
+        (folder / "service").mkdir()
+        store.add(folder, record(folder.name, owner=unix_user(), host="elsewhere", state="done", submitted=number))
+    settings = RUN.format(model=base).replace("rows.jsonl", str(trained("adapters", rank=2).parent / "rows.jsonl"))
+    there.deploy(str(trained("adapters", rank=2)), 1)  # its server stays up
+    with Served(tmp_path, {}) as service:
+        async with browser(find()) as page:
+            await submits(page, service.url, "mine", settings + LORA.format(rank=2))
+            mine = await page.ask("location.pathname")
+            assert mine.startswith("/runs/mine-")
+            await page.until("document.querySelector('.fact').innerText.includes('done')", 120)
+            await looked_at(page, service.url + mine, "run")
+            await looked_at(page, f"{service.url}/runs/crafted/rollouts", "rollouts")
+            assert await page.ask("document.querySelectorAll('.pair').length > 1")
+            await looked_at(page, f"{service.url}/compare?run=crafted&run=second", "compare")
+            assert await page.ask(f"{TEXT}.includes('Settings that differ')")
+            assert await page.ask("document.querySelectorAll('figure.plot').length > 2")
+
+            await page.open(service.url + mine, 1280)
+            await page.act("document.querySelector('form[action$=deploy]').requestSubmit()")
+            await page.until("document.querySelectorAll('.state.finished').length == 2", 120)
+            await looked_at(page, f"{service.url}/deployments", "deployments")
+            await page.act("document.querySelector('tbody tr:last-child a').click()")
+            for number, text in enumerate(("4+5=", "<b>7</b>"), 1):
+                await page.ask(f"document.querySelector('textarea').value = {text!r}")
+                await page.act("document.querySelector('form').requestSubmit()")
+                assert await page.ask("document.querySelectorAll('.attempt').length") == 2 * number
+                assert text in await page.ask(TEXT)
+            name = await page.ask("document.querySelector('h1').innerText")
+            assert name.startswith("mine-step-")
+            await pictured(page, "chat")
+            assert_answers_by_command(name, service.url, monkeypatch)
+
+            await submits(page, service.url, "long", settings.replace("steps = 3", "steps = 100000"))
+            await page.until("document.querySelector('.fact').innerText.includes('running')", 120)
+            await page.act("document.querySelector('form[action$=cancel]').requestSubmit()")
+            await page.until("document.querySelector('.fact').innerText.includes('cancelled')", 120)
+            await submits(page, service.url, "wrong", "[model]\npath = 5")
+            assert "model.path" in await page.ask("document.querySelector('.alert').innerText")
+            await looked_at(page, service.url, "runs")
+            await looked_at(page, f"{service.url}/submit", "submit")
+            page.errors = [each for each in page.errors if "400 (Bad Request)" not in each]
+            assert page.errors == []
+            assert {url.partition(":")[0] for url in page.requests} <= {"http", "data", "about"}
+
+
+async def submits(page, url, name, settings):
+    await page.open(f"{url}/submit", 1280)
+    await page.ask(f"document.querySelector('input').value = {name!r}")
+    await page.ask(f"document.querySelector('textarea').value = {settings!r}")
+    await page.act("document.querySelector('form').requestSubmit()")
+
+
+async def looked_at(page, url, name):
+    """Nothing sticks out, on a wide and on a narrow screen."""
+    for width in (400, 1280):
+        await page.open(url, width)
+        beyond, sticking_out = await page.ask(OVERFLOWING)
+        assert (beyond, sticking_out) == (0, []), (name, width)
+        await pictured(page, f"{name}-{width}")
+
+
+async def pictured(page, name):
+    if folder := os.environ.get("SLIPSTREAM_SCREENSHOTS"):
+        await page.picture(f"{folder}/service-{name}.png")
+
+
+def assert_answers_by_command(name, url, monkeypatch):
+    """`slipstream chat NAME` here, and through the service."""
+    for service in ("", url):
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.cli",
+            "chat",
+            name,
+            "--message",
+            "a",
+            "--max-tokens",
+            "2",
+            "--json",
+        ]
+        done = subprocess.run(
+            command, env={**os.environ, "SLIPSTREAM_SERVICE": service}, capture_output=True, check=True
+        )
+        assert json.loads(done.stdout)["num_tokens"] <= 2
 
 
 @pytest.mark.service
@@ -279,10 +381,9 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(there, trained,
     run = tmp_path / "broken"
     shutil.copytree(trained("adapters", rank=2), run)
     weights = run / "checkpoints/step-000002/weights/adapter_model.safetensors"
-    tensors = load_file(weights)
-    name = next(each for each in tensors if "lora_B" in each)
-    tensors[name][0, 0] = float("nan")
-    save_file(tensors, weights)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
     with pytest.raises(ConfigError, match="has other contents than when it was written"):
         there.deploy(str(run), 2)
     with pytest.raises(ConfigError, match="not on this machine"):
@@ -293,101 +394,9 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(there, trained,
         main(["undeploy", "nothing"])
     assert ended.value.code == 2
     assert there.all() == []
-    assert not Registry(Store()).has_host()
     record = make(Store(), Asked("broken", "me", str(run), 1))
     assert make(Store(), Asked("broken", "me", str(run), 1)) == record
     assert record.request["stop_token_ids"]
     assert oct(there.key_file.stat().st_mode if there.key() else 0).endswith("600")
     there.undeploy(record.name)
-    assert there.all() == []
-
-
-@needs_browser
-async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, tmp_path, monkeypatch):  # noqa: F811
-    """Submit, follow, look at rollouts, compare, deploy, chat, cancel."""
-    monkeypatch.chdir(tmp_path)
-    store = Store()
-    for number, folder in enumerate((write("crafted"), write("second", steps=300, total=400))):
-        (folder / "service").mkdir()
-        store.add(folder, record(folder.name, owner=unix_user(), host="elsewhere", state="done", submitted=number))
-    settings = RUN.format(model=base).replace("rows.jsonl", str(trained("adapters", rank=2).parent / "rows.jsonl"))
-    with Served(tmp_path, {}) as service:
-        async with browser(find()) as page:
-            await submits(page, service.url, "mine", settings + LORA.format(rank=2))
-            await page.until(f"{TEXT}.includes('waits') || {TEXT}.includes('state')")
-            await page.until("document.querySelector('.fact').innerText.includes('done')", 120)
-            await looked_at(page, f"{service.url}/runs/mine", "run")
-            await looked_at(page, f"{service.url}/runs/crafted/rollouts", "rollouts")
-            assert await page.ask("document.querySelectorAll('.pair').length > 1")
-            await looked_at(page, f"{service.url}/compare?run=crafted&run=second", "compare")
-            assert await page.ask(f"{TEXT}.includes('Settings that differ')")
-            assert await page.ask("document.querySelectorAll('figure.plot').length > 2")
-
-            await page.open(f"{service.url}/runs/mine", 1280)
-            await page.act("document.querySelector('form[action$=deploy]').requestSubmit()")
-            await page.until("location.pathname == '/deployments' && document.querySelector('.state.finished')", 120)
-            await looked_at(page, f"{service.url}/deployments", "deployments")
-            await page.act("document.querySelector('tbody a').click()")
-            for number, text in enumerate(("4+5=", "<b>7</b>"), 1):
-                await page.ask(f"document.querySelector('textarea').value = {text!r}")
-                await page.act("document.querySelector('form').requestSubmit()")
-                assert await page.ask("document.querySelectorAll('.attempt').length") == 2 * number
-                assert text in await page.ask(TEXT)
-            name = await page.ask("document.querySelector('h1').innerText")
-            assert name.startswith("mine-step-")
-            await pictured(page, "chat")
-            assert_answers_by_command(name, service.url, monkeypatch)
-
-            await submits(page, service.url, "long", settings.replace("steps = 3", "steps = 100000"))
-            await page.until("document.querySelector('.fact').innerText.includes('running')", 120)
-            await page.act("document.querySelector('form[action$=cancel]').requestSubmit()")
-            await page.until("document.querySelector('.fact').innerText.includes('cancelled')", 120)
-            await submits(page, service.url, "wrong", "[model]\npath = 5")
-            assert "model.path" in await page.ask("document.querySelector('.alert').innerText")
-            await looked_at(page, service.url, "runs")
-            await looked_at(page, f"{service.url}/submit", "submit")
-            page.errors = [each for each in page.errors if "400 (Bad Request)" not in each]
-            assert page.errors == []
-            assert {url.partition(":")[0] for url in page.requests} <= {"http", "data", "about"}
-
-
-async def submits(page, url, name, settings):
-    await page.open(f"{url}/submit", 1280)
-    await page.ask(f"document.querySelector('input').value = {name!r}")
-    await page.ask(f"document.querySelector('textarea').value = {settings!r}")
-    await page.act("document.querySelector('form').requestSubmit()")
-
-
-async def looked_at(page, url, name):
-    """Nothing sticks out, on a wide and on a narrow screen."""
-    for width in (400, 1280):
-        await page.open(url, width)
-        beyond, sticking_out = await page.ask(OVERFLOWING)
-        assert (beyond, sticking_out) == (0, []), (name, width)
-        await pictured(page, f"{name}-{width}")
-
-
-async def pictured(page, name):
-    if folder := os.environ.get("SLIPSTREAM_SCREENSHOTS"):
-        await page.picture(f"{folder}/service-{name}.png")
-
-
-def assert_answers_by_command(name, url, monkeypatch):
-    """`slipstream chat NAME` here, and through the service."""
-    for service in ("", url):
-        command = [
-            sys.executable,
-            "-m",
-            "slipstream.cli",
-            "chat",
-            name,
-            "--message",
-            "a",
-            "--max-tokens",
-            "2",
-            "--json",
-        ]
-        done = subprocess.run(
-            command, env={**os.environ, "SLIPSTREAM_SERVICE": service}, capture_output=True, check=True
-        )
-        assert json.loads(done.stdout)["num_tokens"] <= 2
+    until(lambda: there.all() == [])

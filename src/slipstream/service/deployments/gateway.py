@@ -108,18 +108,14 @@ class Gateway:
         record = self._registry.one(name) if isinstance(name, str) else None
         if record is None or user not in (self._owner, record.owner) or record.state == "undeploying":
             raise _Refused(404, "not_found_error", f"there is no deployment {name!r:.120}: slipstream deployments")
-        if record.state != "ready" or not self._servers[record.server].is_up:
+        server = self._servers.get(record.server)
+        if record.state != "ready" or server is None or not server.is_up:
             text = f"{record.name} is {record.state} {record.reason}".rstrip()
             raise _Refused(503, "service_unavailable", text)
         return record
 
     async def _pass_on(self, record: Deployment, path: str, body: dict[str, Any], receive: Receive, send: Send) -> None:
-        asked = {**body, "model": record.served}
-        for name, value in record.request.items():
-            if name == _OF_CHATS and path == _ROUTES[0] and isinstance(body.get(name), dict):
-                asked[name] = {**value, **body[name]}
-            elif body.get(name) is None and (name != _OF_CHATS or path == _ROUTES[0]):
-                asked[name] = value
+        asked = request_of(record, path, body)
         self.running[record.served] += 1
         answering = asyncio.ensure_future(self._answer(record, path, asked, send))
         leaving = asyncio.ensure_future(_left(receive))
@@ -160,6 +156,20 @@ class Gateway:
             self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
         headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
         return self._http.post(f"{server.url}{path}", data=msgspec.json.encode(body), headers=headers)
+
+
+def request_of(record: Deployment, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A client's request for vLLM: with the run's settings, unless it brings its own."""
+    asked = {**body, "model": record.served}
+    for name, value in record.request.items():
+        if name == _OF_CHATS and path != _ROUTES[0]:
+            continue
+        given = body.get(name)
+        if given is None:
+            asked[name] = value
+        elif name == _OF_CHATS and isinstance(given, dict):
+            asked[name] = {**value, **given}
+    return asked
 
 
 async def _body(receive: Receive) -> dict[str, Any]:
