@@ -15,11 +15,15 @@ from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.service.access import new_token
 from slipstream.service.client import RemoteRuns
+from slipstream.service.deployments.deployments import RemoteDeployments
+from slipstream.service.deployments.registry import Registry
 from slipstream.service.index import Index
 from slipstream.service.runs import MAX_CHUNK, NoSuchRun
 from slipstream.service.store import OUTPUT, update
 from tests.other_user import NOBODY, needs_root
 from tests.waiting import until
+
+from .made import deployment
 
 pytestmark = pytest.mark.real_start
 
@@ -194,3 +198,42 @@ def _opened(store, url):
         return Index(store, url)
     except ConfigError:  # it is starting up
         return None
+
+
+def test_deployments_of_others_do_not_exist(place):
+    registry = Registry(place.store)
+    mine, other = (paused(place, name, owner) for name, owner in (("mine", "alice"), ("other", "bob")))
+    for run, owner in ((mine, "alice"), (other, "bob")):
+        with registry.locked():
+            registry.put(deployment(f"{run}-step-1", run=run, owner=owner, state="failed", reason="a fault"))
+    tokens = {user: new_token(place.store, user) for user in ("alice", "bob")}
+    with place.serve() as service:
+        alice = RemoteDeployments(service.url, tokens["alice"])
+        assert [each.name for each in alice.all()] == [f"{mine}-step-1"]
+        assert alice.one(f"{mine}-step-1").reason == "a fault"
+        assert alice.address(alice.all()[0]) == f"{service.url}/v1"
+        for ask in (alice.one, alice.undeploy, lambda name: alice.deploy(name.removesuffix("-step-1"))):
+            with pytest.raises(NoSuchRun):
+                ask(f"{other}-step-1")
+        for name in ("../other", str(place.folder_of(mine)), "/etc", "nothing"):
+            with pytest.raises(NoSuchRun):
+                alice.deploy(name)
+        with pytest.raises(ConfigError, match="not on this machine"):
+            alice.deploy(mine, 3)
+        bearer = {"Authorization": f"Bearer {tokens['alice']}"}
+        for model in (f"{other}-step-1", "", None, 3):
+            answer = service.client.post("/v1/chat/completions", json={"model": model, "messages": []}, headers=bearer)
+            assert answer.status_code == 404
+        page = {"auth": ("anybody", tokens["alice"])}
+        assert service.client.get(f"/deployments/{other}-step-1", **page).status_code == 404
+        assert other not in service.client.get("/deployments", **page).text
+        assert service.client.get(f"/runs/{other}/rollouts", **page).status_code == 404
+        assert service.client.get(f"/compare?run={mine}&run={other}", **page).status_code == 404
+        assert service.client.post(f"/runs/{other}/deploy", content=b"step=1", **page).status_code == 404
+        assert service.client.post(f"/runs/{mine}/deploy", content=b"step=x", **page).status_code == 400
+        for body in (b"name=x&settings=%ff", b"name=x&settings=[", b"&" * 1000, b"\xff"):
+            assert service.client.post("/submit", content=body, **page).status_code == 400
+        messages = {"messages": "[" * 10000, "text": "a"}
+        assert service.client.post(f"/deployments/{mine}-step-1", data=messages, **page).status_code == 400
+        assert alice.undeploy(f"{mine}-step-1").state == "undeploying"
+        assert alice.all() == []

@@ -8,18 +8,14 @@ from slipstream.errors import ConfigError
 from slipstream.service.deployment_pages import chat_page, list_page
 from slipstream.service.deployments.deployments import LocalDeployments
 from slipstream.service.deployments.gateway import request_of
-from slipstream.service.deployments.records import Deployment, Options, ServerSpec, stated
+from slipstream.service.deployments.records import Options, ServerSpec, stated
 from slipstream.service.deployments.registry import Registry
 from slipstream.service.runs import NoSuchRun
 from slipstream.service.store import Store
 
+from .made import deployment
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-def deployment(name="run-step-1", **fields):
-    values = {"owner": "me", "run": "run", "step": 1, "kind": "adapter", "source": "/a", "digest": "ab" * 8}
-    values |= {"base": "/base", "rank": 2, "server": "base-1", "created": 1.0}
-    return Deployment(name=name, **{**values, **fields})
 
 
 @pytest.fixture
