@@ -172,6 +172,7 @@ def assert_no_path_is_a_name(url, run, deployment):
 
 
 @needs_browser
+@pytest.mark.service
 async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, tmp_path, monkeypatch):  # noqa: F811
     """Submit, follow, look at rollouts, compare, deploy, chat, cancel."""
     monkeypatch.chdir(tmp_path)

@@ -153,7 +153,7 @@ class LocalDeployments:
                 if host not in (None, now.host) or port not in (None, 0, now.port):
                     raise ConfigError(
                         f"--host {host or now.host} --port {port or now.port} was asked for, and deployments are at "
-                        f"{url_of(now.host, now.port)}: undeploy all first, or leave both out"
+                        f"{url_of(now.host, now.port or 0)}: undeploy all first, or leave both out"
                     )
                 return
             self._registry.put_listening(Listening(host or now.host, now.port if port is None else port))
@@ -172,7 +172,7 @@ class LocalDeployments:
                     self._registry.put(stated(record, "failed", reason, time.time()))
                 self._registry.put_listening(msgspec.structs.replace(now, launches=0))
                 return
-            if not now.port:
+            if now.port is None:
                 now = msgspec.structs.replace(now, port=_usual_port(now.host))
             for record in records:
                 if record.state == "ready":
@@ -221,7 +221,7 @@ class LocalDeployments:
 
     def _shown(self, record: Deployment) -> ShownDeployment:
         now = self._registry.listening()
-        is_there = now.handle is not None and now.port
+        port = now.port if now.handle is not None else None
         if record.state == "ready" and not (now.handle is not None and is_alive(now.handle)):
             record = stated(record, "deploying", _AGAIN, record.changed)
         return ShownDeployment(
@@ -231,7 +231,7 @@ class LocalDeployments:
             kind=record.kind,
             state=record.state,
             reason=record.reason,
-            url=f"{url_of(now.host, now.port)}/v1" if is_there else "",
+            url=f"{url_of(now.host, port)}/v1" if port else "",
             base=record.base,
             rank=record.rank,
             digest=record.digest,

@@ -69,7 +69,7 @@ class Host:
     async def _listen(self) -> Listener | None:
         asked = self._registry.listening()
         try:
-            listening = tcp_socket(asked.host, asked.port)
+            listening = tcp_socket(asked.host, asked.port or 0)
         except OSError as error:
             reason = f"nothing can listen on port {asked.port} of {asked.host} ({error.strerror}): undeploy it, and use"
             for record in self._registry.all():

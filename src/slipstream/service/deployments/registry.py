@@ -36,8 +36,8 @@ class Listening(msgspec.Struct, frozen=True):
     """The address that a host has, or is asked to have."""
 
     host: str = "127.0.0.1"
-    port: int = 0
-    """0: a free one."""
+    port: int | None = None
+    """0: a free one; None: the usual one, if it is free."""
     handle: Handle | None = None
     """The host, or who is about to be."""
     launches: int = 0
