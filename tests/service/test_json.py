@@ -165,7 +165,7 @@ def test_the_rows_of_models(place, asked, capsys):
     (row,) = asked("models", other)
     assert (row["class"], row["tested"]) == ("OtherForCausalLM", False)
     assert untested(str(other)) == "OtherForCausalLM"
-    assert untested(str(place.model)) == untested("owner/name") == ""
+    assert untested(str(place.model)) == untested("owner/name") == untested(str(place.folder)) == ""
 
 
 @pytest.mark.full

@@ -169,7 +169,8 @@ def untested(model: str) -> str:
     from slipstream.plan.preflight.model_folder import read_config_file
 
     folder = Path(model)
-    kinds = read_config_file(folder).get("architectures") if folder.is_dir() else None
+    is_model = (folder / "config.json").is_file()  # and not a run or checkpoint
+    kinds = read_config_file(folder).get("architectures") if is_model else None
     return str(kinds[0]) if isinstance(kinds, list) and kinds and family_of(str(kinds[0])) is None else ""
 
 
