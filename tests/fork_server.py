@@ -50,7 +50,9 @@ KINDS = {
     "slipstream.launch.parts.watchdog": "trainer",
     "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
+    "tests.system.loops": "trainer",
     "tests.system.slow_end": "trainer",
+    **{f"examples.algorithms.{name}": "trainer" for name in ("best_of_n", "echo", "self_play")},
     "tests.config.mutate": "engine",
 }
 """Modules whose processes are forked, and the server that forks them."""

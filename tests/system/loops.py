@@ -3,10 +3,13 @@
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 import slipstream
 from slipstream.errors import ConfigError
+
+from . import own_losses
 
 
 def order_of_a_run(run_file, folder, steps="6"):
@@ -106,6 +109,31 @@ def by_coroutines(run_file, folder):
         return ticks
 
     print(json.dumps({"ticks": asyncio.run(main())}))
+
+
+def waits(run_file, folder):
+    """Until somebody ends it."""
+    with slipstream.session(run_file, folder=folder) as s:
+        s.rollouts()
+        Path(f"{folder}.ready").touch()
+        time.sleep(600)
+
+
+def on_two_ranks(run_file, folder):
+    """A loss of a file, and one of the program."""
+    settings = {"training": {"ranks": 2}, "run": {"threads": 2}, "evaluation": False}
+    refused = ""
+    with slipstream.session(run_file, folder=folder, steps=2, **settings) as s:
+        s.train(s.rollouts(), f"{Path(__file__).with_name('own_losses.py')}:half")
+        s.sync()
+        groups = s.rollouts()
+        try:
+            s.train(groups, own_loss)
+        except ConfigError as error:
+            refused = str(error)
+        s.train(groups, own_losses.half)
+        s.save()
+    print(json.dumps({"refused": refused}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
 """A session on real vLLM: the figures of a run, losses and tasks of the caller's, and every way out."""
 
+import json
+from pathlib import Path
+
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from slipstream.runlog import read_exit, read_metrics
 from slipstream.runlog.ledger import balance
@@ -46,3 +51,91 @@ def test_a_loop_on_the_session_gives_the_figures_of_the_run(command, program, ru
     assert names[0] == names[1] != []
     for name in names[0]:
         assert (written[0] / name).read_bytes() == (written[1] / name).read_bytes()
+
+
+@pytest.mark.full
+def test_losses_and_tasks_of_the_callers(program, run_file, tmp_path):
+    said = json.loads(program("chosen_losses", run_file, tmp_path / "s").ok().splitlines()[-1])
+    assert said["sizes"] == [3, 3]
+    assert len(said["refused"]) == 5
+    assert list(Path(said["weights"]).glob("*.safetensors"))
+    found = {(entry.state, entry.reason): entry.num_groups for entry in balance(tmp_path / "s").entries}
+    assert found == {("trained", ""): 3, ("dropped", "unused"): 8}
+
+
+def test_an_exception_of_the_callers_leaves_no_process(program, run_file, tmp_path):
+    run = program("caller_fails", run_file, tmp_path / "s")
+    run.until(lambda: (tmp_path / "s.ready").exists())
+    assert run.engines()
+    code, _, err = run.wait(60)
+    assert code == 1
+    assert 'KeyError: "the caller\'s own"' in err
+    assert run.left_behind(1.0) == []
+    assert (read_exit(tmp_path / "s").status, read_exit(tmp_path / "s").error) == ("failed", "KeyError")
+    assert balance(tmp_path / "s").num_open == 0
+
+
+@pytest.mark.full
+def test_a_caller_that_is_killed_leaves_no_process(program, run_file, tmp_path):
+    run = program("waits", run_file, tmp_path / "s")
+    run.until(lambda: (tmp_path / "s.ready").exists())
+    assert run.engines()
+    run.process.kill()
+    run.process.wait(10)
+    assert run.left_behind(60.0) == []
+
+
+@pytest.mark.full
+def test_coroutines_leave_the_event_loop_alone(program, run_file, tmp_path):
+    said = json.loads(program("by_coroutines", run_file, tmp_path / "s").ok().splitlines()[-1])
+    assert said["ticks"] > 50
+    assert (read_exit(tmp_path / "s").status, read_exit(tmp_path / "s").step) == ("finished", 2)
+
+
+@pytest.mark.full
+def test_two_ranks_take_a_loss_of_a_file(program, run_file, tmp_path):
+    run = program("on_two_ranks", run_file, tmp_path / "s")
+    run.until(lambda: (tmp_path / "s" / "metrics.jsonl").exists())
+    assert run.running("slipstream.launch.ranks.child")
+    said = json.loads(run.ok().splitlines()[-1])
+    assert "is in the program itself" in said["refused"]
+    assert [row["step"] for row in read_metrics(tmp_path / "s")] == [0, 1, 2]
+    assert run.left_behind(5.0) == []
+
+
+@pytest.mark.full
+@pytest.mark.real_start
+def test_a_notebook_whose_event_loop_runs(run_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    lines = (
+        "import slipstream",
+        f"async with slipstream.session({str(run_file)!r}, folder={str(tmp_path / 'a')!r}, steps=1) as s:",
+        "    await s.train(await s.rollouts())",
+        "    await s.sync()",
+        "with slipstream.session(" + f"{str(run_file)!r}, folder={str(tmp_path / 'b')!r}, steps=1) as s:",
+        "    s.train(s.rollouts())",
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\n".join(lines))])
+    NotebookClient(book, timeout=400, kernel_name="python3").execute()
+    assert [read_exit(tmp_path / name).status for name in "ab"] == ["finished", "finished"]
+
+
+ECHOES = str(Path(__file__).with_name("echoes.py"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["best_of_n", "self_play", "echo"])
+def test_an_example_trains(name, command, model, run_file, tmp_path):
+    text = run_file.read_text()
+    if name == "echo":
+        run_file.write_text(text.replace(text.split('name = "')[1].split('"')[0], ECHOES))
+    else:
+        run_file.write_text(text.replace("reward_timeout_s = 60", "reward_timeout_s = 60\nsettings = {parity = true}"))
+    small = {"best_of_n": ("--rounds", 2, "--tasks", 4, "--answers", 4), "self_play": ("--steps", 2), "echo": ()}[name]
+    file = model if name == "self_play" else run_file
+    command(file, "--folder", tmp_path / "s", *small, module=(f"examples.algorithms.{name}",)).ok()
+    folders = [tmp_path / "s" / player for player in ("matcher", "hider")] if name == "self_play" else [tmp_path / "s"]
+    for folder in folders:
+        assert read_exit(folder).status == "finished"
+        assert balance(folder).num_open == 0
+        assert all(row["train/grad_norm"] > 0 for row in read_metrics(folder)[1:])

@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import copy
+import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.scripted_engine import ScriptedEngine
 
 import slipstream
+from slipstream.config.user_code import import_file
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch import session as launched
 from slipstream.runlog import read_events, read_exit, read_metrics
@@ -214,3 +218,122 @@ def test_objects_of_the_caller_make_a_session(opened, model, tmp_path):
         groups = s.rollouts()
         assert [len(group) for group in groups] == [4, 4]
         s.train(groups)
+
+
+def test_a_stream_at_staleness_0_gives_the_figures_of_the_run(scripted, opened, tmp_path):
+    scripted.finish(3, "--environment.settings", "{parity = true}")
+    with opened() as s:
+        s.evaluate()
+        for groups in s.stream():
+            s.train(groups)
+            s.sync()
+        s.evaluate()
+    assert figures(tmp_path / "session") == figures(scripted.folder)
+
+
+def test_a_stream_is_ahead_by_the_staleness_and_leaves_no_open_group(opened, scripted, tmp_path):
+    asked = []
+    with opened(training={"staleness": 1}, steps=6) as s:
+        s.sync()
+        scripted.engine.on_request = lambda request: asked.append((s.step, request.group_id))
+        tasks = ({"prompt": f"say {n}", "answer": "a", **s.tasks[0].info} for n in range(1000))
+        for groups in s.stream(tasks, n=2):
+            assert [len(group) for group in groups] == [2, 2, 2, 2]
+            s.train(groups)
+            s.sync()
+            if s.step == 4:
+                break
+    rows = read_metrics(tmp_path / "session")
+    assert max(row["staleness/max"] for row in rows[1:]) == 1.0, "some were generated while the trainer trained"
+    assert {int(group.split(".")[0]) - step for step, group in asked if group} <= {0, 1}
+    assert balance(tmp_path / "session").num_open == 0
+    assert ended(tmp_path / "session")["trained", ""] == 16
+
+
+def test_a_stream_ends_with_its_tasks_and_asks_for_a_sync(opened, tmp_path):
+    with opened() as s:
+        tasks = s.tasks[:6]
+        sizes = []
+        for groups in s.stream(tasks):  # two batches of one version
+            sizes.append(len(groups))
+        assert sizes == [4, 2]
+        stream = s.stream()
+        s.train(next(stream))
+        with pytest.raises(ConfigError, match=r"call s\.sync\(\) first"):
+            next(stream)
+    assert ended(tmp_path / "session") == {("trained", ""): 4, ("dropped", "unused"): 6}
+
+
+async def test_a_stream_of_coroutines(opened):
+    async with opened() as s:
+        async for groups in s.stream():
+            await s.train(groups)
+            await s.sync()
+        assert s.step == 3
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name):
+    return import_file(EXAMPLES / "algorithms" / f"{name}.py", "test")
+
+
+def with_parity(run_file):
+    text = run_file.read_text().replace("reward_timeout_s = 60", "reward_timeout_s = 60\nsettings = {parity = true}")
+    run_file.write_text(text)
+
+
+def test_the_best_of_n_answers_are_imitated(opened, run_file, tmp_path):
+    folder = tmp_path / "best"
+    opened()
+    with_parity(run_file)
+    for rounds in (1, 2):  # the second call goes on
+        example("best_of_n").main(run_file, folder, rounds, tasks=4, answers=4, size=8)
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["train/grad_norm"] > 0 for row in rows[1:])
+    found = ended(folder)
+    assert sum(found.values()) == 8
+    assert balance(folder).num_open == 0
+
+
+def test_two_models_play_against_each_other(opened, model, tmp_path):
+    opened()
+    example("self_play").main(str(model), str(tmp_path), 2)
+    rewards = [[row["reward/mean"] for row in read_metrics(tmp_path / name)[1:]] for name in ("matcher", "hider")]
+    assert [sum(pair) for pair in zip(*rewards, strict=True)] == [1.0, 1.0]
+    assert [read_exit(tmp_path / name).status for name in ("matcher", "hider")] == ["finished", "finished"]
+
+
+def test_a_second_loss_on_the_environments_tokens(opened, run_file, tmp_path):
+    text = run_file.read_text()
+    name = text.split('name = "')[1].split('"')[0]
+    run_file.write_text(text.replace(name, str(Path(__file__).with_name("echoes.py"))))
+    folder = tmp_path / "echo"
+    opened()
+    example("echo").main(run_file, folder)
+    rows = read_metrics(folder)[1:]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["train/num_tokens"] > row["tokens/generated"] for row in rows), "the environment's are among them"
+    assert ended(folder)["trained", ""] == 12
+
+
+def test_a_loss_of_two_ranks_is_imported(opened, tmp_path):
+    own = tmp_path / "own_losses.py"
+    own.write_text("def half(inputs):\n    return -0.5 * inputs.advantages_N * inputs.logprobs_N\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        half = importlib.import_module("own_losses").half
+    finally:
+        sys.path.remove(str(tmp_path))
+    losses = []
+    for number in (1, 2):
+        with opened(tmp_path / f"ranks-{number}", training={"ranks": number}, run={"threads": 2}, steps=4) as s:
+            for loss in (half, "sft", None):
+                losses.append(s.train(s.rollouts(), loss)["train/grad_norm"])
+                s.sync()
+            if number == 2:
+                with pytest.raises(ConfigError, match=r"<lambda> is no function at the top level.*ranks = 2"):
+                    s.train(s.rollouts(), lambda inputs: -inputs.logprobs_N)
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)

@@ -224,8 +224,10 @@ class _Generation:
         if command.group_size:
             batcher = replace(batcher, group_size=command.group_size)
         tasks = command.tasks or self._order.tasks(command.step)
+        await self._versions.wait_for(command.oldest)
         async with self._asking:
-            version = await self._versions.wait_for(command.oldest)
+            version = self._versions.current
+            assert version is not None
             progress.phase("generate", batcher.num_rollouts(tasks))
             async with self._versions.generating():
                 batch = await batcher.make(command.step, version, tasks, command.first)
@@ -345,7 +347,8 @@ class _Generation:
         if ledger is None:
             return
         try:
-            ledger.close(end.step, is_whole=end.step >= self._context.config.training.steps, reason=end.reason)
+            is_whole = end.step >= self._context.config.training.steps
+            ledger.close(end.step, is_whole=is_whole, reason=end.reason, unused=UNUSED if self._asked else "")
             self._context.log.event("generation_ended", step=end.step, reason=end.reason)
         except SlipstreamError as error:  # the error that ended the run is worth more
             with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either

@@ -8,7 +8,7 @@ ends its waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +107,17 @@ class AsyncSession:
     ) -> list[list[Rollout]]:
         """See `Session`."""
         return await self._do(self._session.rollouts, tasks, n)
+
+    async def stream(
+        self, tasks: Iterable[Task | Mapping[str, Any]] | None = None, n: int | None = None
+    ) -> AsyncGenerator[list[list[Rollout]]]:
+        """See `Session`; for `async for`."""
+        batches = self._session.stream(tasks, n)
+        try:
+            while (groups := await self._do(next, batches, None)) is not None:
+                yield groups
+        finally:
+            await self._do(batches.close)
 
     async def train(self, data: Trained, loss: Loss | None = None) -> dict[str, float]:
         """See `Session`."""

@@ -9,9 +9,10 @@ of each group whether it was trained on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -23,9 +24,12 @@ from slipstream.python.groups import Groups, Trained, as_rollouts
 from slipstream.records import Batch, Rollout, Task, Version
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from slipstream.config import Loaded, PlannedConfig
     from slipstream.launch.run import Parts
     from slipstream.launch.session import OpenSession
+    from slipstream.orchestrator.control.commands import AnyAnswer
     from slipstream.orchestrator.control.handle import Orchestrator
     from slipstream.progress import Progress
     from slipstream.trainer.chosen_loss import Loss
@@ -53,8 +57,8 @@ class Session:
         """Failed rollouts since the last step, by reason."""
         self._synced = -1
         """The step of the engine's version; -1 without one."""
-        self._num_asked = (0, 0)
-        """A step, and how many groups were asked for in it."""
+        self._num_asked: dict[int, int] = {}
+        """Groups asked for, by step."""
         self.state: dict[str, Any] = {}
         """The caller's own: `save` keeps it, and `resume` brings it back; JSON types."""
 
@@ -135,10 +139,43 @@ class Session:
         self._refuse_old_engine()
         self._write_row()
         self._settle(self._groups.take_older(self._oldest))
-        answer = engine.ask(self._command(steps.step, self._synced, self._tasks_of(tasks), n))
-        with steps.log.phase("batch"):
-            batch = engine.take(answer, steps.step)
-        return self._taken(batch)
+        return self._taken(engine.ask(self._command(steps.step, self._synced, self._tasks_of(tasks), n)))
+
+    def stream(
+        self, tasks: Iterable[Task | Mapping[str, Any]] | None = None, n: int | None = None
+    ) -> Generator[list[list[Rollout]]]:
+        """Make rollouts ahead of training: as `rollouts`, one batch after the other, `training.staleness` of them ahead
+        of the one in training. Train on each and call `sync` before the next.
+
+        `tasks`: an endless iterator or a list, taken `training.prompts_per_batch` at a time; by default the run's own
+        up to `training.steps`. Rollouts in the making are cancelled at the end of the loop."""
+        steps, engine = self._synchronised(), self._engine
+        training, source = self._config.training, None if tasks is None else iter(tasks)
+        asked: deque[Future[AnyAnswer]] = deque()
+        number, first = steps.step, steps.resumed.step
+        try:
+            while True:
+                # A caller who takes several batches in a step gets more for this step.
+                while number < training.steps and (number <= steps.step + training.staleness or not asked):
+                    step = min(number, steps.step + training.staleness)
+                    batch = (
+                        []
+                        if source is None
+                        else self._tasks_of(islice(source, training.prompts_per_batch), may_be_empty=True)
+                    )
+                    if source is not None and not batch:
+                        break
+                    asked.append(engine.ask(self._command(step, max(first, step - training.staleness), batch, n)))
+                    number = step + 1
+                if not asked:
+                    return
+                self._refuse_old_engine()
+                self._write_row()
+                self._settle(self._groups.take_older(self._oldest))
+                yield self._taken(asked.popleft())
+        finally:
+            for answer in asked:
+                answer.cancel()
 
     def train(self, data: Trained, loss: Loss | None = None) -> dict[str, float]:
         """Make one step on rollouts, on groups of them, or on sequences; returns its metrics.
@@ -292,12 +329,11 @@ class Session:
             raise ConfigError(f"n = {n} rollouts of a task: ask for at least one")
         algorithm, training = self._config.algorithm, self._config.training
         assert algorithm.kind != "sft"
-        first = self._num_asked[1] if self._num_asked[0] == step else 0
-        rounds = 1 if tasks else 1 + (algorithm.max_refills or 0)
-        self._num_asked = (step, first + rounds * (len(tasks) or training.prompts_per_batch))
+        first, rounds = self._num_asked.get(step, 0), 1 if tasks else 1 + (algorithm.max_refills or 0)
+        self._num_asked[step] = first + rounds * (len(tasks) or training.prompts_per_batch)
         return MakeBatch(step, oldest, tasks, n or 0, first)
 
-    def _tasks_of(self, tasks: Iterable[Task | Mapping[str, Any]] | None) -> list[Task]:
+    def _tasks_of(self, tasks: Iterable[Task | Mapping[str, Any]] | None, *, may_be_empty: bool = False) -> list[Task]:
         from slipstream.envs.single_turn import as_task, with_schemas
 
         if tasks is None:
@@ -305,15 +341,17 @@ class Session:
         if isinstance(tasks, str | Mapping):
             raise ConfigError(f"tasks is a {type(tasks).__name__}: give a list of tasks")
         given, environment = [*tasks], self._parts.run.prepared.environment
-        if not given:
+        if not given and not may_be_empty:
             raise ConfigError("tasks is empty: give at least one task, or none for the run's own")
         new = [as_task(each, f"session/{n}", f"task {n} of s.rollouts()") for n, each in enumerate(given)]
         assert environment is not None
         made = with_schemas(environment, new)
         return [own if isinstance(raw, Task) else other for raw, own, other in zip(given, new, made, strict=True)]
 
-    def _taken(self, batch: Batch) -> list[list[Rollout]]:
-        """Take a batch apart."""
+    def _taken(self, answer: Future[AnyAnswer]) -> list[list[Rollout]]:
+        """The groups of a batch, once it is made."""
+        with self._begun.log.phase("batch"):
+            batch = self._engine.take(answer, self._begun.step)
         if self._config.inference.sleep:
             self._synced = -1  # the engine has given its memory to the trainer
         groups = [list(group) for _, group in groupby(batch.rollouts, key=lambda rollout: rollout.group_id)]

@@ -220,10 +220,11 @@ class Ledger:
                 (saved, saved),
             )
 
-    def close(self, step: int, *, is_whole: bool = False, reason: str = "") -> None:
+    def close(self, step: int, *, is_whole: bool = False, reason: str = "", unused: str = "") -> None:
         """The attempt ends, with the batches of steps before `step` trained on: what is running is cancelled. Finished
         groups wait for the next attempt, unless the run `is_whole`: then what an earlier attempt had finished, and no
-        batch had room for any more, is dropped. `reason`: why the attempt ends."""
+        batch had room for any more, is dropped. `reason`: why the attempt ends. `unused`: the reason to drop finished
+        groups of this attempt, too."""
         try:
             self.trained(step)
             with self._writing():
@@ -232,6 +233,12 @@ class Ledger:
                 self._data.execute(
                     "UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'"
                 )
+                if unused:
+                    ready = "state = 'ready' AND lineage = ?"
+                    ids = f"SELECT id, lineage FROM groups WHERE {ready}"
+                    self._data.execute(f"DELETE FROM rollouts WHERE (id, lineage) IN ({ids})", (self._lineage,))
+                    drop = f"UPDATE groups SET state = 'dropped', reason = ? WHERE {ready}"
+                    self._data.execute(drop, (unused, self._lineage))
                 if is_whole:
                     kept = "SELECT id, lineage FROM groups WHERE state = 'kept'"
                     self._data.execute(f"DELETE FROM rollouts WHERE (id, lineage) IN ({kept})")

@@ -129,21 +129,23 @@ class BatchTrainer:
         planned = self.step_batches(batch, credit)
         if not planned:
             return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.ALL_TRUNCATED)
-        if not credit.has_signal and self.critic is None:
+        # A session's own loss may have a gradient without advantages.
+        is_free = hooks.defines("loss") and bool(getattr(self.objective, "chosen", ""))
+        if not credit.has_signal and self.critic is None and not is_free:
             return BatchResult(metrics, credit, no_variance)
         if self.critic is not None:
             metrics |= self.critic.train(planned)
             if batch.step < self.critic.config.warmup_steps:
                 return BatchResult(metrics | {"value/warmup": 1.0}, credit, is_critic_only=True)
-        steps = [(index, step) for index, step in enumerate(planned) if step.has_signal]
+        steps = [(index, step) for index, step in enumerate(planned) if step.has_signal or is_free]
         metrics["train/skipped_updates"] = float(len(planned) - len(steps))
         if not steps:
             return BatchResult(metrics, credit, no_variance)
         fill_logprobs([step for _, step in steps], algorithm, self.learner, self.reference, self.sampling)
-        update_metrics, num_skipped = self.optimizer_steps(steps, batch.step)
+        update_metrics, num_skipped = self.optimizer_steps(steps, batch.step, may_be_zero=not credit.has_signal)
         metrics["train/skipped_updates"] += num_skipped
-        all_clipped = num_skipped == len(steps)
-        return BatchResult(metrics | update_metrics, credit, NoSignal.ALL_CLIPPED if all_clipped else None)
+        why = NoSignal.ALL_CLIPPED if credit.has_signal else no_variance
+        return BatchResult(metrics | update_metrics, credit, why if num_skipped == len(steps) else None)
 
     def _hooks(self, algorithm: PlannedRL) -> Algorithm:
         """The objective's: all hooks of this process share one object."""
@@ -161,7 +163,9 @@ class BatchTrainer:
             ignores_silent=self.critic is None and self.objective.ignores_silent,
         )
 
-    def optimizer_steps(self, steps: Sequence[tuple[int, StepBatch]], batch_step: int) -> tuple[dict[str, float], int]:
+    def optimizer_steps(
+        self, steps: Sequence[tuple[int, StepBatch]], batch_step: int, *, may_be_zero: bool = False
+    ) -> tuple[dict[str, float], int]:
         """Make one optimizer step per `(index in the batch, step batch)`. Returns the metrics of the steps that were
         applied, or of all if none was, as means or sums, and how many were skipped because their gradient was zero."""
         training = self.config.training
@@ -170,7 +174,8 @@ class BatchTrainer:
         applied: list[dict[str, float]] = []
         skipped: list[dict[str, float]] = []
         for index, step in steps:
-            row, is_applied = self.optimizer_step(step, batch_step * per_batch + index, may_be_zero=bool(applied))
+            number, may_skip = batch_step * per_batch + index, may_be_zero or bool(applied)
+            row, is_applied = self.optimizer_step(step, number, may_be_zero=may_skip)
             (applied if is_applied else skipped).append(row)
         rows = applied or skipped
         names = dict.fromkeys(name for row in rows for name in row)
