@@ -20,7 +20,7 @@ from slipstream.commands.push import push
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.plan.deployable import find_deployable, local_path, with_weights_folder
-from slipstream.runlog import read_events, read_metrics
+from slipstream.runlog import read_events, read_metrics, read_settings
 from slipstream.service.client import RemoteRuns
 from slipstream.trainer.checkpoints.checkpoint import damage
 from tests.s3_server import KEY, SECRET, TOKEN, Server, give_credentials
@@ -301,6 +301,33 @@ def test_a_run_starts_from_another_ones_checkpoint_and_a_changed_file_is_refused
     changed.write_bytes(data)
     with pytest.raises(ConfigError, match=r"digest [0-9a-f]{12}, not [0-9a-f]{12}"):
         with_weights_folder(loaded)
+
+
+@pytest.mark.service
+def test_a_run_starts_from_an_adapter_and_a_changed_one_is_refused(place, capsys):
+    first = place.submit("first", 4, more=LORA.format(every=2))
+    place.until(first, "done")
+
+    def submitted():
+        more = f'[lora]\nrank = 2\npath = "run:{first}/step-2"\n'
+        with pytest.raises(SystemExit):
+            main(["submit", str(place.run_file(2, "next.toml", more)), "--to", "local", "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    name = submitted()["id"]
+    place.until(name, "done")
+    assert f'path = "run:{first}/step-2"' in (place.folder_of(name) / "service/run.toml").read_text()
+    weights = place.folder_of(first) / "checkpoints/step-000002/weights"
+    assert read_settings(place.folder_of(name))["lora.path"] == str(weights)
+    assert losses(place.folder_of(name))[1] < losses(place.folder_of(first))[1]
+    file = weights / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    answer = submitted()
+    assert answer["error"] == "ConfigError"
+    assert "digest" in answer["message"]
+    assert {*place.store.all()} == {first, name}
 
 
 @pytest.mark.service
