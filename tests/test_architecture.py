@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 import statistics
 import subprocess
@@ -36,7 +37,7 @@ LAYERS = {
             ),
             ("inference", "trainer", "envs"),
             ("orchestrator", "artifacts"),
-            ("plan", "atropos"),
+            ("plan", "atropos", "plugins"),
             ("doctor",),
             ("launch",),
             ("commands",),
@@ -64,6 +65,8 @@ HEAVY_MODULES = ("torch", "transformers", "vllm")
 PLUG_IN = "slipstream_matching"
 MAY_IMPORT_IT = {"cli", "report"}
 """Packages around the core."""
+PUBLIC = ("slipstream.plugins", "slipstream.envs", "slipstream.records", "slipstream.errors")
+"""A plug-in imports from these alone."""
 
 
 @functools.cache
@@ -169,6 +172,21 @@ def test_the_package_imports_no_benchmark():
 def test_the_core_imports_nothing_of_the_plug_in():
     found = {package_of(path) for path in FILES for _, name in imports(path) if name.split(".")[0] == PLUG_IN}
     assert found == MAY_IMPORT_IT
+
+
+def test_the_plug_in_imports_public_names_only():
+    found = []
+    for path in sorted((SOURCE.parent / PLUG_IN).glob("*.py")):
+        for node in ast.walk(parsed(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            assert not any(name.startswith("slipstream.") for name in names), path
+            if module is None or module.split(".")[0] != "slipstream":
+                continue
+            public = getattr(importlib.import_module(module), "__all__", None)
+            known = all(not name.startswith("_") and (public is None or name in public) for name in names)
+            found += [(path.name, module, names)] * (module not in PUBLIC or not known)
+    assert found == []
 
 
 def test_trainer_inference_and_environments_do_not_know_each_other():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("package", ["slipstream", "slipstream.config", "slipstream.runlog"])
+@pytest.mark.parametrize("package", ["slipstream", "slipstream.config", "slipstream.runlog", "slipstream.plugins"])
 def test_all_that_is_named_is_there_and_nothing_else(package):
     module = importlib.import_module(package)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import Any
 
 
-def exported(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562). `names`: of a module, relative to the package, what it has for others,
-    separated by spaces. The package repeats them below `if TYPE_CHECKING`."""
+def exported(package: str, names: Mapping[str, str], base: str = "") -> Callable[[str], Any]:
+    """The `__getattr__` of a package (PEP 562). `names`: public names by module, separated by spaces; the module is
+    relative to the package, or to `base`. The package repeats them below `if TYPE_CHECKING`."""
     modules = {name: module for module, of_module in names.items() for name in of_module.split()}
 
     def find(name: str) -> Any:
         if name in modules:
-            return getattr(import_module(f"{package}.{modules[name]}"), name)
+            return getattr(import_module(f"{base or package}.{modules[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find

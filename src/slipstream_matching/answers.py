@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError
+from slipstream.plugins import ChatTokenizer
 from slipstream_matching.coordinates import AnswerTokens, coordinate_ids
 from slipstream_matching.matching import MatchSettings
 from slipstream_matching.settings import MatchingConfig

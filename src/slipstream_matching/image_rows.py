@@ -16,13 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.data.files.folders import held_out_split, subset_of
-from slipstream.data.images.parts import COLUMNS, with_images
-from slipstream.data.readers import Row, read_rows
-from slipstream.envs import Score, SingleTurn, Split
-from slipstream.envs.rows import check_settings
-from slipstream.envs.split import split_of
+from slipstream.envs import Score, SingleTurn, Split, split_of
 from slipstream.errors import DataError, did_you_mean
+from slipstream.plugins import COLUMNS, Row, check_settings, held_out_split, read_rows, subset_of, with_images
 from slipstream.records import Message, Rollout, Task
 from slipstream_matching.answer import answer_text
 from slipstream_matching.figures import counts_of
@@ -31,7 +27,7 @@ from slipstream_matching.objects import in_reading_order, true_objects
 from slipstream_matching.text_tokens import parsed_text
 
 if TYPE_CHECKING:
-    from slipstream.data.chat_template import ChatTokenizer
+    from slipstream.plugins import ChatTokenizer
 
 NAME = "detection"
 """In the run file."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.examples import Examples
-from slipstream.orchestrator.method import Material, Method
+from slipstream.plugins import ChatTokenizer, Examples, Material, Method
 from slipstream.records import Message, Rollout, Task
 from slipstream_matching.answers import answer_tokens
 from slipstream_matching.objective import MatchingObjective

@@ -15,11 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.algo.logprobs import token_statistics
 from slipstream.errors import TrainingError
-from slipstream.trainer.model.image_features import RowEmbeddings
-from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.packing import MicroBatch, StepBatch
+from slipstream.plugins import MicroBatch, PolicyModel, RowEmbeddings, StepBatch, token_statistics
 from slipstream_matching.coordinate_losses import (
     box_ciou_loss,
     box_giou_loss,

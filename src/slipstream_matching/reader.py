@@ -6,9 +6,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from slipstream.data.examples import SFTReader
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.method import Material
+from slipstream.plugins import Material, SFTReader
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Version
 from slipstream_matching.coordinates import AnswerTokens
 from slipstream_matching.figures import DetectionCounts

@@ -11,8 +11,8 @@ from itertools import compress
 from torch import Tensor
 
 from slipstream.errors import TrainingError
+from slipstream.plugins import MicroBatch
 from slipstream.records import Stream
-from slipstream.trainer.packing import MicroBatch
 from slipstream_matching.coordinates import LAST_BIN
 from slipstream_matching.row_targets import BoxTarget
 

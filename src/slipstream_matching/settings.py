@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from slipstream.config.bounds import (
+from slipstream.plugins import (
     Factor,
     Fraction,
     GreedyTemperature,
     Items,
+    MethodSection,
     NonNegativeFactor,
     Problems,
     Rule,
     Share,
     without_effect,
 )
-from slipstream.config.methods import MethodSection
 from slipstream_matching.schedule import Channel, channel_by_pattern, channel_by_share
 
 if TYPE_CHECKING:
-    from slipstream.config import RunConfig
+    from slipstream.plugins import RunConfig
 
 _LEAST_TEMPERATURE = 0.01
 """A lower one vLLM would raise to it."""

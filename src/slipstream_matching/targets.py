@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field
 
 import msgspec
 
-from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.examples import Examples
 from slipstream.errors import ConfigError, DataError
+from slipstream.plugins import ChatTokenizer, Examples
 from slipstream.records import TRAINABLE_OUTCOMES, Media, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
 from slipstream_matching.answer import answer_text

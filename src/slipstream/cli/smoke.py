@@ -13,12 +13,10 @@ from cyclopts import Parameter
 from slipstream.cli.commands import Overrides, RunFile
 from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.errors import ConfigError, TrainingError
+from slipstream_matching.smoke import B_RATIOS, Channels, Health, Limits, across, health_of
 
 if TYPE_CHECKING:
-    from slipstream.commands.smoke import Health, Trial
-
-Channels = Literal["a_only", "b_only", "ab"]
-
+    from slipstream.commands.smoke import Trial
 
 _ALL: tuple[Channels, ...] = ("a_only", "b_only", "ab")
 
@@ -51,7 +49,7 @@ def smoke(
         timeout_s: Longest time of each run, in seconds.
         folder: Folder of the runs; default: a new one in runs/.
     """
-    from slipstream.commands.smoke import Limits, across, run_channels, run_trial
+    from slipstream.commands.smoke import run_steps, run_trial
     from slipstream.config import load_config
     from slipstream.launch.start import new_run_folder
 
@@ -70,13 +68,11 @@ def smoke(
     if not matches:
         trial = run_trial(command, run_file, own / "run", steps=steps, overrides=overrides, timeout_s=timeout_s)
         return _show(own, {"run": trial}, list(trial.problems), as_json=json)
-    limits = Limits(max_invalid, max_truncated)
-    found = {
-        name: run_channels(
-            run_file, name, own / name, steps=steps, overrides=overrides, timeout_s=timeout_s, limits=limits
-        )
-        for name in channels or _ALL
-    }
+    limits, found = Limits(max_invalid, max_truncated), dict[str, Health]()
+    for name in channels or _ALL:
+        given = [*overrides, "--matching.b_ratio", str(B_RATIOS[name])]
+        rows, error = run_steps("sft", run_file, own / name, steps, given, timeout_s)
+        found[name] = health_of(name, rows, limits, error)
     problems = [f"{each.channels}: {text}" for each in found.values() for text in each.problems]
     return _show(own, found, problems + across([*found.values()]), as_json=json)
 

@@ -1,9 +1,4 @@
-"""A few steps of a run file, under rollout matching of each channel, and a verdict on what came of them.
-
-That a run finishes says little: a policy whose every rollout is invalid is trained on the appended true objects, with a
-loss like any other. Healthy is a run whose rollouts are mostly valid and whole, of which some match, and whose two
-channels have losses of one order. The verdict is a pure function of the runs' metrics.
-"""
+"""A few steps of a run file in a process of its own, and a verdict by their metrics."""
 
 from __future__ import annotations
 
@@ -18,112 +13,17 @@ from typing import Literal
 from slipstream.processes.launchers import LOCAL
 from slipstream.runlog import read_exit, read_metrics
 
-Channels = Literal["a_only", "b_only", "ab"]
-B_RATIOS: dict[Channels, float] = {"a_only": 0.0, "b_only": 1.0, "ab": 0.5}
-_ORDER = 10.0
-"""By how much losses of one order may differ."""
 _GRACE_S = 30.0
 Row = Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a healthy run keeps."""
-
-    invalid: float = 0.1
-    """Largest share of rollouts of which nothing can be kept."""
-    truncated: float = 0.3
-    """Largest share of rollouts that end with something unclosed."""
-
-
-@dataclass(frozen=True)
-class Health:
-    """What came of one run; figures are None where it had no step of that channel."""
-
-    channels: Channels
-    num_steps: int
-    loss_a: float | None = None
-    loss_b: float | None = None
-    invalid_rate: float | None = None
-    truncated_rate: float | None = None
-    any_match_rate: float | None = None
-    problems: tuple[str, ...] = ()
-
-
-def health_of(channels: Channels, rows: Iterable[Row], limits: Limits, error: str = "") -> Health:
-    """The verdict on one run by its metrics; `error`: what it ended with, if it failed."""
-    steps = [row for row in rows if row.get("stage2/channel_a") is not None]
-    of_a = [row for row in steps if row["stage2/channel_a"]]
-    of_b = [row for row in steps if row["stage2/channel_b"]]
-    problems = [f"it ended with: {error}"] if error else []
-    for name, found in (("A", of_a), ("B", of_b)):
-        if not found and not error and channels in ("ab", f"{name.lower()}_only"):
-            problems.append(f"no step was trained by channel {name}")
-    losses = [row.get("train/loss") for row in steps if not row.get("train/skipped")]
-    if any(loss is None or not math.isfinite(loss) for loss in losses):
-        problems.append("a loss is missing or not finite")
-    samples = _sum(of_b, "rollout/num_samples")
-    invalid = _sum(of_b, "stage2/invalid_rollout") / samples if samples else None
-    truncated = _sum(of_b, "rollout/parse_truncated") / samples if samples else None
-    any_match = _mean(of_b, "rollout/sample_any_match_rate")
-    if invalid is not None and invalid > limits.invalid:
-        problems.append(f"{100 * invalid:.0f} % of rollouts are invalid, more than {100 * limits.invalid:.0f} %")
-    if truncated is not None and truncated > limits.truncated:
-        problems.append(f"{100 * truncated:.0f} % of rollouts are truncated, more than {100 * limits.truncated:.0f} %")
-    if of_b and not any_match:
-        problems.append("no rollout matches any true object")
-    loss_a, loss_b = _mean(of_a, "train/loss"), _mean(of_b, "train/loss")
-    if (text := _of_one_order(loss_a, loss_b)) and not error:
-        problems.append(text)
-    return Health(channels, len(steps), loss_a, loss_b, invalid, truncated, any_match, tuple(problems))
-
-
-def _of_one_order(loss_a: float | None, loss_b: float | None) -> str:
-    if not loss_a or not loss_b or 1 / _ORDER <= loss_b / loss_a <= _ORDER:
-        return ""
-    return f"the losses of channel A, {loss_a:.3g}, and of channel B, {loss_b:.3g}, are not of one order"
-
-
-def across(found: Sequence[Health]) -> list[str]:
-    """What speaks against the runs together: losses of channel B that are far from those of channel A in another
-    run."""
-    of_a = next((each.loss_a for each in found if each.channels == "a_only"), None)
-    others = (each.loss_b for each in found if each.channels == "b_only")
-    return [text for loss_b in others if (text := _of_one_order(of_a, loss_b))]
 
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:
     return [value for row in rows if (value := row.get(name)) is not None]
 
 
-def _sum(rows: Iterable[Row], name: str) -> float:
-    return sum(_values(rows, name))
-
-
-def _mean(rows: Iterable[Row], name: str) -> float | None:
-    values = _values(rows, name)
-    return sum(values) / len(values) if values else None
-
-
-def run_channels(
-    run_file: Path,
-    channels: Channels,
-    folder: Path,
-    *,
-    steps: int,
-    overrides: Sequence[str],
-    timeout_s: float,
-    limits: Limits,
-) -> Health:
-    """Run so many steps in a process of their own, whose output is kept beside `folder`, and judge them."""
-    options = ["--matching.b_ratio", str(B_RATIOS[channels])]
-    rows, error = _run("sft", run_file, folder, steps, [*overrides, *options], timeout_s)
-    return health_of(channels, rows, limits, error)
-
-
 @dataclass(frozen=True)
 class Trial:
-    """A short run without rollout matching."""
+    """A short run."""
 
     num_steps: int
     loss: float | None
@@ -166,11 +66,11 @@ def run_trial(
     overrides: Sequence[str],
     timeout_s: float,
 ) -> Trial:
-    """See `run_channels`, without rollout matching."""
-    return trial_of(*_run(command, run_file, folder, steps, overrides, timeout_s))
+    """Run so many steps in a process of their own, and judge them; its output is kept beside `folder`."""
+    return trial_of(*run_steps(command, run_file, folder, steps, overrides, timeout_s))
 
 
-def _run(
+def run_steps(
     command: str, run_file: Path, folder: Path, steps: int, overrides: Sequence[str], timeout_s: float
 ) -> tuple[Sequence[Row], str]:
     """Rows of metrics of a run in a separate process, and its error."""

@@ -75,7 +75,7 @@ def sequences_wanted(builder: PlanBuilder) -> tuple[int, str]:
         wanted.append(_divided(prompts * algorithm.group_size, what, replicas * orchestrators))
     elif rolls_out(builder.original):
         prompts = builder["training.prompts_per_batch"]
-        wanted.append(_divided(prompts, f"{prompts} prompts of a step of channel B", replicas))
+        wanted.append(_divided(prompts, f"{prompts} prompts of a step with rollouts", replicas))
     if builder.original.evaluation is not None:
         tasks, samples = builder["evaluation.num_tasks"], builder.original.evaluation.samples_per_task
         of_each = f", {samples} completions of each" if samples > 1 else ""

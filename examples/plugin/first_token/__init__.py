@@ -1,0 +1,1 @@
+"""SFT in which the first token of an answer weighs more."""
