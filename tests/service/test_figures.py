@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.report.markup import Html
 from slipstream.service.figures import PRICE, gpu_hour_price, measured
 from slipstream.service.page import run_page
 from slipstream.service.records import Actual, Attempt, Need
@@ -76,7 +77,7 @@ def test_each_figure_of_the_record(folder):
         },
     )
     assert measured(folder, run, attempts).peaks_gib["host"] == 1.0, "the peak of an earlier attempt counts"
-    page = run_page(shown(folder, record(state="done", attempts=attempts, actual=found)), b"")
+    page = run_page(shown(folder, record(state="done", attempts=attempts, actual=found)), b"", Html(""))
     for text in ("load the model", "logs/teacher/engine.log", 'href="https://wandb.example/me/mine/runs/key"'):
         assert text in page
 
@@ -93,6 +94,26 @@ def test_sft_counts_the_tokens_of_the_loss_and_a_run_without_rows_has_its_time(f
     found = measured(folder, record(), attempts)
     assert (found.seconds, found.steps, found.step_s) == (20.0, 0, None)
     assert found.consoles["engine"] == "logs/engine.log"
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("events", {"kind": "stage"}),
+        ("events", {"kind": "stage", "name": ["x"], "seconds": "y"}),
+        ("events", {"kind": "memory", "held_gib": "much"}),
+        ("events", {"kind": "sink_opened", "name": "wandb"}),
+        ("events", {"kind": "sink_opened", "name": "wandb", "url": 5}),
+        ("metrics", {"step": 4, "time/train_s": 10**400}),
+        ("metrics", {"step": 4, "tokens/trained": 1e308 * 10}),
+    ],
+)
+def test_a_damaged_file_says_nothing_and_the_run_ends(folder, file, line):
+    with (folder / f"{file}.jsonl").open("a") as opened:
+        opened.write(json.dumps({"time": 120.0, "lineage": 0, **line}) + "\n")
+    found = measured(folder, record(), (Attempt(1, 110.0, ended=130.0),))
+    assert found.seconds == 20.0
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Actual) == found, "the next reader can decode it"
 
 
 def test_a_price_is_a_number(monkeypatch):

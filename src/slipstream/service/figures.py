@@ -19,6 +19,8 @@ from slipstream.service.store import OUTPUT
 
 PRICE = "SLIPSTREAM_GPU_HOUR_PRICE"
 """Environment variable: the price of a GPU-hour, in any currency."""
+_DAMAGE = (SlipstreamError, OSError, ValueError, TypeError, KeyError, ArithmeticError)
+"""Errors by a damaged file: it says nothing, and the run ends all the same."""
 _SUMS = ("after_batch", "step")
 """Times of rows: sums of other times there."""
 
@@ -48,10 +50,11 @@ def measured(folder: Path, record: Record, attempts: tuple[Attempt, ...], host_b
         peaks_gib={"host": host_gib} if host_gib else {},
         consoles=consoles_of(folder),
     )
-    with contextlib.suppress(SlipstreamError, OSError):
+    with contextlib.suppress(*_DAMAGE):
         report = read_exit(folder)
         if record.store and report is not None and attempts and report.time >= attempts[-1].started:
             found = msgspec.structs.replace(found, uploads_s=round(attempts[-1].ended - report.time, 3))
+    with contextlib.suppress(*_DAMAGE):
         if holds_run(folder):
             events = read_events(folder, kinds=("stage", "memory", "sink_opened"))
             found = with_rows(found, read_metrics(folder), events)
@@ -73,7 +76,7 @@ def with_rows(found: Actual, rows: Rows, events: Rows) -> Actual:
     held = [event["held_gib"] for event in events if event["kind"] == "memory" and event.get("held_gib")]
     engine = [value for row in rows if (value := row.get("memory/engine_gib"))]
     peaks = {name: max(values) for name, values in (("trainer", held), ("engine", engine)) if values}
-    urls = [event["url"] for event in events if event["kind"] == "sink_opened" and event["name"] == "wandb"]
+    urls = [str(event["url"]) for event in events if event["kind"] == "sink_opened" and event["name"] == "wandb"]
     return msgspec.structs.replace(
         found,
         steps=max((row["step"] for row in rows), default=0),
