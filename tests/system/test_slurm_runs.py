@@ -1,5 +1,6 @@
 """Runs as jobs of a real Slurm with two nodes: `slipstream submit` and what follows."""
 
+import itertools
 import json
 import os
 import time
@@ -53,7 +54,9 @@ class Submitted:
         until(lambda: self.slurm.state(self.job) in [(state, restarts) for state in states], LONG_S)
 
     def until_step(self, step):
-        until(lambda: num_steps(self.folder) >= step or self.has_ended, LONG_S)
+        """Slurm is asked once a second: many steps pass during its answer."""
+        looks = itertools.count(1)
+        until(lambda: num_steps(self.folder) >= step or (next(looks) % 100 == 0 and self.has_ended), LONG_S)
         assert num_steps(self.folder) >= step, self.output
 
     @property
