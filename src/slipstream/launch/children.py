@@ -21,7 +21,7 @@ from slipstream.doctor.nodes import examine_nodes
 from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.scoring.pool import ScorerPool
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import ConfigError, EngineError, Interrupted
 from slipstream.inference.addresses import addresses_of, own_host_of
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
@@ -203,6 +203,8 @@ class Children:
         self.nodes = nodes
         with run.stages.stage("compare the nodes"):
             found = [*examine_nodes(nodes, run.config, run.folder, is_full=False)]
+        if run.should_stop():  # a scheduler's signal also ends the nodes' doctors
+            raise Interrupted("stopped while the nodes were compared: continue with --resume")
         if nodes.lost:
             raise EngineError(f"{nodes.lost}: continue with --resume")
         run.log.event("nodes", findings=[asdict(each) for each in found])
