@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import compress
 from typing import Any, Literal, TypeVar
 
@@ -220,8 +220,40 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
         """All numbers."""
         return list(memoryview(self.data).cast(_CODES[self.dtype]))
 
+    def where(self, mask: Iterable[bool]) -> Stream:
+        """The numbers of the tokens at true places of `mask`."""
+        size = len(self.data) // max(1, len(self))
+        tokens = (self.data[start : start + size] for start in range(0, len(self.data), max(1, size)))
+        return Stream(b"".join(compress(tokens, mask)), self.dtype, self.width)
+
     def __len__(self) -> int:
         return len(self.data) // (array(_CODES[self.dtype]).itemsize * self.width)
+
+
+class Likeliest(msgspec.Struct, frozen=True, array_like=True):
+    """The k likeliest tokens of each place, the likeliest first, and their log-probabilities."""
+
+    token_ids: Stream
+    """int64 of width k."""
+    logprobs: Stream
+    """float32 of width k."""
+
+    @classmethod
+    def of(cls, places: Iterable[Mapping[int, float] | None], number: int) -> Likeliest:
+        """The `number` likeliest tokens of each place, from log-probabilities of these and perhaps of more; zeros where
+        there are none. Raises ValueError for too few."""
+        token_ids, logprobs = array("q"), array("f")
+        for place in places:
+            ranked = sorted(place.items(), key=lambda each: -each[1]) if place is not None else [(0, 0.0)] * number
+            if len(ranked) < number:
+                raise ValueError(f"{len(ranked)} of the {number} likeliest tokens")
+            token_ids.extend(token for token, _ in ranked[:number])
+            logprobs.extend(logprob for _, logprob in ranked[:number])
+        return cls(Stream(token_ids.tobytes(), "int64", number), Stream(logprobs.tobytes(), "float32", number))
+
+    def where(self, mask: Collection[bool]) -> Likeliest:
+        """Those of the places at which `mask` is true."""
+        return Likeliest(self.token_ids.where(mask), self.logprobs.where(mask))
 
 
 class Sequence(msgspec.Struct, forbid_unknown_fields=True):
@@ -235,7 +267,8 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     versions: list[VersionSpan] = []
     streams: dict[str, Stream] = {}
     """More values of the trained tokens, by name. `advantages` stand before those that the trainer computes;
-    `teacher_logprobs` are of the sampling temperature. A loss reads any of them."""
+    `teacher_logprobs` are of the sampling temperature, and so are the teacher's likeliest tokens, `teacher_top_ids` and
+    `teacher_top_logprobs`. A loss reads any of them."""
     media: list[Media] = []
     experts: ExpertChoices | None = None
     """Under `model.replay_experts`; of the first tokens, mostly all but the last."""
@@ -418,6 +451,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Requests of one group share a prompt prefix, which the engine prefills once."""
     scores_prompt: bool = False
     """Also return the log-probabilities of the prompt's tokens, at `sampling.temperature` over the whole vocabulary."""
+    num_likeliest: int = 0
+    """With these, so many of the likeliest tokens in the place of each prompt token."""
     is_urgent: bool = False
     """Scheduled before waiting requests that are not urgent."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -447,6 +482,8 @@ class Completion(msgspec.Struct):
     """What contradicts itself in the engine's answer; the engine then answers no further requests."""
     prompt_logprobs: list[float] | None = None
     """Log-probability of each prompt token, if requested; 0.0 for the first, which has no context."""
+    likeliest: Likeliest | None = None
+    """The likeliest tokens in the place of each prompt token, if requested; zeros for the first."""
     parser_failure: str = ""
     """What the tool parser raised on it, whose calls are then those that can be seen without it."""
     prompt_ids: list[int] | None = None

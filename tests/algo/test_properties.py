@@ -8,7 +8,7 @@ from tests.algo.problem import FixedPolicy
 from slipstream import records
 from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
+from slipstream.config.schema import RLConfig, TeacherConfig
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
 
@@ -55,7 +55,8 @@ def step_of(lengths, seed, *, padding=0):
 
 def gradients(config, batch, logits, *, room=4096, packing=True, teacher_coef=None):
     leaves = [each.clone().requires_grad_() for each in logits]
-    objective = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=8), teacher_coef)
+    teacher = None if teacher_coef is None else TeacherConfig(coef=teacher_coef)
+    objective = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=8), teacher)
     divisors = objective.counts(batch)
     for micro in micro_batches(batch, room, packing=packing):
         objective.terms(FixedPolicy(leaves), micro, divisors)[0].backward()

@@ -209,7 +209,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     """A float32 engine; whoever applies another version to it leaves it in service."""
-    live = start(tiny_model, tmp_path_factory.mktemp("engine"))
+    live = start(tiny_model, tmp_path_factory.mktemp("engine"), options={"max_logprobs": -1})
     yield live
     stop(live)
 

@@ -41,6 +41,35 @@ def test_each_request_is_scored_at_its_own_temperature(live, tmp_path):
         torch.testing.assert_close(torch.tensor(answer.prompt_logprobs[1:]), exact, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("k", [1, 5, None])
+def test_the_likeliest_tokens_of_each_place(k, live, tmp_path):
+    """As the trainer computes them, for each request's number and temperature; None: all tokens."""
+    model = PolicyModel.load(live.model, "float32")
+    size = model.network.config.vocab_size
+    live.update(create_bridge("disk", folder=tmp_path, source=live.model, engine=live.engine), model.named_weights(), 1)
+    jobs = [(tokens, (0.5, 1.0)[place % 2]) for place, tokens in enumerate(PROMPTS)]
+    asked = [
+        msgspec.structs.replace(request(f"top-{n}", tokens, by), num_likeliest=k or size)
+        for n, (tokens, by) in enumerate(jobs)
+    ]
+    answers = live.generate(*asked, request("plain", PROMPTS[0], 1.0))
+    assert answers[-1].likeliest is None
+    for (tokens, temperature), answer in zip(jobs, answers, strict=False):
+        token_ids, logprobs = (
+            torch.tensor(stream.tolist()).view(len(tokens), -1)
+            for stream in (answer.likeliest.token_ids, answer.likeliest.logprobs)
+        )
+        assert token_ids.shape == (len(tokens), k or size)
+        assert not logprobs[0].any()
+        with torch.no_grad():
+            logits = model.network(torch.tensor([tokens])).logits[0, :-1] / temperature
+        exact = logits.log_softmax(-1)
+        torch.testing.assert_close(logprobs[1:], exact.gather(-1, token_ids[1:]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(logprobs[1:], exact.topk(k or size, -1).values, atol=1e-4, rtol=0)
+        chosen = exact.gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.prompt_logprobs[1:]), chosen, atol=1e-4, rtol=0)
+
+
 def test_the_same_prompt_is_scored_again_although_it_is_in_the_cache(live):
     first, second = (live.generate(request(f"again-{n}", PROMPTS[-1] * 3, 0.7))[0] for n in range(2))
     assert first.prompt_logprobs == second.prompt_logprobs

@@ -10,8 +10,8 @@ from benchmarks.scripted_engine import ScriptedEngine
 from slipstream import openai_client
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.orchestrator import teacher
-from slipstream.orchestrator.teacher import EngineSource, Refused, ServerSource, score
-from slipstream.records import Completion, Rollout, SamplingParams, Sequence
+from slipstream.orchestrator.teacher import EngineSource, Refused, Scored, ServerSource, score
+from slipstream.records import Completion, Likeliest, Rollout, SamplingParams, Sequence, Stream
 
 from ..web_server import serving
 
@@ -25,8 +25,8 @@ def engine_of(on_request=lambda request: None, **options):
 async def test_an_engine_scores_prompts_at_the_runs_temperature():
     requests = []
     source = EngineSource(engine_of(requests.append), temperature=0.7, timeout_s=9.0)
-    assert await source.logprobs([4, 5, 6]) == [0.0, -0.5, -0.5]
-    await source.logprobs([4, 5])
+    assert await source.scores([4, 5, 6]) == ([0.0, -0.5, -0.5], None)
+    await source.scores([4, 5])
     assert [request.prompt_ids for request in requests] == [[4, 5, 6], [4, 5]]
     assert len({request.id for request in requests}) == 2
     for request in requests:
@@ -34,17 +34,34 @@ async def test_an_engine_scores_prompts_at_the_runs_temperature():
         assert (request.timeout_s, request.scores_prompt) == (9.0, True)
 
 
+async def test_an_engine_is_asked_for_its_likeliest_tokens():
+    async def generate(request):
+        asked.append(request)
+        likeliest = Likeliest.of([None, {7: -0.1, 5: -3.0}, {4: -2.0, 3: -0.2}], 2)
+        return Completion(request.id, [], None, "length", prompt_logprobs=[0.0, -3.0, -2.0], likeliest=likeliest)
+
+    asked, engine = [], engine_of()
+    engine.generate = generate
+    rollout = Rollout("a", "t", "g", [Sequence([1, 5, 4], [False, False, True])], 1.0, "done")
+    await score(EngineSource(engine, temperature=1.0, timeout_s=1.0, top_k=2), rollout)
+    assert asked[0].num_likeliest == 2
+    streams = rollout.sequences[0].streams
+    assert streams["teacher_top_ids"] == Stream.of([3, 4], "int64", 2)
+    assert streams["teacher_top_logprobs"] == Stream.of([-0.2, -2.0], "float32", 2)
+    assert rollout.sequences[0].values("teacher_logprobs") == [-2.0]
+
+
 async def test_an_engine_that_dies_is_asked_again_and_one_that_is_gone_is_named():
     engine = engine_of(lambda request: engine.kill() if engine.num_requests == 1 else None, max_restarts=1)
-    assert await EngineSource(engine, temperature=1.0, timeout_s=1.0).logprobs([4, 5]) == [0.0, -0.5]
+    assert await EngineSource(engine, temperature=1.0, timeout_s=1.0).scores([4, 5]) == ([0.0, -0.5], None)
     engine = engine_of()
     source = EngineSource(engine, temperature=1.0, timeout_s=0.02)
     engine.kill()
     with pytest.raises(EngineError, match=r"^the teacher's engine: the engine died"):
-        await source.logprobs([4])
+        await source.scores([4])
     engine.is_alive = engine.is_hanging = True
     with pytest.raises(DeadlineError, match=r"^the teacher's engine: the engine did not answer"):
-        await source.logprobs([4])
+        await source.scores([4])
 
 
 @pytest.mark.parametrize(("error", "says"), [("is too long", "is too long"), ("", "returned no log-probabilities")])
@@ -55,16 +72,16 @@ async def test_tokens_that_an_engine_does_not_score_are_refused(error, says):
     engine = engine_of()
     engine.generate = generate
     with pytest.raises(Refused, match=f"^{says}$"):
-        await EngineSource(engine, temperature=1.0, timeout_s=1.0).logprobs([4])
+        await EngineSource(engine, temperature=1.0, timeout_s=1.0).scores([4])
 
 
 class Asked:
     def __init__(self):
         self.asked = []
 
-    async def logprobs(self, token_ids):
+    async def scores(self, token_ids):
         self.asked.append(token_ids)
-        return [-1.0 - number for number in range(len(token_ids))]
+        return Scored([-1.0 - number for number in range(len(token_ids))])
 
 
 async def test_a_teacher_is_asked_for_what_was_sampled_and_what_is_before_it():
@@ -81,10 +98,10 @@ async def test_a_teacher_is_asked_for_what_was_sampled_and_what_is_before_it():
 @pytest.mark.parametrize("answer", [Refused("says no"), [float("-inf"), 0.0], [0.0, float("nan")]])
 async def test_a_rollout_that_is_refused_is_not_trained_on(answer):
     class Says:
-        async def logprobs(self, token_ids):
+        async def scores(self, token_ids):
             if isinstance(answer, Exception):
                 raise answer
-            return answer
+            return Scored(answer)
 
     rollout = Rollout("a", "t", "g", [Sequence([1, 2, 3], [True, True, False], [0.0] * 3)], 1.0, "done")
     await score(Says(), rollout)
@@ -114,10 +131,10 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def source_of(respond, *, name="big", key="", timeout_s=60.0, slash="", user=""):
+async def source_of(respond, *, name="big", key="", timeout_s=60.0, slash="", user="", top_k=0):
     server = Server(respond)
     async with serving(server.handle) as address:
-        source = ServerSource(f"http://{user}{address}/v1{slash}", name, key, timeout_s=timeout_s)
+        source = ServerSource(f"http://{user}{address}/v1{slash}", name, key, timeout_s=timeout_s, top_k=top_k)
         try:
             yield source, server
         finally:
@@ -142,7 +159,7 @@ def well(path, number):
 async def test_what_a_server_is_asked(key, slash):
     async with source_of(well, key=key, slash=slash) as (source, server):
         await source.connect("text", [5, 6])
-        assert await source.logprobs([3, 4]) == [0.0, -2.0]
+        assert await source.scores([3, 4]) == ([0.0, -2.0], None)
     told = f"Bearer {key}" if key else None
     assert server.asked == [
         ("GET", "/v1/models", None, told),
@@ -184,12 +201,30 @@ async def test_a_tokenizer_that_differs_is_refused_with_the_numbers_of_tokens(an
     assert "hunter2" not in str(caught.value)
 
 
+async def test_a_server_is_asked_for_its_likeliest_tokens_and_tried_at_the_start():
+    entries = scores_of(None, {"6": {"logprob": -2}, "9": {"logprob": -1}, "8": {"logprob": -3}})
+
+    def respond(path, number):
+        return entries if path == "/v1/completions" else well(path, number)
+
+    async with source_of(respond, top_k=2) as (source, server):
+        await source.connect("text", [5, 6])
+        assert server.asked[-1][2]["prompt_logprobs"] == 2
+        assert await source.scores([5, 6]) == ([0.0, -2.0], Likeliest.of([None, {9: -1.0, 6: -2.0}], 2))
+    async with source_of(lambda *at: 400 if at[0] == "/v1/completions" else well(*at), top_k=64) as (source, _):
+        with pytest.raises(ConfigError, match=r"teacher\.top_k = 64: .*status 400.*--max-logprobs 64"):
+            await source.connect("text", [5, 6])
+    async with source_of(respond, top_k=4) as (source, _):
+        with pytest.raises(EngineError, match="3 of the 4 likeliest"):
+            await source.connect("text", [5, 6])
+
+
 async def test_a_refusal_while_connecting_is_a_wrong_setting():
     async with source_of(lambda path, number: 400) as (source, _):
         with pytest.raises(ConfigError, match=r"status 400: .*trouble.*teacher\.url"):
             await source.connect("text", [5, 6])
         with pytest.raises(Refused, match="status 400"):
-            await source.logprobs([3, 4])
+            await source.scores([3, 4])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +234,7 @@ async def test_a_refusal_while_connecting_is_a_wrong_setting():
 async def test_answers_without_the_scores_of_all_tokens_name_the_server(answer):
     async with source_of(lambda path, number: answer) as (source, _):
         with pytest.raises(EngineError, match=r"returned no prompt_logprobs \(.*\): serve it with vLLM"):
-            await source.logprobs([3, 4])
+            await source.scores([3, 4])
 
 
 async def test_a_server_in_trouble_is_asked_again_until_patience_ends(monkeypatch):
@@ -209,7 +244,7 @@ async def test_a_server_in_trouble_is_asked_again_until_patience_ends(monkeypatc
     async with source_of(lambda path, number: says.pop(0) if says else well(path, number)) as (source, _server):
         await source.connect("text", [5, 6])
         says += [502] * 8  # for longer than a run that connects for the first time waits
-        assert await source.logprobs([3, 4]) == [0.0, -2.0]
+        assert await source.scores([3, 4]) == ([0.0, -2.0], None)
     async with source_of(lambda path, number: 503) as (source, _server):
         with pytest.raises(EngineError, match="status 503"):
             await source.connect("text", [5, 6])
@@ -219,7 +254,7 @@ async def test_a_server_in_trouble_is_asked_again_until_patience_ends(monkeypatc
 async def test_an_error_that_waiting_does_not_change_ends_the_run_at_once(status):
     async with source_of(lambda path, number: status) as (source, server):
         with pytest.raises(EngineError, match=f"status {status}"):
-            await source.logprobs([3, 4])
+            await source.scores([3, 4])
     assert len(server.asked) == 1
 
 
@@ -231,7 +266,7 @@ async def test_no_more_than_so_many_requests_are_open_at_once(monkeypatch):
         return well(path, 0)
 
     async with source_of(lambda path, number: later(path)) as (source, server):
-        await asyncio.gather(*(source.logprobs([3, 4]) for _ in range(6)))
+        await asyncio.gather(*(source.scores([3, 4]) for _ in range(6)))
     assert (server.most_open, len(server.asked)) == (2, 6)
 
 
@@ -242,5 +277,5 @@ async def test_a_server_that_does_not_answer_in_time_is_not_asked_again(monkeypa
     monkeypatch.setattr(teacher, "_FIRST_PATIENCE_S", 0.05)
     async with source_of(lambda path, number: never(path), timeout_s=0.05) as (source, server):
         with pytest.raises(DeadlineError, match="the teacher at http"):
-            await source.logprobs([3, 4])
+            await source.scores([3, 4])
     assert len(server.asked) <= 1

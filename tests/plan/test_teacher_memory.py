@@ -10,6 +10,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.engines import engine_gpus
 from slipstream.plan import make_plan
 from slipstream.plan.memory.sizes import GIB
+from slipstream.plan.memory.trainer import row_memory
 
 from . import test_plan, test_trainer_memory
 
@@ -87,3 +88,31 @@ def test_a_teacher_elsewhere_takes_nothing_here():
     plan = make_plan(config, facts(teacher=None))
     assert plan.teacher is None
     assert all(each.name != "memory of the teacher" for each in plan.notes)
+
+
+def test_its_likeliest_tokens_are_counted():
+    config = CONFIG.model_copy(update={"teacher": TeacherConfig(path="org/teacher", top_k=32)})
+    gpu = facts(num_gpus=1, gpu_memory_bytes=140 * GIB)
+    few, many = make_plan(CONFIG, gpu), make_plan(config, gpu)
+    training, sampling = many.config.training, many.config.sampling
+    num_tokens = training.prompts_per_batch * many.config.algorithm.group_size * sampling.max_tokens
+    shown = test_plan.note(many, "the teacher's likeliest tokens in a batch")
+    assert shown.value == pytest.approx(num_tokens * 32 * 12 / GIB, abs=1e-3)
+    assert many.teacher.reserve > few.teacher.reserve
+    rows = [row_memory(each.config, gpu, checkpointing=False).each for each in (few, many)]
+    assert rows[1] - rows[0] == 32 * 44
+
+
+@pytest.mark.parametrize(
+    ("top_k", "streams", "says"),
+    [
+        (STUDENT.vocab_size + 1, "memory", f"more than the vocabulary of {STUDENT.vocab_size}"),
+        (20_000, "memory", r"batches of up to .* GiB, and 1\.00 GiB is the most: lower it to \d+"),
+        (20_000, "redis", r"and 0\.50 GiB is the most"),
+    ],
+)
+def test_too_many_likeliest_tokens_are_refused(top_k, streams, says):
+    config = with_values(CONFIG, {"run.streams": streams})
+    config = config.model_copy(update={"teacher": TeacherConfig(url="http://h/v1", top_k=top_k)})
+    with pytest.raises(ConfigError, match=says):
+        make_plan(config, facts(teacher=None))

@@ -1,12 +1,16 @@
 """On-policy distillation through the whole loop: with scripted engines, and with two real ones."""
 
 import functools
+import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from benchmarks.scripted_engine import ScriptedEngine
+from transformers import AutoModelForCausalLM
 
+from slipstream.algo.divergences import divergence
 from slipstream.commands.replay import replay
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
@@ -14,9 +18,12 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.orchestrator.teacher_engine import agreement_warning
 from slipstream.runlog import read_events, read_metrics
+from slipstream.runlog.batches import read_batch
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 from tests.refusals import refuses
+
+from .conftest import Command, write_run_file
 
 DISTILL = ("--algorithm.kind", "distill", "--evaluation", "false")
 
@@ -142,19 +149,25 @@ def test_the_model_as_its_own_teacher_is_refused(run_file, model):
         load_config(run_file, (*DISTILL, "--teacher.path", str(model)))
 
 
+@pytest.fixture(scope="module")
+def taught(model, teacher, tmp_path_factory):
+    """A student and a teacher that imitated for longer."""
+    folder = tmp_path_factory.mktemp("taught")
+    sft_file = write_run_file(model, folder).with_name("sft.toml")
+    sft_file.write_text(sft_file.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
+    found = []
+    for name, start, steps in (("student", model, 20), ("taught", teacher, 60)):
+        options = ("--training.steps", steps, "--training.learning_rate", 3e-3, "--evaluation", "false")
+        Command("sft", sft_file, "--model.path", start, "--run.folder", folder / name, *options).ok()
+        found.append(next((folder / name / "checkpoints").glob(f"step-{steps:06}/weights")))
+    return found
+
+
 @pytest.mark.full
 @pytest.mark.engine
-def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, model, teacher, tmp_path):
-    """Two engines and a trainer, after a teacher that imitated for longer than its student. Rewards are measured and
-    not trained on."""
-    sft_file = run_file.with_name("sft.toml")
-    sft_file.write_text(sft_file.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
-    for name, folder, steps in (("student", model, 20), ("taught", teacher, 60)):
-        options = ("--training.steps", steps, "--training.learning_rate", 3e-3, "--evaluation", "false")
-        command("sft", sft_file, "--model.path", folder, "--run.folder", tmp_path / name, *options).ok()
-    start, taught = (next((tmp_path / name / "checkpoints").glob(f"step-{steps:06}/weights"))
-                     for name, steps in (("student", 20), ("taught", 60)))  # fmt: skip
-    options = ("--model.path", start, "--teacher.path", taught, "--run.folder", tmp_path / "run",
+def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, taught, tmp_path):
+    """Two engines and a trainer. Rewards are measured and not trained on."""
+    options = ("--model.path", taught[0], "--teacher.path", taught[1], "--run.folder", tmp_path / "run",
                "--training.steps", 30, "--training.learning_rate", 3e-3, "--sampling.temperature", 0.8,
                "--training.prompts_per_batch", 16, "--algorithm.kind", "distill")  # fmt: skip
     run = command("train", run_file, *options)
@@ -171,6 +184,58 @@ def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, mod
     assert means[0] == pytest.approx(means[1], rel=0.2)
     event = next(event for event in read_events(tmp_path / "run") if event["kind"] == "teacher")
     assert "scores_at_temperature" in event["patches"]
+
+
+def exact_divergence(run, step, student, teacher, temperature, beta):
+    """Of the sampled tokens of a kept batch, over the whole vocabulary, by transformers in float32."""
+    batch, _ = read_batch(run, step)
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]
+    values = []
+    for sequence in (sequence for rollout in batch.rollouts for sequence in rollout.sequences):
+        with torch.no_grad():
+            logits = [model(torch.tensor([sequence.token_ids])).logits[0, :-1].double() for model in models]
+        own, other = ((each / temperature).log_softmax(-1) for each in logits)
+        values.append(divergence(own, other, beta)[torch.tensor(sequence.mask[1:])])
+    return torch.cat(values).mean().item()
+
+
+@pytest.mark.full
+@pytest.mark.engine
+@pytest.mark.quick("all")
+@pytest.mark.parametrize(
+    ("top_k", "beta", "further"),
+    [
+        (None, 1.0, ()),
+        (8, 0.0, ("--run.streams", "files")),
+        (8, 0.5, ("--training.ranks", "2", "--training.staleness", "1")),
+    ],
+    ids=["all", "forward, by files", "between, on two ranks"],
+)
+def test_a_student_learns_from_the_likeliest_tokens(top_k, beta, further, command, run_file, taught, tmp_path):
+    """With all tokens the loss is the whole divergence."""
+    size = json.loads((taught[0] / "config.json").read_text())["vocab_size"]
+    options = ("--model.path", taught[0], "--teacher.path", taught[1], "--run.folder", tmp_path / "run",
+               "--teacher.top_k", top_k or size, "--teacher.jsd_beta", beta, "--evaluation", "false",
+               "--training.steps", 12, "--training.learning_rate", 3e-3, "--sampling.temperature", 0.8,
+               "--training.prompts_per_batch", 8, "--algorithm.kind", "distill", "--run.keep_batches", 12)  # fmt: skip
+    run = command("train", run_file, *options, *further)
+    run.ok(400)
+    assert not run.left_behind()
+    rows = read_metrics(tmp_path / "run")[1:]
+    first, last = ([row["teacher/divergence"] for row in part] for part in (rows[:3], rows[-3:]))
+    assert sum(last) < 0.7 * sum(first)
+    batch, _ = read_batch(tmp_path / "run", 0)
+    widths = {sequence.streams["teacher_top_ids"].width for r in batch.rollouts for sequence in r.sequences}
+    assert widths == {top_k or size}
+    exact = exact_divergence(tmp_path / "run", 0, *taught, 0.8, beta)
+    if top_k is None:
+        assert rows[0]["teacher/tail"] < 1e-5
+        assert rows[0]["teacher/divergence"] == pytest.approx(exact, rel=1e-4)
+        # Importance weights between engine and trainer are 1 up to rounding.
+        assert rows[0]["train/loss"] == pytest.approx(exact, rel=1e-3)
+    else:
+        assert 0.0 < rows[0]["teacher/tail"] < 1.0
+        assert 0.0 < rows[0]["teacher/divergence"] <= exact, "joining outcomes makes no divergence larger"
 
 
 def test_a_replay_asks_no_teacher(pair, scripted):

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from slipstream import records
+from slipstream.algo.divergences import divergence, tail_logprob, top_divergence
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
+from slipstream.config.schema import RLConfig, TeacherConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.loss import PolicyObjective
-from slipstream.trainer.packing import StepBatch, micro_batches
+from slipstream.trainer.packing import StepBatch, micro_batches, stream_of
 
 VOCABULARY, POSITIONS = 5, 3
 
@@ -43,11 +44,10 @@ def sequence(tokens, teacher_PV, temperature):
     )  # fmt: skip
 
 
-def objective(temperature=1.0, coef=1.0, **algorithm):
+def objective(temperature=1.0, coef=1.0, top_k=None, beta=1.0, **algorithm):
     config = RLConfig(kind="distill", importance_sampling="none", **algorithm)
-    return PolicyObjective(
-        resolved(config), records.SamplingParams(max_tokens=POSITIONS, temperature=temperature), coef
-    )
+    sampling = records.SamplingParams(max_tokens=POSITIONS, temperature=temperature)
+    return PolicyObjective(resolved(config), sampling, TeacherConfig(coef=coef, top_k=top_k, jsd_beta=beta))
 
 
 def by_objective(ours, batch, student_PV, room=64, packing=True):
@@ -118,7 +118,8 @@ def test_it_is_added_to_what_rewards_say():
     for kind, coef, advantage in (("grpo", 0.3, 0.8), ("grpo", None, 0.8), ("distill", 0.3, 0.0)):
         batch = StepBatch([sequence(tokens, teacher, 1.0)], [advantage])
         config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
-        ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), coef)
+        teacher_config = None if coef is None else TeacherConfig(coef=coef)
+        ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), teacher_config)
         gradients.append(by_objective(ours, batch, student)[0])
     torch.testing.assert_close(gradients[0], gradients[1] + gradients[2])
 
@@ -128,7 +129,7 @@ def test_samples_of_another_distribution_are_corrected_by_their_weights():
     student, teacher, engine = logits_of(8).requires_grad_(), logits_of(9), logits_of(10)
     reverse_kl(student, teacher, 1.0).backward()
     config = RLConfig(kind="distill", importance_cap=1e9)
-    ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=1), 1.0)
+    ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=1), TeacherConfig())
     drawn_PV, total = engine.log_softmax(-1), torch.zeros_like(student)
     for place in range(POSITIONS):
         for token in range(VOCABULARY):
@@ -144,3 +145,54 @@ def test_a_sequence_that_nobody_scored_is_refused():
     (micro,) = micro_batches(batch, 64)
     with pytest.raises(TrainingError, match="every rollout must be scored"):
         objective().terms(Table(logits_of(1)[:1]), micro, objective().counts(batch))
+
+
+def with_likeliest(tokens, teacher_PV, temperature, k):
+    """The sequence, with the teacher's k likeliest tokens."""
+    found = sequence(tokens, teacher_PV, temperature)
+    logprobs, ids = (teacher_PV / temperature).log_softmax(-1)[: len(tokens)].topk(k, -1)
+    found.streams["teacher_top_ids"] = stream_of(ids)
+    found.streams["teacher_top_logprobs"] = stream_of(logprobs.float())
+    return found
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("k", [1, 3, VOCABULARY])
+def test_with_the_likeliest_tokens_the_divergence_is_the_loss(k, temperature, beta, packing):
+    """Whatever was sampled; with all tokens it is the divergence over the whole vocabulary."""
+    student, teacher = logits_of(1).requires_grad_(), logits_of(2)
+    batch = StepBatch([with_likeliest([4, 0, 2], teacher, temperature, k) for _ in range(2)], [0.0, 0.0])
+    ours = objective(temperature, coef=0.7, top_k=k, beta=beta)
+    gradient, metrics = by_objective(ours, batch, student, packing=packing)
+    own, other = (x.div(temperature).log_softmax(-1) for x in (student, teacher))
+    values, ids = other.topk(k, -1)
+    exact = top_divergence(own.gather(-1, ids), values, beta) if k < VOCABULARY else divergence(own, other, beta)
+    exact.mean().backward()
+    # Each micro-batch without packing has one of the two sequences, and the metrics are of the last.
+    torch.testing.assert_close(gradient, 0.7 * student.grad, atol=2e-6, rtol=1e-5)
+    share = 1.0 if packing else 0.5
+    assert metrics["teacher/divergence"] == pytest.approx(share * exact.mean().item(), rel=1e-4)
+    assert metrics["teacher/tail"] == pytest.approx(share * tail_logprob(values).exp().mean().item(), abs=1e-6)
+    assert metrics["loss"] == pytest.approx(share * 0.7 * exact.mean().item(), rel=1e-4)
+
+
+def test_the_divergence_is_added_to_what_rewards_say():
+    student, teacher, tokens = logits_of(6), logits_of(7), [4, 0, 2]
+    gradients = []
+    for kind, has_teacher, advantage in (("grpo", True, 0.8), ("grpo", False, 0.8), ("distill", True, 0.0)):
+        batch = StepBatch([with_likeliest(tokens, teacher, 1.0, 2)], [advantage])
+        config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
+        teaches = TeacherConfig(coef=0.3, top_k=2) if has_teacher else None
+        ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), teaches)
+        gradients.append(by_objective(ours, batch, student)[0])
+    torch.testing.assert_close(gradients[0], gradients[1] + gradients[2])
+
+
+def test_a_sequence_without_the_likeliest_tokens_is_refused():
+    batch = StepBatch([sequence([4, 0, 2], logits_of(2), 1.0)], [0.0])
+    (micro,) = micro_batches(batch, 64)
+    ours = objective(top_k=3)
+    with pytest.raises(TrainingError, match="no teacher_top_logprobs"):
+        ours.terms(Table(logits_of(1)), micro, ours.counts(batch))

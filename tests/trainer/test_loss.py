@@ -9,7 +9,7 @@ import torch
 from slipstream import records
 from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
+from slipstream.config.schema import RLConfig, TeacherConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.packing import StepBatch, dummy_micro_batch, micro_batches
@@ -45,7 +45,8 @@ def step_batch(advantages=(2.0, -1.0), behaviour=BEHAVIOUR, **fields):
 def of(batch, temperature=1.0, max_tokens=4, teacher_coef=None, **config):
     """Loss, metrics and the gradient of the logits."""
     sampling = records.SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    objective = PolicyObjective(resolved(RLConfig(**config)), sampling, teacher_coef)
+    teacher = None if teacher_coef is None else TeacherConfig(coef=teacher_coef)
+    objective = PolicyObjective(resolved(RLConfig(**config)), sampling, teacher)
     logits = LOGITS.clone().requires_grad_()
     (micro,) = micro_batches(batch, 100)
     divisors = objective.counts(batch)

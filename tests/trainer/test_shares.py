@@ -12,7 +12,7 @@ from tests.trainer.steps import learner_of
 from slipstream import records
 from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
+from slipstream.config.schema import RLConfig, TeacherConfig
 from slipstream.trainer.distributed.worker import Answer, decode, encode, rank_batch_of
 from slipstream.trainer.learner import add_gradients, row_predictions
 from slipstream.trainer.loss import PolicyObjective
@@ -25,7 +25,7 @@ OBJECTIVES = st.builds(
             RLConfig(loss=loss, normalize=normalize, importance_sampling=correction, kl_coef=0.1, entropy_coef=0.1)
         ),
         SAMPLING,
-        teacher_coef=0.5,
+        TeacherConfig(coef=0.5),
     ),
     st.sampled_from(sorted(LOSSES)),
     st.sampled_from(["token", "sequence", "constant"]),

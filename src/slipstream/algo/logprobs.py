@@ -349,18 +349,74 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
         if grad_logprobs_N is None and grad_entropy_N is None:
             return None, None, None, None
-        logits = HeadLogits(hidden_ND, weight_VD)
-        wide_VD = logits.wide_weight()
-        grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        grad_weight_VD: Tensor | None = None
-        for rows in logits.chunks():
+
+        def gradient(logits_NV: Tensor, rows: slice) -> Tensor:
             grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
-            grad_NV = _gradient(
-                logits.rows(rows, wide_VD), token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules
-            ).to(wide_VD.dtype)
-            if grad_hidden_ND is not None:
-                grad_hidden_ND[rows] = (grad_NV @ wide_VD).to(hidden_ND.dtype)
-            if ctx.needs_input_grad[1]:
-                part_VD = _wide(grad_NV.t() @ hidden_ND[rows].to(wide_VD.dtype))
-                grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.add_(part_VD)
-        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None
+            return _gradient(logits_NV, token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules)
+
+        return *_through_head(HeadLogits(hidden_ND, weight_VD), gradient, ctx.needs_input_grad), None, None
+
+
+def _through_head(
+    logits: HeadLogits, gradient: Callable[[Tensor, slice], Tensor], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the head's inputs and weight, where they are `needed`; `gradient`: of a chunk of logits."""
+    hidden_ND, weight_VD, wide_VD = logits.hidden_ND, logits.weight_VD, logits.wide_weight()
+    grad_hidden_ND = torch.empty_like(hidden_ND) if needed[0] else None
+    grad_weight_VD: Tensor | None = None
+    for rows in logits.chunks():
+        grad_NV = gradient(logits.rows(rows, wide_VD), rows).to(wide_VD.dtype)
+        if grad_hidden_ND is not None:
+            grad_hidden_ND[rows] = (grad_NV @ wide_VD).to(hidden_ND.dtype)
+        if needed[1]:
+            part_VD = _wide(grad_NV.t() @ hidden_ND[rows].to(wide_VD.dtype))
+            grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.add_(part_VD)
+    return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+
+
+def logprobs_at(logits_NV: Logits, token_ids_NK: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of K tokens in the place of each row's one, `[N, K]`, float32 at least; differentiable. The
+    distribution is over the whole vocabulary."""
+    if isinstance(logits_NV, PartLogits):
+        return logits_NV.join(logprobs_at(logits_NV.logits_MV, token_ids_NK[logits_NV.index_M], temperature))
+    lazy = isinstance(logits_NV, HeadLogits)
+    inputs, weight_VD = (logits_NV.hidden_ND, logits_NV.weight_VD) if lazy else (logits_NV, None)
+    return _LogprobsAt.apply(inputs, weight_VD, token_ids_NK, temperature)  # pyright: ignore[reportReturnType]
+
+
+class _LogprobsAt(torch.autograd.Function):
+    """Plain logits, without a `weight_VD`, or lazy ones; the log-sum-exp is kept for the backward pass."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, inputs: Tensor, weight_VD: Tensor | None, token_ids_NK: Tensor, temperature: float
+    ) -> Tensor:
+        dtype = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+        logprobs_NK = torch.empty(token_ids_NK.shape, dtype=dtype, device=inputs.device)
+        lse_N = torch.empty(len(inputs), dtype=dtype, device=inputs.device)
+        head = None if weight_VD is None else HeadLogits(inputs, weight_VD)
+        wide_VD = None if head is None else head.wide_weight()
+        for rows in _chunks(*inputs.shape) if head is None else head.chunks():
+            logits_NV = inputs[rows] if head is None or wide_VD is None else head.rows(rows, wide_VD)
+            wide_NV = _wide(logits_NV) / temperature
+            lse_N[rows] = wide_NV.logsumexp(-1)
+            logprobs_NK[rows] = wide_NV.gather(-1, token_ids_NK[rows]) - lse_N[rows, None]
+        ctx.temperature = temperature
+        ctx.save_for_backward(inputs, weight_VD, token_ids_NK, lse_N)
+        return logprobs_NK
+
+    @staticmethod
+    def backward(ctx: Any, grad_NK: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        inputs, weight_VD, token_ids_NK, lse_N = ctx.saved_tensors
+
+        def gradient(logits_NV: Tensor, rows: slice) -> Tensor:
+            probs_NV = (_wide(logits_NV) / ctx.temperature - lse_N[rows, None]).exp_()
+            pulled_NV = probs_NV.mul_(-grad_NK[rows].sum(-1, keepdim=True))
+            return pulled_NV.scatter_add_(-1, token_ids_NK[rows], grad_NK[rows]).div_(ctx.temperature)
+
+        if weight_VD is not None:
+            return *_through_head(HeadLogits(inputs, weight_VD), gradient, ctx.needs_input_grad), None, None
+        result_NV = torch.empty_like(inputs)
+        for rows in _chunks(*inputs.shape):
+            result_NV[rows] = gradient(inputs[rows], rows)
+        return result_NV, None, None, None

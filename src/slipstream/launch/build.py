@@ -288,7 +288,7 @@ def build_objective(
         return method.objective(tokenizer or ChatTokenizer(model.path, trust_remote_code=model.trust_remote_code))
     if config.algorithm.kind == "sft":
         return SFTObjective()
-    return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)
+    return PolicyObjective(config.algorithm, sampling, config.teacher)
 
 
 def with_adapter(config: PlannedConfig, model: PolicyModel) -> PolicyModel:

@@ -68,5 +68,8 @@ def _teacher_settings(config: PlannedConfig, planned: TeacherMemory) -> EngineSe
         version=Version(0, 0, digest(parameters)),
         parameters=parameters,
         patches=config.inference.patches,
-        options={"max_num_batched_tokens": STEP_TOKENS},
+        options={
+            "max_num_batched_tokens": STEP_TOKENS,
+            **({"max_logprobs": config.teacher.top_k} if config.teacher.top_k else {}),
+        },
     )

@@ -1,4 +1,5 @@
-"""The teacher of on-policy distillation: a frozen model's log-probabilities of the tokens that the policy sampled.
+"""The teacher of on-policy distillation: a frozen model's log-probabilities of the tokens that the policy sampled, and
+its own likeliest tokens in their places.
 
 Guarantees: after `score`, a trainable rollout has a finite teacher log-probability for each sampled token. A dead
 teacher is restarted, as often as allowed, or its error ends the run. Every wait has a deadline.
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slipstream.engine_protocols import Generates
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.openai_client import OpenAIClient, Unanswered
 from slipstream.orchestrator.concurrency import retry_on_restart
-from slipstream.records import GenerateRequest, Rollout, SamplingParams
+from slipstream.records import GenerateRequest, Likeliest, Rollout, SamplingParams
 
 _PATIENCE_S = 120.0
 """How long requests to a server that is busy or restarting are repeated."""
@@ -29,25 +30,37 @@ class Refused(Exception):
     """The teacher cannot score these tokens; the text says why."""
 
 
+class Scored(NamedTuple):
+    """A teacher's judgement of tokens."""
+
+    logprobs: list[float]
+    """Of each token; 0.0 for the first."""
+    likeliest: Likeliest | None = None
+    """Under `teacher.top_k`, in the place of each token."""
+
+
 class Source(Protocol):
     """Computes a teacher's log-probabilities."""
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return one log-probability per token, 0.0 for the first. Raises `Refused` for tokens that cannot be scored,
-        and `EngineError` when the teacher cannot be reached."""
+    async def scores(self, token_ids: list[int]) -> Scored:
+        """Score the tokens. Raises `Refused` for those that cannot be scored, and `EngineError` when the teacher cannot
+        be reached."""
         ...
 
 
 async def score(source: Source, rollout: Rollout) -> None:
-    """Give every sequence the stream `teacher_logprobs`. A rollout that the teacher
-    refuses gets the outcome `engine_error`, and is not trained on."""
+    """Give every sequence the stream `teacher_logprobs`, and `teacher_top_ids` and `teacher_top_logprobs` if there are
+    any. A rollout that the teacher refuses gets the outcome `engine_error`, and is not trained on."""
     try:
         for sequence in rollout.sequences:
             end = max((index + 1 for index, trained in enumerate(sequence.mask) if trained), default=0)
-            values = await source.logprobs(sequence.token_ids[:end]) if end else []
+            values, likeliest = await source.scores(sequence.token_ids[:end]) if end else Scored([])
             if not all(map(math.isfinite, itertools.compress(values, sequence.mask))):
                 raise Refused("gave a log-probability that is not finite")
             sequence.put("teacher_logprobs", values)
+            if likeliest is not None:
+                own = likeliest.where(sequence.mask)
+                sequence.streams |= {"teacher_top_ids": own.token_ids, "teacher_top_logprobs": own.logprobs}
     except Refused as refusal:
         rollout.outcome, rollout.error = "engine_error", f"the teacher {refusal}"
 
@@ -55,24 +68,30 @@ async def score(source: Source, rollout: Rollout) -> None:
 class EngineSource:
     """An engine of this run."""
 
-    def __init__(self, engine: Generates, *, temperature: float, timeout_s: float) -> None:
+    def __init__(self, engine: Generates, *, temperature: float, timeout_s: float, top_k: int = 0) -> None:
         self._engine = engine
+        self._top_k = top_k
         # vLLM samples at least one token, which is discarded.
         self._sampling = SamplingParams(max_tokens=1, temperature=temperature)
         self._timeout_s = timeout_s
         self._serial = itertools.count()
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
+    async def scores(self, token_ids: list[int]) -> Scored:
         """See `Source`."""
 
-        async def attempt() -> list[float]:
+        async def attempt() -> Scored:
             request = GenerateRequest(
-                f"score.{next(self._serial)}", token_ids, self._sampling, timeout_s=self._timeout_s, scores_prompt=True
+                f"score.{next(self._serial)}",
+                token_ids,
+                self._sampling,
+                timeout_s=self._timeout_s,
+                scores_prompt=True,
+                num_likeliest=self._top_k,
             )
             completion = await self._engine.generate(request)
             if completion.prompt_logprobs is None:
                 raise Refused(completion.error or "returned no log-probabilities")
-            return completion.prompt_logprobs
+            return Scored(completion.prompt_logprobs, completion.likeliest)
 
         try:
             return await retry_on_restart(self._engine, attempt)
@@ -86,8 +105,9 @@ class ServerSource:
     """An OpenAI-compatible vLLM server outside this run; its log-probabilities are those of temperature 1. Belongs to
     one event loop."""
 
-    def __init__(self, url: str, name: str, key: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, name: str, key: str, *, timeout_s: float, top_k: int = 0) -> None:
         self._client = OpenAIClient(url, key)
+        self._top_k = top_k
         self._shown = self._client.shown
         self._name = name
         self._timeout_s = timeout_s
@@ -123,16 +143,32 @@ class ServerSource:
                 f"the teacher at {self._shown} has another tokenizer than model.path (a text of {len(token_ids)} "
                 f"tokens has {len(answer.get('tokens') or [])} there): use a teacher of the same family"
             )
+        if self._top_k:
+            await self._try_likeliest(token_ids)
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
+    async def _try_likeliest(self, token_ids: list[int]) -> None:
+        try:
+            await self.scores(token_ids)
+        except Refused as refusal:
+            raise ConfigError(
+                f"teacher.top_k = {self._top_k}: the teacher at {self._shown} {refusal}: start it with vLLM's "
+                f"--max-logprobs {self._top_k}, or lower teacher.top_k"
+            ) from refusal
+
+    async def scores(self, token_ids: list[int]) -> Scored:
         """See `Source`."""
-        body = {"model": self._name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
+        body = {"model": self._name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": self._top_k}
         async with self._slots:
             answer = await self._request("POST", "/completions", body)
         try:
             entries: list[dict[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
-            pairs = zip(entries, token_ids, strict=True)
-            return [0.0 if entry is None else float(entry[str(token)]["logprob"]) for entry, token in pairs]
+            places = [
+                None if entry is None else {int(token): float(each["logprob"]) for token, each in entry.items()}
+                for entry in entries
+            ]
+            pairs = zip(places, token_ids, strict=True)
+            logprobs = [0.0 if place is None else place[token] for place, token in pairs]
+            return Scored(logprobs, Likeliest.of(places, self._top_k) if self._top_k else None)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
                 f"the teacher at {self._shown} returned no prompt_logprobs ({error!r}): serve it with vLLM"

@@ -52,12 +52,12 @@ class RunTeacher:
         await score(self._source, rollout)
 
     async def _connected(self) -> Source:
-        timeout_s = self._config.inference.request_timeout_s
+        timeout_s, top_k = self._config.inference.request_timeout_s, self._teacher.top_k or 0
         if self._engine is not None:
             health = await self._engine.wait_ready()
             self._log.event("teacher", digest=self.digest, patches=health.patches, vllm_version=health.vllm_version)
             temperature = self._config.sampling.temperature
-            return EngineSource(self._engine, temperature=temperature, timeout_s=timeout_s)
+            return EngineSource(self._engine, temperature=temperature, timeout_s=timeout_s, top_k=top_k)
         assert self._teacher.url is not None
         key = os.environ.get(self._teacher.key_variable, "") if self._teacher.key_variable else ""
         if self._teacher.key_variable and not key:
@@ -65,7 +65,9 @@ class RunTeacher:
                 f'teacher.key_variable = "{self._teacher.key_variable}" is not set in the environment: set it to the '
                 "server's API key, or leave it out"
             )
-        server = self._source = ServerSource(self._teacher.url, self._teacher.name, key, timeout_s=timeout_s)
+        server = self._source = ServerSource(
+            self._teacher.url, self._teacher.name, key, timeout_s=timeout_s, top_k=top_k
+        )
         await server.connect(_TEXT, self._tokenizer.plain_tokens(_TEXT))
         self._log.event("teacher", url=self._teacher.url)
         return server

@@ -33,7 +33,7 @@ from slipstream.plan.memory.split import (
     plan_micro_batch,
     time_notes,
 )
-from slipstream.plan.memory.teacher import TeacherMemory, planned_teacher
+from slipstream.plan.memory.teacher import TeacherMemory, check_top_k, planned_teacher
 from slipstream.plan.nodes import with_all_nodes
 from slipstream.plan.placement import plan_placement
 from slipstream.plan.preflight.disk import check_disk
@@ -206,6 +206,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
         *engine_time_notes(planned, facts),
     )
     builder.refusals += [*full, *memory_refusals(planned, facts)]
+    check_top_k(planned, facts)
     return Plan(
         planned,
         tuple(builder.derived),

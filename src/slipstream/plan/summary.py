@@ -29,7 +29,7 @@ from slipstream.plan.memory.sizes import (
     paged_bytes,
     weights_bytes,
 )
-from slipstream.plan.memory.teacher import planned_teacher
+from slipstream.plan.memory.teacher import TOP_BYTES, planned_teacher, top_bytes
 from slipstream.plan.memory.tower import feature_bytes, patches_at_once, tower_bytes
 from slipstream.plan.memory.trainer import model_state, row_memory
 from slipstream.plan.nodes import assign, most_on_a_node, node_name, ranks_of_a_node
@@ -179,6 +179,9 @@ def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
             f"{teacher.max_model_len} tokens, {gib(teacher.reserve)} for logits and contexts; {teacher.where}"
         )
         yield Note("memory of the teacher", round(teacher.total / GIB, 2), "GiB", how)
+    if (taken := top_bytes(config)) and config.teacher is not None:
+        how = f"{config.teacher.top_k} of each sampled token, {TOP_BYTES} bytes each, in completions as long as allowed"
+        yield Note("the teacher's likeliest tokens in a batch", round(taken / GIB, 3), "GiB", how)
 
 
 def _tower_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:

@@ -26,9 +26,11 @@ from slipstream.algo.importance_sampling import (
 from slipstream.algo.logprobs import Logits, processed_logprobs, token_statistics
 from slipstream.algo.surrogate_losses import LossInputs, Streams, kl_estimate, token_weights
 from slipstream.config.planned import PlannedRL
+from slipstream.config.schema import TeacherConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import MicroBatch, StepBatch
+from slipstream.trainer.teacher_term import TeacherTerm
 
 
 class Objective(Protocol):
@@ -36,7 +38,7 @@ class Objective(Protocol):
 
     @property
     def ignores_silent(self) -> bool:
-        """Whether the gradient of a sequence whose advantage is 0 is exactly 0."""
+        """Whether sequences of advantage 0 have a gradient of exactly 0."""
         ...
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
@@ -103,29 +105,30 @@ class SFTObjective(OneForward):
 class PolicyObjective(OneForward):
     """A policy gradient: the algorithm's loss with importance weights, a KL term and an entropy bonus.
 
-    Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:
+    Log-probabilities are those of the sampled distribution (`sampling`). Per token:
     `importance weight * loss + kl_coef * kl`, averaged as `config.normalize` says, less `entropy_coef` times the mean
-    entropy of a token, whatever the loss is averaged over. With a teacher, a token's advantage is raised by
-    `teacher_coef * (teacher - old)`: over tokens of the policy, on average, the gradient of the reverse KL divergence.
+    entropy of a token, whatever the loss is averaged over. A teacher changes advantages or adds a term (`TeacherTerm`).
     """
 
     def __init__(
         self,
         config: PlannedRL,
         sampling: records.SamplingParams,
-        teacher_coef: float | None = None,
+        teacher: TeacherConfig | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
-        """`teacher_coef`: weight of the teacher's term; None without a teacher. `algorithm`: in place of the run's."""
+        """`teacher`: None without one. `algorithm`: in place of the run's."""
         self.config = config
-        self._teacher_coef = teacher_coef
+        self._teacher = None if teacher is None else TeacherTerm(teacher, sampling.temperature)
         self.sampling = sampling
         self.algorithm = algorithm or algorithm_of(config)
+        own = any(self.algorithm.defines(hook) for hook in ("credit", "credit_batch", "loss"))
+        self._has_advantages = config.advantage != "none" or own or algorithm is not None
         self._has_kl_term = config.kl_coef > 0.0 and config.kl_in == "loss"
 
     def with_algorithm(self, algorithm: Algorithm, chosen: str) -> PolicyObjective:
         """The same with another algorithm; `chosen`: see `OneForward`."""
-        other = PolicyObjective(self.config, self.sampling, self._teacher_coef, algorithm)
+        other = PolicyObjective(self.config, self.sampling, self._teacher and self._teacher.config, algorithm)
         other.chosen = chosen
         return other
 
@@ -133,7 +136,7 @@ class PolicyObjective(OneForward):
     def ignores_silent(self) -> bool:
         """See `Objective`. True if advantages are the only source of gradients; never for a user's own loss, whose
         gradient at advantage 0 is unknown."""
-        has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher_coef is not None
+        has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher is not None
         return not self.algorithm.defines("loss") and not has_other_terms
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
@@ -152,7 +155,8 @@ class PolicyObjective(OneForward):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See the class; raises TrainingError when advantages or needed log-probabilities are missing."""
         config = self.config
-        logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, self.sampling)
+        logits = model.logits(micro)
+        logprobs_N, entropy_N = sampled_logprobs(logits, micro.target_ids_N, self.sampling)
         inputs = self._inputs(micro, logprobs_N, entropy_N)
         policy = loss_of(self.algorithm, inputs)
         per_token_N, old_N = policy.loss_N, inputs.old_logprobs_N
@@ -164,8 +168,11 @@ class PolicyObjective(OneForward):
             "ratio_histogram": log_ratio_histogram(policy.log_ratio_N),
             **{name: mask_N.sum() for name, mask_N in policy.counts.items()},
         }
-        if self._teacher_coef is not None:
-            sums |= _teacher_sums(micro.streams["teacher_logprobs"], old_N)
+        if self._teacher is not None:
+            sums |= self._teacher.sums(micro, old_N)
+            if (of_teacher := self._teacher.loss(micro, logits)) is not None:
+                per_token_N, teacher_sums = self._with_advantages(per_token_N) + of_teacher[0], of_teacher[1]
+                sums |= teacher_sums
         if (behaviour_N := micro.streams.get("behaviour_logprobs")) is not None:
             sums |= _behaviour_sums(behaviour_N, logprobs_N.detach(), old_N)
             places_N = micro.position_ids_T[micro.predict_index_N] + 1
@@ -204,7 +211,7 @@ class PolicyObjective(OneForward):
         return LossInputs(
             logprobs_N,
             old_N,
-            self._with_teacher(micro, advantages_N, old_N),
+            advantages_N if self._teacher is None else self._teacher.advantages(micro, advantages_N, old_N),
             micro.sequence_index_N,
             micro.num_sequences,
             clip_low=config.clip_low,
@@ -214,13 +221,9 @@ class PolicyObjective(OneForward):
             entropy_N=entropy_N,
         )
 
-    def _with_teacher(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
-        """Advantages plus `teacher_coef * (teacher - old)` log-probabilities."""
-        if self._teacher_coef is None:
-            return advantages_N
-        if (teacher_N := micro.streams.get("teacher_logprobs")) is None:
-            raise TrainingError("a sequence has no log-probabilities of the teacher: every rollout must be scored")
-        return advantages_N + self._teacher_coef * (teacher_N - old_N.detach())
+    def _with_advantages(self, per_token_N: Tensor) -> Tensor:
+        """The surrogate loss, without its gradient if that is 0 anyway: it would take as much memory as the logits."""
+        return per_token_N if self._has_advantages else per_token_N.detach()
 
     def _importance(self, micro: MicroBatch, old_N: Tensor, weighting: Weighting) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -265,6 +268,9 @@ class PolicyObjective(OneForward):
             "teacher_kl_k3": "teacher/kl_k3",
             "teacher_logprob": "teacher/logprob",
             "teacher_abs_difference": "teacher/abs_difference",
+            "teacher_divergence": "teacher/divergence",
+            "teacher_tail": "teacher/tail",
+            "teacher_policy_tail": "teacher/policy_tail",
         }
         hidden = ("loss", "off_policy", "off_policy_squared")
         metrics |= {names.get(key, key): value / tokens for key, value in numbers.items() if key not in hidden}
@@ -289,16 +295,6 @@ def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> d
         "mismatch_histogram": log_ratio_histogram(old_N - behaviour_N),
         "off_policy": ratio_N.sum(),
         "off_policy_squared": ratio_N.square().sum(),
-    }
-
-
-def _teacher_sums(teacher_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
-    """Sums for metrics of the distance of the old policy from its teacher: the reverse KL by k1 and k3."""
-    return {
-        "teacher_kl": kl_estimate(old_N, teacher_N, "k1").sum(),
-        "teacher_kl_k3": kl_estimate(old_N, teacher_N, "k3").clamp(max=math.exp(20.0)).sum(),
-        "teacher_logprob": teacher_N.sum(),
-        "teacher_abs_difference": (teacher_N - old_N).abs().sum(),
     }
 
 

@@ -118,6 +118,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             "teacher.name teacher.key_variable",
             "has no effect without teacher.url",
         ),
+        (teacher is not None and not teacher.top_k, "teacher.jsd_beta", "has no effect without teacher.top_k"),
         (config.cluster.nodes == 1, "cluster", "has no effect while cluster.nodes is 1"),
         (config.run.streams != "redis", "redis", 'has no effect without run.streams = "redis"'),
     ]
@@ -375,6 +376,11 @@ def _teacher(config: RunConfig) -> Problems:
         yield (
             f"sampling.temperature = {config.sampling.temperature:g} is not what a server at teacher.url scores at, "
             "which is always 1: use 1, or give the teacher as teacher.path"
+        )
+    if comes_from_outside and teacher.path is None and teacher.url is None and teacher.top_k:
+        yield (
+            f"teacher.top_k = {teacher.top_k} needs a teacher to ask, and groups of atropos bring log-probabilities of "
+            "sampled tokens only: remove it"
         )
     if teacher.path == config.model.path and (config.lora is None or config.lora.path is None):
         yield f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one'

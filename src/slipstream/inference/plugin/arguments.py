@@ -216,7 +216,7 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         stop_token_ids=list(s.stop_token_ids) or None,
         logprobs=0,
         flat_logprobs=not request.scores_prompt,  # prompt log-probabilities would be flat too
-        prompt_logprobs=0 if request.scores_prompt else None,
+        prompt_logprobs=request.num_likeliest if request.scores_prompt else None,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

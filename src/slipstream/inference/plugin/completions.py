@@ -33,10 +33,11 @@ def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Rea
     token_ids = list(out.token_ids)
     logprobs = sampled_logprobs(out.logprobs, token_ids)
     reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
-    scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
+    scores, likeliest = scoring.prompt_scores(output, request) if request.scores_prompt else (None, None)
     versions = [VersionSpan(start, version) for start, version in spans]
     cause: AbortCause = "aborted" if reason == "abort" else ""
     answer = Completion(request.id, token_ids, logprobs, reason, versions, cause=cause, prompt_logprobs=scores)
+    answer.likeliest = likeliest
     if reason != "abort" and getattr(out, "routed_experts", None) is not None:
         answer.experts = expert_choices(out.routed_experts, len(output.prompt_token_ids) + len(token_ids))
     if request.images:

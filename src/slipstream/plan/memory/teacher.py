@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from slipstream.config import PlannedConfig
+from slipstream.config.planned import PlannedRL
 from slipstream.config.traits import engine_workers, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.plan.facts import Facts
@@ -24,6 +25,12 @@ SEQUENCES = 16
 """Sequences scored at once; scoring is prefill, so more would be no faster."""
 STEP_TOKENS = 2048
 """Tokens of a step; the memory of scoring is their logits, twice in float32."""
+
+TOP_BYTES = 12
+"""A token's id and its log-probability."""
+_MOST_TOP_BYTES = {"redis": 1 << 29}
+_MOST = 1 << 30
+"""The largest batch: it is one value of Redis, 512 MiB, or one message between processes, 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,32 @@ class TeacherMemory:
         return f"on GPU {self.gpu}, {'its own' if self.has_own_gpu else 'which it shares'}"
 
 
+def top_bytes(config: PlannedConfig) -> int:
+    """The teacher's likeliest tokens in a batch of completions as long as allowed; 0 without `teacher.top_k`."""
+    if config.teacher is None or not config.teacher.top_k or not isinstance(config.algorithm, PlannedRL):
+        return 0
+    num_rollouts = config.training.prompts_per_batch * config.algorithm.group_size
+    return num_rollouts * config.sampling.max_tokens * config.teacher.top_k * TOP_BYTES
+
+
+def check_top_k(config: PlannedConfig, facts: Facts) -> None:
+    """Raise ConfigError for a `teacher.top_k` beyond the vocabulary, or with batches that are too large."""
+    if not (taken := top_bytes(config)):
+        return
+    assert config.teacher is not None
+    assert config.teacher.top_k is not None
+    top_k, most = config.teacher.top_k, _MOST_TOP_BYTES.get(config.run.streams, _MOST)
+    if top_k > facts.model.vocab_size:
+        raise ConfigError(
+            f"teacher.top_k = {top_k} is more than the vocabulary of {facts.model.vocab_size} tokens: lower it"
+        )
+    if taken > most:
+        raise ConfigError(
+            f"teacher.top_k = {top_k} makes batches of up to {gib(taken)}, and {gib(most)} is the most: lower it to "
+            f"{max(1, top_k * most // taken)}, or training.prompts_per_batch or sampling.max_tokens"
+        )
+
+
 def planned_teacher(config: PlannedConfig, facts: Facts) -> TeacherMemory | None:
     """The teacher's engine, once lengths, engines and placement are decided; None if the run starts none. Raises
     ConfigError if it cannot score the run's sequences."""
@@ -74,6 +107,9 @@ def planned_teacher(config: PlannedConfig, facts: Facts) -> TeacherMemory | None
     block = CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS
     each = kv_bytes_per_sequence(model, dtype, longest + block, block)
     logits = 2 * 4 * STEP_TOKENS * model.vocab_size
+    assert config.teacher is not None
+    # Ids are sorted as int64, in vLLM and in its answer.
+    logits += STEP_TOKENS * (config.teacher.top_k or 0) * 2 * TOP_BYTES
     own = not on_cpu and facts.num_gpus > num_used_gpus
     weights, cache = weights_bytes(model, dtype), SEQUENCES * each
     reserve = logits + (0 if on_cpu else ENGINE_RESERVE)

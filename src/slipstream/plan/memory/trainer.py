@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.algo.custom import reads_reference
 from slipstream.config import RLConfig, RunConfig
+from slipstream.config.recipes import resolved
 from slipstream.config.traits import keeps_copy, shares_weights, uses_critic
 from slipstream.plan.facts import Facts, ModelFacts
 from slipstream.plan.memory.sizes import (
@@ -16,6 +17,7 @@ from slipstream.plan.memory.sizes import (
     training_state_bytes,
     weights_bytes,
 )
+from slipstream.plan.memory.teacher import TOP_BYTES
 from slipstream.plan.memory.tower import feature_bytes, tower_bytes
 from slipstream.plan.rank_layout import num_copies
 
@@ -126,6 +128,16 @@ def _longest(config: RunConfig, facts: Facts) -> int:
     return facts.model.context_length if length == "auto" else length
 
 
+def _top_bytes_per_token(config: RunConfig, facts: Facts) -> int:
+    """Under `teacher.top_k`: the teacher's tokens, and eight tensors of as many float32 numbers of both distributions
+    and their divergence. Where there are advantages, too, another gradient of the logits."""
+    if config.teacher is None or not config.teacher.top_k or not isinstance(config.algorithm, RLConfig):
+        return 0
+    has_other = resolved(config.algorithm).advantage != "none"
+    logits = BYTES_OF[config.model.dtype] * facts.model.vocab_size if has_other else 0
+    return config.teacher.top_k * (TOP_BYTES + 8 * 4) + logits
+
+
 def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMemory:
     """Memory of rows under `config` with `checkpointing` for `training.gradient_checkpointing`."""
     training, dtype = config.training, config.model.dtype
@@ -142,6 +154,7 @@ def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMem
         masked=facts.num_gpus > 0 and facts.tower is not None and facts.tower.model_type == "gemma3",
         context_parallel=training.context_parallel,
     )
+    each += _top_bytes_per_token(config, facts)
     each = -(-each // training.context_parallel)
     tower = tower_bytes(facts.tower, dtype) if facts.tower is not None else 0
     return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0, tower)

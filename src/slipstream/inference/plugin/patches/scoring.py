@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.plugin.patches.patch_table import Absent
-from slipstream.records import GenerateRequest
+from slipstream.records import GenerateRequest, Likeliest
 
 PATCH = "scores_at_temperature"
 
@@ -34,14 +34,19 @@ def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
         )
 
 
-def prompt_logprobs(output: Any, request: GenerateRequest) -> list[float]:
-    """The log-probability of each prompt token, from vLLM's output; 0 for the first."""
+def prompt_scores(output: Any, request: GenerateRequest) -> tuple[list[float], Likeliest | None]:
+    """The log-probability of each prompt token, from vLLM's output, and the likeliest tokens in its place; zeros for
+    the first."""
     entries = output.prompt_logprobs
     if entries is None or len(entries) != len(request.prompt_ids):
         found = "none" if entries is None else f"{len(entries)}"
         raise RuntimeError(f"vLLM scored {found} of {len(request.prompt_ids)} tokens")
     pairs = zip(entries, request.prompt_ids, strict=True)
-    return [0.0 if entry is None else entry[token].logprob for entry, token in pairs]
+    logprobs = [0.0 if entry is None else entry[token].logprob for entry, token in pairs]
+    if not request.num_likeliest:
+        return logprobs, None
+    places = (entry and {token: each.logprob for token, each in entry.items()} for entry in entries)
+    return logprobs, Likeliest.of(places, request.num_likeliest)
 
 
 def at_request_temperature(runner: Any) -> None:
