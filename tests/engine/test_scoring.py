@@ -9,6 +9,7 @@ import pytest
 import torch
 import vllm
 from benchmarks.bridges import create_bridge
+from transformers import AutoModelForCausalLM
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
@@ -44,9 +45,10 @@ def test_each_request_is_scored_at_its_own_temperature(live, tmp_path):
 @pytest.mark.parametrize("k", [1, 5, None])
 def test_the_likeliest_tokens_of_each_place(k, live, tmp_path):
     """As the trainer computes them, for each request's number and temperature; None: all tokens."""
-    model = PolicyModel.load(live.model, "float32")
-    size = model.network.config.vocab_size
-    live.update(create_bridge("disk", folder=tmp_path, source=live.model, engine=live.engine), model.named_weights(), 1)
+    bridge = create_bridge("disk", folder=tmp_path, source=live.model, engine=live.engine)
+    live.update(bridge, PolicyModel.load(live.model, "float32").named_weights(), 1)
+    model = AutoModelForCausalLM.from_pretrained(live.model, dtype=torch.float32)
+    size = model.config.vocab_size
     jobs = [(tokens, (0.5, 1.0)[place % 2]) for place, tokens in enumerate(PROMPTS)]
     asked = [
         msgspec.structs.replace(request(f"top-{n}", tokens, by), num_likeliest=k or size)
@@ -62,7 +64,7 @@ def test_the_likeliest_tokens_of_each_place(k, live, tmp_path):
         assert token_ids.shape == (len(tokens), k or size)
         assert not logprobs[0].any()
         with torch.no_grad():
-            logits = model.network(torch.tensor([tokens])).logits[0, :-1] / temperature
+            logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
         exact = logits.log_softmax(-1)
         torch.testing.assert_close(logprobs[1:], exact.gather(-1, token_ids[1:]), atol=1e-4, rtol=0)
         torch.testing.assert_close(logprobs[1:], exact.topk(k or size, -1).values, atol=1e-4, rtol=0)
