@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("metrics.md", "one-gpu.md", "mixtures.md", "detection.md", "distillation.md")
+PAGES = ("metrics.md", "one-gpu.md", "mixtures.md", "detection.md", "distillation.md", "preferences.md")
 _NAMES = re.compile(r"`([a-z_0-9<>]+/[^`\s]+)`")
 _ANY = re.compile(r"\\\.\\\.\\\.|<\w+>|NAME")
 _NUMBER = re.compile(r"(?<=@)[nk]\b")

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from slipstream.cli.commands import Overrides, Plain, RunFile
 from slipstream.cli.output import Json, made_view, print_json, tell
+from slipstream.config.sft import SFTConfig
 from slipstream.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def env_test(
     failures, notes = checked.failures, checked.notes
     if reason := checked.result.without_gold:
         # RL needs none. SFT imitates them, unless it has [data].
-        needs_gold = loaded.config.algorithm.kind == "sft" and loaded.config.data is None
+        needs_gold = isinstance(loaded.config.algorithm, SFTConfig) and loaded.config.data is None
         if not model and (needs_gold or not checked.result.results):
             failures = [*failures, reason]
         else:

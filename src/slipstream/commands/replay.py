@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import PlannedConfig, RunConfig, load_config, with_values
+from slipstream.config import PlannedConfig, RunConfig, SFTConfig, load_config, with_values
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.traits import planned_config, undecided
 from slipstream.errors import ConfigError, DataError, OutOfMemory, TrainingError
@@ -168,7 +168,7 @@ def _settings(run: Path) -> PlannedConfig:
     if not file.is_file():
         raise ConfigError(f"{run} has no resolved.toml, as the run ended before it was planned: name another run")
     loaded = load_config(file).config
-    if loaded.algorithm.kind == "sft":
+    if isinstance(loaded.algorithm, SFTConfig):
         raise ConfigError(
             f"{run} is a run of SFT, which keeps no batches; a replay would need the rows of its data set in the order "
             "of the seed: continue a copy of the folder with --resume, which trains on the same batches again"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,10 @@ class Columns:
     """RL: the column of a correct completion, if it is not the answer itself."""
 
 
+Builder = Callable[[Row, Columns], tuple[Conversation, set[str]]]
+"""Makes the conversation of a row, and names the columns that it was built from."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One row as a task for RL."""
@@ -92,20 +96,22 @@ def read_conversations(
     *,
     subset: str = "",
     setting: str = "data.path",
+    build: Builder | None = None,
 ) -> list[Conversation]:
     """Reads the conversations of a file or folder, in order; each has at least one assistant turn to train on.
 
     A row has messages, or a prompt and a completion, either of which is text or a list of messages; and optionally
     `tools` and a system prompt. Rows with other columns are counted in `unread`, by column; blank lines are skipped.
-    `subset` and `setting`: see `read_rows`. Raises `DataError`.
+    `subset` and `setting`: see `read_rows`. `build`: makes other conversations of a row than `plain_conversation`.
+    Raises `DataError`.
     """
     rows = read_rows(path, split, setting, subset)
-    columns = columns or Columns()
+    columns, build = columns or Columns(), build or plain_conversation
     unread = {} if unread is None else unread
     _check_named(rows, (columns.messages, columns.prompt, columns.answer))
     found: list[Conversation] = []
     for row in rows:
-        conversation, read = _conversation(row, columns)
+        conversation, read = build(row, columns)
         found.append(conversation)
         for name, value in row.values.items():
             if value not in (None, "", [], {}) and name not in read:
@@ -115,27 +121,28 @@ def read_conversations(
 
 def conversation_of(row: Row, columns: Columns) -> Conversation:
     """Builds the conversation of one row. Raises `DataError`."""
-    return _conversation(row, columns)[0]
+    return plain_conversation(row, columns)[0]
 
 
-def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
-    """Builds the conversation of one row; also returns the columns it was built from."""
+def plain_conversation(row: Row, columns: Columns, *, is_judged: bool = False) -> tuple[Conversation, set[str]]:
+    """Builds the conversation of one row; also returns the columns it was built from. Unless it `is_judged`, it must be
+    a good one. Raises `DataError`."""
     where = row.where
-    messages = columns.messages or ("" if columns.prompt or columns.answer else _first_of(row.values, MESSAGES))
+    messages = columns.messages or ("" if columns.prompt or columns.answer else first_of(row.values, MESSAGES))
     if messages:
-        turns, read = _messages(value_at(row, messages), messages, None, row), [messages]
+        turns, read = turns_of(value_at(row, messages), messages, None, row), [messages]
     else:
-        prompt = columns.prompt or _first_of(row.values, PROMPTS)
-        completion = columns.answer or _first_of(row.values, COMPLETIONS)
+        prompt = columns.prompt or first_of(row.values, PROMPTS)
+        completion = columns.answer or first_of(row.values, COMPLETIONS)
         if not prompt or not completion:
             keys = ", ".join(sorted(row.values)) or "none"
             raise DataError(f"{where} has the keys {keys}: give {_FORMS}, or name the columns in [data]")
         turns = [
             *_prompt(row, prompt, is_found=not columns.prompt),
-            *_messages(value_at(row, completion), completion, "assistant", row),
+            *turns_of(value_at(row, completion), completion, "assistant", row),
         ]
         read = [prompt, completion, *(_INPUTS if prompt == "instruction" and not columns.prompt else ())]
-    for name in _JUDGED:
+    for name in () if is_judged else _JUDGED:
         if row.values.get(name) is False:
             raise DataError(
                 f"{where}: {name} is false, so its completion is a bad one to imitate: remove such rows, or "
@@ -151,7 +158,7 @@ def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
     if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
         raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
     read = {name if name in row.values else name.partition(".")[0] for name in read}
-    return tuple(_completed(turns, row)), read | {"tools", *SYSTEMS, *COLUMNS}
+    return tuple(completed(turns, row)), read | {"tools", *SYSTEMS, *COLUMNS}
 
 
 def problems_of(rows: Sequence[Row], columns: Columns, form: Form = "auto", *, answers: bool = True) -> list[Problem]:
@@ -200,7 +207,7 @@ def _form_of(row: Row, columns: Columns) -> Literal["verl", "messages", "prompt-
     named = columns.prompt or columns.answer
     if "reward_model" in row.values and not columns.answer:
         return "verl"
-    if columns.messages or (not named and _first_of(row.values, MESSAGES)):
+    if columns.messages or (not named and first_of(row.values, MESSAGES)):
         return "messages"
     return "prompt-answer"
 
@@ -212,8 +219,8 @@ def _verl_problem(row: Row, columns: Columns) -> Problem:
 
 
 def _plain_problem(row: Row, columns: Columns, *, answers: bool) -> Problem:
-    prompt = columns.prompt or _first_of(row.values, PROMPTS)
-    answer = columns.answer or _first_of(row.values, ANSWERS)
+    prompt = columns.prompt or first_of(row.values, PROMPTS)
+    answer = columns.answer or first_of(row.values, ANSWERS)
     is_unanswered = not answers and (not answer or value_at(row, answer) in (None, "", [], {}))
     if prompt and is_unanswered:
         return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), None)
@@ -234,7 +241,7 @@ def _problem(row: Row, columns: Columns, turns: list[Message], answer: Any, sour
     extra = row.values.get("extra_info")
     return Problem(
         row.where,
-        tuple(_completed(turns, row)),
+        tuple(completed(turns, row)),
         answer,
         _gold(row, columns, answer),
         str(row.values.get("data_source") or "") if source is None else source,
@@ -244,12 +251,12 @@ def _problem(row: Row, columns: Columns, turns: list[Message], answer: Any, sour
 
 def _messages_problem(row: Row, columns: Columns) -> Problem:
     """A problem whose answer is the last message, the assistant's."""
-    column = columns.messages or _first_of(row.values, MESSAGES) or MESSAGES[0]
-    turns = _messages(value_at(row, column), column, None, row)
+    column = columns.messages or first_of(row.values, MESSAGES) or MESSAGES[0]
+    turns = turns_of(value_at(row, column), column, None, row)
     if turns[-1].role != "assistant" or len(turns) < 2:
         raise DataError(f"{row.where}: {column} does not end with an assistant's answer to something: add one")
     answer = _given(row, columns.answer) if columns.answer else turns[-1].content
-    return Problem(row.where, tuple(_completed(turns[:-1], row)), answer, _gold(row, columns, turns[-1].content))
+    return Problem(row.where, tuple(completed(turns[:-1], row)), answer, _gold(row, columns, turns[-1].content))
 
 
 def _given(row: Row, column: str) -> Any:
@@ -284,10 +291,10 @@ def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
     value = value_at(row, column)
     if is_found and column == "instruction" and isinstance(value, str):
         value = "\n\n".join([value, *(_text_at(row, name) for name in _INPUTS if row.values.get(name))])
-    return _messages(value, column, "user", row)
+    return turns_of(value, column, "user", row)
 
 
-def _completed(turns: list[Message], row: Row) -> list[Message]:
+def completed(turns: list[Message], row: Row) -> list[Message]:
     """Adds the row's images, system prompt and tools to the turns."""
     for name, reason in _REFUSED.items():
         if row.values.get(name):
@@ -310,11 +317,13 @@ def _check_named(rows: Sequence[Row], names: Sequence[str]) -> None:
             raise DataError(f"no row has the column {name!r}: there are {', '.join(known)} (first: {rows[0].where})")
 
 
-def _first_of(row: dict[str, Any], names: Sequence[str]) -> str:
+def first_of(row: dict[str, Any], names: Sequence[str]) -> str:
+    """The first of these columns that the row has; empty if none."""
     return next((name for name in names if row.get(name) is not None), "")
 
 
-def _messages(value: Any, key: str, text_role: Role | None, row: Row) -> list[Message]:
+def turns_of(value: Any, key: str, text_role: Role | None, row: Row) -> list[Message]:
+    """The messages of a value: text is one of `text_role`. Raises `DataError`."""
     where = row.where
     if isinstance(value, str) and text_role is not None:
         if not value.strip():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 
 from slipstream.config.sft import TrainOn
+from slipstream.data.preferences import parts_of, rewards_of
 from slipstream.errors import DataError
 from slipstream.records import Batch, Media, Message, Rollout, Stream, Version
 from slipstream.records import Sequence as TokenSequence
@@ -78,16 +79,27 @@ class SFTReader:
     """Reads batches of examples in a seeded order; the batch of a step depends on the step alone, so that resuming
     needs no state."""
 
-    def __init__(self, examples: Examples, items_of_step: Callable[[int], list[int]]) -> None:
+    def __init__(
+        self,
+        examples: Examples,
+        items_of_step: Callable[[int], list[int]],
+        conversations: Sequence[Conversation] = (),
+    ) -> None:
+        """`conversations`: of judged ones, whose parts are the `examples`. The parts are then the rollouts of a group,
+        with their judgements as rewards."""
         self._examples = examples
         self._items_of_step = items_of_step
+        self._rewards = [rewards_of(conversation) for conversation in conversations]
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""
         rollouts: list[Rollout] = []
         for index, item in enumerate(self._items_of_step(step)):
-            name = f"{step}.{index}"
-            rollouts.append(Rollout(name, str(item), name, [self._examples[item]], reward=0.0, outcome="done"))
+            name, rewards = f"{step}.{index}", self._rewards[item] if self._rewards else (0.0,)
+            for part, reward in enumerate(rewards):
+                sequence = self._examples[item * len(rewards) + part]
+                own = name if len(rewards) == 1 else f"{name}.{part}"
+                rollouts.append(Rollout(own, str(item), name, [sequence], reward, outcome="done"))
         return Batch(step, Version(0, step), rollouts)
 
 
@@ -116,26 +128,31 @@ def tokenized(
         dropped[prefix + reason] = dropped.get(prefix + reason, 0) + 1
 
     for conversation in conversations:
-        try:
-            sequence = tokenizer.training_tokens(conversation, train_on)
-        except DataError as error:
-            raise DataError(f"{where(conversation)}: {error}") from error
-        if len(sequence) > limit:
-            if too_long == "error":
-                raise DataError(
-                    f"{where(conversation)} has {len(sequence)} tokens, more than {bound}: shorten it, or set "
-                    'data.too_long = "drop" or "truncate"'
-                )
-            if too_long == "drop":
-                count("conversation_too_long")
-                continue
-            sequence = _cut(sequence, limit)
-            if not sequence.num_trainable:
-                count(f"conversation whose first {limit} tokens carry no loss")
-                continue
-            count(f"end of a conversation, beyond {limit} tokens")
-        kept.append(conversation)
-        examples.append(sequence)
+        parts: list[TokenSequence] = []
+        for part in parts_of([conversation]):
+            try:
+                sequence = tokenizer.training_tokens(part, train_on)
+            except DataError as error:
+                raise DataError(f"{where(conversation)}: {error}") from error
+            if len(sequence) > limit:
+                if too_long == "error":
+                    raise DataError(
+                        f"{where(conversation)} has {len(sequence)} tokens, more than {bound}: shorten it, or set "
+                        'data.too_long = "drop" or "truncate"'
+                    )
+                if too_long == "drop":
+                    count("conversation_too_long")
+                    break
+                sequence = _cut(sequence, limit)
+                if not sequence.num_trainable:
+                    count(f"conversation whose first {limit} tokens carry no loss")
+                    break
+                count(f"end of a conversation, beyond {limit} tokens")
+            parts.append(sequence)
+        else:
+            kept.append(conversation)
+            for sequence in parts:
+                examples.append(sequence)
     if conversations and not kept and too_long == "truncate":
         raise DataError(
             f"the first {limit} tokens of all {len(conversations)} conversations carry no loss, and {bound} cuts them "

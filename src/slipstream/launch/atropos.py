@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.atropos.environments import Environments, Holding
 from slipstream.atropos.groups import Refused, Terms, rollouts_of
 from slipstream.atropos.protocol import Registration, ScoredData
-from slipstream.config import needs_engine_logprobs
+from slipstream.config import SFTConfig, needs_engine_logprobs
 from slipstream.config.addresses import url_of
 from slipstream.config.atropos import AtroposSettings, atropos_settings
 from slipstream.config.traits import asks_teacher
@@ -35,7 +35,7 @@ class Entrance:
         """`count` gets the reason and the rollouts of each dropped group."""
         config, prepared = context.config, context.prepared
         assert config.environment is not None
-        assert config.algorithm.kind != "sft"
+        assert not isinstance(config.algorithm, SFTConfig)
         self._context, self._versions, self._settings, self._count = context, versions, settings, count
         self._token = token_of(settings)
         self._api: Listener | None = None

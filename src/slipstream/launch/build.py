@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.algo.custom import reads_reference
-from slipstream.config import PlannedConfig, RunConfig
+from slipstream.config import PlannedConfig, RunConfig, SFTConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError
 from slipstream.plan.measure import adapter_config
@@ -99,8 +99,10 @@ def load_model(
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether the run keeps a reference model: for a KL term, or for a hook that reads its log-probabilities."""
-    return config.algorithm.kind != "sft" and reads_reference(config.algorithm)
+    """Whether the run keeps a reference model: for a KL term, for preferences, or for a hook that reads its
+    log-probabilities."""
+    algorithm = config.algorithm
+    return algorithm.judges if isinstance(algorithm, SFTConfig) else reads_reference(algorithm)
 
 
 def import_trainer(config: PlannedConfig) -> None:
@@ -286,8 +288,8 @@ def build_objective(
     if (method := method_of(config)) is not None:
         model = config.model
         return method.objective(tokenizer or ChatTokenizer(model.path, trust_remote_code=model.trust_remote_code))
-    if config.algorithm.kind == "sft":
-        return SFTObjective()
+    if isinstance(config.algorithm, SFTConfig):
+        return SFTObjective(is_weighted=config.algorithm.judges)
     return PolicyObjective(config.algorithm, sampling, config.teacher)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.algo.algorithm import algorithm_of, write_credit
 from slipstream.algo.readiness import signal_rule
-from slipstream.config import PlannedConfig, needs_engine_logprobs
+from slipstream.config import PlannedConfig, SFTConfig, needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
@@ -189,7 +189,7 @@ class _Generation:
     def _batcher(self, *, settles: bool = True) -> Batcher:
         context, config, algorithm = self._context, self._context.config, self._context.config.algorithm
         assert self._ledger is not None
-        assert algorithm.kind != "sft"
+        assert not isinstance(algorithm, SFTConfig)
         assert config.environment is not None
         return Batcher(
             self._runner,
@@ -358,7 +358,7 @@ class _Generation:
 def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:
     """What must be equal for groups of an earlier attempt to be used in this one, `lineage`."""
     config = prepared.config
-    assert config.algorithm.kind != "sft"
+    assert not isinstance(config.algorithm, SFTConfig)
     return {
         "prompts_per_batch": config.training.prompts_per_batch,
         "staleness": config.training.staleness,

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig, SFTConfig
 from slipstream.config.bounds import keyed
 from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
@@ -22,6 +22,7 @@ from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.examples import Examples, tokenized
 from slipstream.data.message_fields import check_contents, check_fields
+from slipstream.data.preferences import parts_of
 from slipstream.envs.base import Environment
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.registry import load_environment, played
@@ -48,7 +49,7 @@ from slipstream.plan.preflight.model_folder import (
     has_weights,
 )
 from slipstream.plan.preflight.needs import check_needs
-from slipstream.plan.preflight.rows import read_data, source_of
+from slipstream.plan.preflight.rows import builder_of, read_data, source_of
 from slipstream.plan.preflight.texts import check_texts
 from slipstream.plan.preflight.torch_builds import check_torch_builds
 from slipstream.plan.preflight.turns import check_imitated, check_turns
@@ -102,7 +103,7 @@ class Prepared:
     @property
     def num_items(self) -> int:
         """Size of the training set."""
-        return len(self.conversations) if self.config.algorithm.kind == "sft" else len(self.train_tasks)
+        return len(self.conversations) if isinstance(self.config.algorithm, SFTConfig) else len(self.train_tasks)
 
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without top-p, top-k and min-p)."""
@@ -162,7 +163,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     held_out = {_question(task.prompt, examples_before) for task in eval_tasks}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt, examples_before), held_out, dropped)
     facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
-    context, is_sft = facts_of_model.context_length, config.algorithm.kind == "sft"
+    context, is_sft = facts_of_model.context_length, isinstance(config.algorithm, SFTConfig)
     rolled_out = {"train": train_tasks} if not is_sft or rolls_out(config) else {}
     asked = rolled_out | {"eval": eval_tasks}
     fitting, longest_prompt = _fitting(asked, tokenizer, config, facts_of_model, environment, dropped)
@@ -174,7 +175,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         conversations = method.conversations(train_tasks, environment.max_turns if environment else 1)
     elif is_sft:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
-    talk = [*conversations, *eval_rows]
+    talk = parts_of([*conversations, *eval_rows])
     unknown = unknown_characters(config, environment, tokenizer.vocabulary, talk, train_tasks, eval_tasks)
     place = partial(source_of, config, [*train_tasks, *eval_tasks])
     turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
@@ -189,7 +190,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         eval_rows, eval_examples = tokens_of(eval_rows, held_out=True)
     items = [part_of.get(id(each), "") for each in conversations] if is_sft else [task.part for task in train_tasks]
     part_of_item = _part_of_item(config.environment, items)
-    trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
+    trained_on = parts_of([*conversations, *eval_rows]) or [task.prompt for task in train_tasks]
     prompts = [*trained_on, *(task.prompt for task in eval_tasks)]
     check_fields(tokenizer, prompts, dropped)
     check_contents(tokenizer, prompts, place)
@@ -367,7 +368,8 @@ def _conversations(
     """SFT's conversations: those to train on, and those whose loss is measured. `part_of` gets the part of a mixture
     that each is of, by the object's id: two parts may have the same question."""
     if config.data is not None:
-        return read_data(config.data, dropped, holds_out=measures_loss(config))
+        build = builder_of(config.algorithm)
+        return read_data(config.data, dropped, holds_out=measures_loss(config), build=build)
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
@@ -409,7 +411,7 @@ def _tokenized(
     held_out: bool = False,
 ) -> tuple[list[Sequence[Message]], Examples]:
     """Tokens of the conversations, within `data.max_length` and the model's context."""
-    assert config.algorithm.kind == "sft"
+    assert isinstance(config.algorithm, SFTConfig)
     data, limit, bound = config.data, context, f"the model's context of {context} tokens"
     if data is not None and data.max_length is not None:
         limit, bound = data.max_length, f"data.max_length = {data.max_length}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.artifacts.outgoing import hold_for_upload
-from slipstream.config import PlannedConfig, dump_resolved
+from slipstream.config import PlannedConfig, SFTConfig, dump_resolved
 from slipstream.config.traits import asks_teacher, has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
@@ -362,7 +362,7 @@ def _connect(
 ) -> tuple[Orchestrator, RunHooks]:
     """Open the ledger under RL, and create the loop's engine."""
     config, log = run.config, run.log
-    if config.algorithm.kind != "sft":
+    if not isinstance(config.algorithm, SFTConfig):
         waits_for = "the orchestrator to plan the run and to open the ledger"
         caller.call(commands.OpenLedger(step), commands.Done, waits_of(config).start_s, waits_for)
     planned_bytes = engine_bytes_per_gpu(config, run.prepared.facts.model)
@@ -390,8 +390,9 @@ def _reader(
         if engine is not None and hooks is not None:
             given = replace(given, roll_out=engine.roll_out, on_rollouts=hooks.rolled_out)
         return method.batches(given)
-    if config.algorithm.kind == "sft":
-        return SFTReader(prepared.examples, order.items)
+    if isinstance(config.algorithm, SFTConfig):
+        judged = prepared.conversations if config.algorithm.judges else ()
+        return SFTReader(prepared.examples, order.items, judged)
     assert generation is not None
     assert hooks is not None
     assert engine is not None

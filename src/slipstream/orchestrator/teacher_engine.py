@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from slipstream.config import PlannedConfig
+from slipstream.config import PlannedConfig, SFTConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import RunEngine
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, score
@@ -91,7 +91,7 @@ def refuse_itself(config: PlannedConfig, teacher_digest: str, weights: Callable[
     from slipstream.weights.fingerprint import describe, digest
 
     algorithm = config.algorithm
-    if not teacher_digest or algorithm.kind == "sft" or algorithm.advantage != "none":
+    if not teacher_digest or isinstance(algorithm, SFTConfig) or algorithm.advantage != "none":
         return
     assert config.teacher is not None
     if digest(describe(weights())) == teacher_digest:

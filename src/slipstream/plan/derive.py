@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
+from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig, SFTConfig
 from slipstream.config.bounds import keyed
 from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
 from slipstream.config.parse.messages import show
@@ -176,7 +176,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
             "critic.learning_rate", builder["training.learning_rate"], "the same as training.learning_rate"
         )
     plan_micro_batch(builder)
-    if config.environment is not None and (config.data is None or config.algorithm.kind != "sft"):
+    if config.environment is not None and (config.data is None or not isinstance(config.algorithm, SFTConfig)):
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
         builder.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
     if config.environment is not None and uses_engine(config):
@@ -293,7 +293,7 @@ def _plan_dtype(builder: PlanBuilder) -> None:
 def _plan_precision(builder: PlanBuilder) -> None:
     """Derive what trainer and engine both compute in float32."""
     config, found = builder.original, builder.facts.model.architecture
-    if config.algorithm.kind == "sft":
+    if isinstance(config.algorithm, SFTConfig):
         head = against = "no engine has to agree with the trainer"
     elif builder["model.dtype"] == "float32":
         head = against = "all is in float32"
@@ -316,7 +316,7 @@ def _plan_experts(builder: PlanBuilder) -> None:
     """Derive `model.replay_experts`. Raises ConfigError where it is asked for and cannot be."""
     config, model, engine = builder.original, builder.facts.model, builder.facts.engine
     against = unasked = ""
-    if config.algorithm.kind == "sft":
+    if isinstance(config.algorithm, SFTConfig):
         against = "training is not on the tokens of an engine as they were generated"
     elif model.architecture not in REPLAYED and not model.num_experts:
         against = "the model has no experts"
@@ -379,7 +379,7 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
     options = [name for name in config.inference.options if name.replace("-", "_") in CHANGES_KERNELS]
     has_kernels = facts.engine is not None and facts.engine.has_flash3
     reasons = (
-        (config.algorithm.kind == "sft", "no engine has to agree with the trainer"),
+        (isinstance(config.algorithm, SFTConfig), "no engine has to agree with the trainer"),
         (facts.gpu_capability != CAPABILITY, "it takes GPUs of compute capability 9: H100, H200"),
         (not has_kernels, "no vLLM is installed here that brings FlashAttention 3"),
         (config.lora is not None, "not tried with LoRA adapters"),
@@ -418,7 +418,7 @@ def _plan_batch(builder: PlanBuilder) -> None:
     num_tasks, training = builder.facts.data.num_train_tasks, builder.original.training
     if num_tasks < 1:
         raise ConfigError("the training data has no tasks: check environment.settings or data.path")
-    if builder.original.algorithm.kind == "sft" and builder.facts.data.max_sequence_tokens is None:
+    if isinstance(builder.original.algorithm, SFTConfig) and builder.facts.data.max_sequence_tokens is None:
         raise ConfigError("sft trains on gold answers, and the environment has none: use grpo, or set data.path")
     group = builder.original.algorithm.group_size if isinstance(builder.original.algorithm, RLConfig) else 1
     if (sequences := min(num_tasks, training.prompts_per_batch) * group) > MAX_SEQUENCES:
@@ -483,8 +483,11 @@ def _plan_order(builder: PlanBuilder) -> None:
 
 def _plan_learning_rate(builder: PlanBuilder) -> None:
     """Derive `training.learning_rate`."""
-    kind = "rl" if builder.original.algorithm.kind != "sft" else "sft"
-    reasons = {"rl": "usual in reinforcement learning of all parameters", "sft": "usual in SFT of all parameters"}
+    algorithm = builder.original.algorithm
+    judges = isinstance(algorithm, SFTConfig) and algorithm.judges
+    kind = "sft" if isinstance(algorithm, SFTConfig) and not judges else "rl"
+    learning = "preference learning" if judges else "reinforcement learning"
+    reasons = {"rl": f"usual in {learning} of all parameters", "sft": "usual in SFT of all parameters"}
     if builder.original.lora is not None:
         kind, reasons["lora"] = "lora", "usual for LoRA"
     num_parameters = builder.facts.model.num_decoding

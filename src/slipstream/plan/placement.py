@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.config.sft import SFTConfig
 from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_engines, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
@@ -173,7 +174,7 @@ def _plan_replicas(builder: PlanBuilder, separate: bool) -> None:
         reason = "one engine uses all cores" if builder.on_cpu else f"trainer and engine are on {where}"
         if nodes > ranks:
             count, reason = nodes - ranks, "one for each node without a rank"
-    elif builder.original.algorithm.kind == "sft" and not rolls_out(builder.original):
+    elif isinstance(builder.original.algorithm, SFTConfig) and not rolls_out(builder.original):
         count, reason = 1, "the engine has only evaluations to make"
     elif prompts // orchestrators < beside:
         count = prompts // orchestrators

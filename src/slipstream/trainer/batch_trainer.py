@@ -17,6 +17,7 @@ from slipstream import records
 from slipstream.algo.algorithm import Algorithm, algorithm_of, custom_metrics, write_credit
 from slipstream.algo.readiness import CONTEXT_ADVICE
 from slipstream.config.planned import PlannedConfig, PlannedRL
+from slipstream.config.sft import SFTConfig
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
@@ -26,6 +27,7 @@ from slipstream.trainer.metrics import any_cut, refuse_difference, rollout_metri
 from slipstream.trainer.old_logprobs import fill_logprobs, fill_read, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
 from slipstream.trainer.packing import StepBatch, make_step_batches
+from slipstream.trainer.preferences import weigh
 
 _COUNTS = ("num_tokens", "num_sequences", "num_micro_batches", "num_row_tokens", "overflows")
 _SUMS = {f"train/{name}" for name in _COUNTS}
@@ -151,12 +153,18 @@ class BatchTrainer:
         """The objective's: all hooks of this process share one object."""
         return self.objective.algorithm if isinstance(self.objective, PolicyObjective) else algorithm_of(algorithm)
 
+    @property
+    def _judges(self) -> bool:
+        algorithm = self.config.algorithm
+        return isinstance(algorithm, SFTConfig) and algorithm.judges
+
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
         training = self.config.training
+        judgements = [rollout.reward for rollout in batch.rollouts] if self._judges else None
         return make_step_batches(
             batch,
-            credit.advantages if credit else None,
+            credit.advantages if credit else judgements,
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
             carries_loss=credit.carries_loss if credit else None,
@@ -190,8 +198,11 @@ class BatchTrainer:
         `number` counts the run's optimizer steps, skipped ones included; the learning-rate schedule reads it.
         `may_be_zero`: after the first update of a batch the ratio of every token may be outside the clipping range.
         """
-        training = self.config.training
-        metrics = self.learner.forward_backward(step, self.objective)
+        training, algorithm, judged = self.config.training, self.config.algorithm, {}
+        if isinstance(algorithm, SFTConfig) and algorithm.judges:
+            assert self.reference is not None
+            judged = weigh(step, algorithm, self.learner, self.reference)
+        metrics = self.learner.forward_backward(step, self.objective) | judged
         if not math.isfinite(metrics.get("loss", 0.0)) and isinstance(self.objective, PolicyObjective):
             self.objective.refuse(metrics["loss"], number)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}

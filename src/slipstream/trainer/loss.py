@@ -74,7 +74,11 @@ class OneForward:
 
 
 class SFTObjective(OneForward):
-    """Mean cross-entropy over all trainable tokens of the step."""
+    """Mean cross-entropy over all trainable tokens of the step. If it `is_weighted`, the sum with the stream
+    `advantages` as weights, as `trainer.preferences` gives them."""
+
+    def __init__(self, *, is_weighted: bool = False) -> None:
+        self._is_weighted = is_weighted
 
     ignores_silent = False
 
@@ -91,7 +95,10 @@ class SFTObjective(OneForward):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Negative log-likelihood, in float32."""
         logprobs_N, entropy_N, greedy_N = token_statistics(model.logits(micro), micro.target_ids_N)
-        loss = -logprobs_N.sum() / divisors["tokens"]
+        if self._is_weighted:
+            loss = -(micro.streams["advantages"] * logprobs_N).sum()
+        else:
+            loss = -logprobs_N.sum() / divisors["tokens"]
         right = (greedy_N == micro.target_ids_N).sum()
         return loss, {"loss": loss.detach(), "entropy": entropy_N.detach().sum(), "token_accuracy": right}
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from slipstream.config.bounds import Problems
 from slipstream.config.parse.messages import show
 from slipstream.config.schema import RLConfig, RunConfig
+from slipstream.config.sft import SFTConfig
 from slipstream.config.traits import uses_critic
 
 _NEEDED = {
@@ -30,7 +31,8 @@ def exact_problems(config: RunConfig) -> Problems:
     if not config.run.exact:
         return
     algorithm = config.algorithm
-    if algorithm.kind in ("sft", "distill") or config.teacher is not None or uses_critic(config):
+    learns_apart = isinstance(algorithm, SFTConfig) or algorithm.kind == "distill"
+    if learns_apart or config.teacher is not None or uses_critic(config):
         has_teacher = config.teacher is not None and algorithm.kind != "distill"
         found = "with [teacher]" if has_teacher else f'under algorithm.kind = "{algorithm.kind}"'
         yield (

@@ -10,6 +10,7 @@ from slipstream.config.bounds import Problems
 from slipstream.config.inference import InferenceServer
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import RLConfig, RunConfig
+from slipstream.config.sft import SFTConfig
 from slipstream.config.traits import num_replicas, serves_agents, shares_weights, starts_teacher, uses_engine
 
 
@@ -66,7 +67,7 @@ def _atropos(config: RunConfig) -> Problems:
         yield "environment.mixture", f'"{ATROPOS}" is no part of a mixture: its environments mix by their weights'
     if environment.name != ATROPOS:
         return
-    if config.algorithm.kind == "sft":
+    if isinstance(config.algorithm, SFTConfig):
         yield "environment.name", f'"{ATROPOS}" brings rollouts, and SFT trains on answers: use grpo'
     if config.evaluation is not None:
         yield "evaluation", f'"{ATROPOS}" has no held-out tasks: its programs evaluate; set evaluation = false'
@@ -213,7 +214,7 @@ def _orchestrators(config: RunConfig) -> Problems:
     if config.run.streams == "memory":
         remedy = 'use "files" or "redis"'
         yield f'{what} are separate processes, and run.streams = "memory" has no queue between processes: {remedy}'
-    if config.algorithm.kind == "sft":
+    if isinstance(config.algorithm, SFTConfig):
         yield f"{what} generate rollouts to train on, and SFT needs none: leave it out"
     if prompts % number:
         yield f"training.prompts_per_batch = {prompts} prompts cannot be divided equally among {what}: use a multiple"

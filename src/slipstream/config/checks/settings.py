@@ -18,6 +18,7 @@ from slipstream.config.checks.processes import process_problems
 from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
+from slipstream.config.sft import SFTConfig
 from slipstream.config.traits import bridge_of, drawn_at, rolls_out, uses_critic, uses_engine
 
 OPTIONS_WITH_OWN_KEY = {
@@ -190,7 +191,12 @@ def _under_sft(config: RunConfig) -> list[Rule]:
     evaluates, environment = config.evaluation is not None, config.environment
     has_both = config.data is not None and environment is not None
     reason = "without an environment to evaluate on" if evaluates else "while evaluation is off"
+    algorithm = config.algorithm
+    assert isinstance(algorithm, SFTConfig)
     return [
+        (not algorithm.judges, "algorithm.kl_coef", f"applies to dpo and kto, not to {algorithm.kind}"),
+        (algorithm.kind != "dpo", "algorithm.pair_loss", f"applies to dpo, not to {algorithm.kind}"),
+        (algorithm.judges, "algorithm.train_on", f"applies to sft, not to {algorithm.kind}: the completion is judged"),
         (True, "run.max_steps_without_signal", "applies to grpo, not to sft"),
         (True, "teacher", "applies to distill and other recipes of reinforcement learning, not to sft"),
         (True, "run.streams", "applies to grpo, not to sft, whose batches no engine makes"),
@@ -256,6 +262,7 @@ def contradictions(config: RunConfig) -> Problems:
     yield from _lora(config)
     yield from _critic(config)
     yield from _teacher(config)
+    yield from _preferences(config)
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
@@ -352,6 +359,19 @@ def _critic(config: RunConfig) -> Problems:
         )
 
 
+def _preferences(config: RunConfig) -> Problems:
+    algorithm = config.algorithm
+    if not isinstance(algorithm, SFTConfig) or not algorithm.judges:
+        return
+    what = f'algorithm.kind = "{algorithm.kind}"'
+    if config.data is None:
+        yield f"{what} learns from judged rows, and there are none: give them in data.path"
+    elif config.data.has_eval:
+        yield f"{what} measures no held-out rows: remove data.eval_path, eval_split and eval_fraction"
+    if config.matching is not None:
+        yield f"{what} has no rollout matching: remove [matching]"
+
+
 def _teacher(config: RunConfig) -> Problems:
     teacher, algorithm = config.teacher, config.algorithm
     if not isinstance(algorithm, RLConfig):
@@ -430,7 +450,7 @@ def _sources(config: RunConfig) -> Problems:
         if not config.environment.name.strip():
             remedy = "give reasoning_gym/<task> or path/to/file.py:Class"
             yield f'environment.name = "" is empty: {remedy}'
-    elif config.algorithm.kind != "sft":
+    elif not isinstance(config.algorithm, SFTConfig):
         yield (
             "algorithm.kind",
             f"environment.name is missing, and {config.algorithm.kind} needs tasks and rewards: "
@@ -480,7 +500,7 @@ def _engine(config: RunConfig) -> Problems:
         )
     if "" in sampling.stop:
         yield "sampling.stop has an empty text, which would end every completion at once: remove it"
-    if config.algorithm.kind != "sft" and sampling.top_k == 1:
+    if not isinstance(config.algorithm, SFTConfig) and sampling.top_k == 1:
         yield (
             "sampling.top_k = 1 draws the same completion for a whole group, which has no signal: "
             "use 0 for no limit, or more than 1"

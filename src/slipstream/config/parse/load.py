@@ -29,7 +29,7 @@ from slipstream.config.parse.suggestions import OTHER_NAMES, suggestion
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RunConfig
-from slipstream.config.sft import is_hub_name
+from slipstream.config.sft import SFTConfig, is_hub_name
 from slipstream.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -418,7 +418,7 @@ def _resolve_reward(reward: Any, setting: str, resolve: Callable[..., str]) -> A
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Origins) -> RunConfig:
     """Turns evaluation off under SFT without an environment and held-out rows, unless the user set it."""
-    if config.environment is not None or config.algorithm.kind != "sft" or sources.is_set("evaluation"):
+    if config.environment is not None or not isinstance(config.algorithm, SFTConfig) or sources.is_set("evaluation"):
         return config
     if config.data is not None and config.data.has_eval:
         return config

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from operator import attrgetter
 from typing import Any, Literal
 
-from slipstream.config import RunConfig, with_values
+from slipstream.config import RunConfig, SFTConfig, with_values
 from slipstream.errors import ConfigError, EngineError, OrchestratorError, OutOfMemory, RankError, SlipstreamError
 from slipstream.launch.prepare import Prepared
 from slipstream.plan.derive import make_plan
@@ -118,6 +118,8 @@ def _by_hand(config: RunConfig, failed: Shortage, who: Who) -> str:
         )
     found = [f"lower training.micro_batch_tokens = {failed.row_tokens}"]
     found += ["set training.gradient_checkpointing = true"] if failed.checkpointing is not True else []
-    found += ["lower sampling.max_tokens"] if config.algorithm.kind != "sft" else ["use shorter conversations"]
+    found += (
+        ["lower sampling.max_tokens"] if not isinstance(config.algorithm, SFTConfig) else ["use shorter conversations"]
+    )
     found += ["set [lora]"] if config.lora is None else []
     return ", ".join([*found[:-1], f"or {found[-1]}"])

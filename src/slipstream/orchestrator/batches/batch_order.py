@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.algo.readiness import signal_rule
-from slipstream.config import PlannedConfig
+from slipstream.config import PlannedConfig, SFTConfig
 from slipstream.data.mixture_order import MixtureOrder, Weights, changes_of
 from slipstream.data.sampler import DataOrder
 from slipstream.errors import IntegrityError
@@ -62,7 +62,7 @@ class BatchOrder:
     def refills(self) -> Refills | None:
         """How a batch gets further tasks under dynamic sampling; None without it."""
         algorithm = self._config.algorithm
-        if algorithm.kind == "sft" or not algorithm.max_refills:
+        if isinstance(algorithm, SFTConfig) or not algorithm.max_refills:
             return None
         return Refills(self._refill, algorithm.max_refills, signal_rule(algorithm))
 

@@ -62,7 +62,8 @@ def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
 
 
 def _has_reference(config: RunConfig) -> bool:
-    return isinstance(config.algorithm, RLConfig) and reads_reference(config.algorithm)
+    algorithm = config.algorithm
+    return reads_reference(algorithm) if isinstance(algorithm, RLConfig) else algorithm.judges
 
 
 def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:

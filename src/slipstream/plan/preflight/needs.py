@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from slipstream.config import RunConfig
+from slipstream.config import RunConfig, SFTConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.traits import BY_BITSANDBYTES, uses_engine
 from slipstream.errors import ConfigError
@@ -51,7 +51,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 def _check_functions(config: RunConfig) -> None:
     """Try the user's own functions and hooks of the algorithm, if any."""
-    if config.algorithm.kind != "sft":
+    if not isinstance(config.algorithm, SFTConfig):
         from slipstream.algo.trial import check_algorithm
 
         check_algorithm(resolved(config.algorithm))

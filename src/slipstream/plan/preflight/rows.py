@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from slipstream.config import DataConfig, RunConfig
-from slipstream.data.conversations import Columns, conversation_of, read_conversations
+from slipstream.config import DataConfig, RLConfig, RunConfig, SFTConfig
+from slipstream.data.conversations import Builder, Columns, plain_conversation, read_conversations
 from slipstream.data.examples import split_off, without
 from slipstream.data.files.folders import held_out_split, subset_of
+from slipstream.data.preferences import judged_conversation, parts_of
 from slipstream.data.readers import Row, read_rows
 from slipstream.errors import DataError
 from slipstream.records import Message, Task
@@ -17,10 +19,19 @@ from slipstream.records import Message, Task
 Conversations = list[Sequence[Message]]
 
 
-def read_data(data: DataConfig, dropped: dict[str, int], *, holds_out: bool) -> tuple[Conversations, Conversations]:
+def builder_of(algorithm: SFTConfig | RLConfig) -> Builder:
+    """Makes the conversation of a row as the algorithm has them."""
+    kind = algorithm.kind
+    return partial(judged_conversation, kind=kind) if kind in ("dpo", "kto") else plain_conversation
+
+
+def read_data(
+    data: DataConfig, dropped: dict[str, int], *, holds_out: bool, build: Builder = plain_conversation
+) -> tuple[Conversations, Conversations]:
     """The rows to train on and, where it `holds_out`, those to hold out."""
     columns = _columns(data)
-    rows: Conversations = [*read_conversations(data.path, columns, data.split, dropped, subset=data.subset)]
+    whole = read_conversations(data.path, columns, data.split, dropped, subset=data.subset, build=build)
+    rows: Conversations = [*whole]
     if data.max_examples is not None and len(rows) > data.max_examples:
         dropped["row beyond data.max_examples"] = len(rows) - data.max_examples
         rows = rows[: data.max_examples]
@@ -29,7 +40,8 @@ def read_data(data: DataConfig, dropped: dict[str, int], *, holds_out: bool) -> 
     if data.eval_fraction:
         return split_off(rows, data.eval_fraction)
     path, split, subset = _held_out(data)
-    held_out: Conversations = [*read_conversations(path, columns, split, subset=subset, setting="data.eval_path")]
+    setting = "data.eval_path"
+    held_out: Conversations = [*read_conversations(path, columns, split, subset=subset, setting=setting, build=build)]
     kept = without(rows, held_out)
     if len(kept) < len(rows):
         dropped["also_held_out"] = len(rows) - len(kept)
@@ -53,8 +65,8 @@ def source_of(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[M
     """The row or task that a conversation, or a task's prompt, comes from."""
     places: Iterator[str] = iter(())
     if config.data is not None:
-        columns = _columns(config.data)
-        places = (row.where for row in _all_rows(config.data) if _is(row, columns, tuple(conversation)))
+        columns, build = _columns(config.data), builder_of(config.algorithm)
+        places = (row.where for row in _all_rows(config.data) if _is(row, columns, tuple(conversation), build))
     named = (f"task {task.id}" for task in tasks if task.prompt == tuple(conversation[: len(task.prompt)]))
     return next(chain(places, named), repr(conversation[-1].content)[:60])
 
@@ -66,8 +78,8 @@ def _all_rows(data: DataConfig) -> Iterator[Row]:
         yield from read_rows(path, split, "data.eval_path", subset)
 
 
-def _is(row: Row, columns: Columns, conversation: tuple[Message, ...]) -> bool:
+def _is(row: Row, columns: Columns, conversation: tuple[Message, ...], build: Builder) -> bool:
     try:
-        return conversation_of(row, columns) == conversation
+        return conversation in parts_of([build(row, columns)[0]])
     except DataError:  # of rows beyond `max_examples`, or those to hold out in a run that holds none out
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from slipstream.config import RunConfig
+from slipstream.config import RunConfig, SFTConfig
 from slipstream.data.unknown_characters import Text, Vocabulary, check_vocabulary
 from slipstream.envs.base import Environment
 from slipstream.envs.single_turn import gold_of
@@ -41,7 +41,7 @@ def unknown_in_tasks(
 ) -> list[str]:
     """Check the texts of some training tasks."""
     answers = gold_answers(environment, tasks)
-    trained = answers if config.algorithm.kind == "sft" and config.data is None else []
+    trained = answers if isinstance(config.algorithm, SFTConfig) and config.data is None else []
     return check_vocabulary(vocabulary, trained=trained, answers=answers, read=task_prompts(config, tasks))
 
 
@@ -59,8 +59,8 @@ def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list
 
 
 def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[Message]:
-    if config.algorithm.kind == "sft" and config.algorithm.train_on == "everything":
+    if isinstance(config.algorithm, SFTConfig) and config.algorithm.train_on == "everything":
         return [turn for turn in conversation if turn.carries_loss]
     turns = [turn for turn in conversation if turn.role == "assistant" and turn.carries_loss]
-    is_last = config.algorithm.kind == "sft" and config.algorithm.train_on == "last"
+    is_last = isinstance(config.algorithm, SFTConfig) and config.algorithm.train_on == "last"
     return turns[-1:] if is_last else turns

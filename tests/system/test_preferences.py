@@ -1,0 +1,134 @@
+"""DPO and KTO through the command, and the example."""
+
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import load_config
+from slipstream.runlog import read_metrics
+from tests.refusals import refuses
+
+EXAMPLES = Path(__file__).parents[2] / "examples/preferences"
+RUN = """
+[model]
+path = "{model}"
+[data]
+path = "rows.jsonl"
+[algorithm]
+kind = "{kind}"
+[training]
+steps = 30
+prompts_per_batch = 16
+learning_rate = 3e-3
+[run]
+threads = 1
+"""
+
+
+@pytest.fixture
+def write(model, tmp_path):
+    """Writes a run file with rows of sums, right and wrong; a tenth of the pairs is much longer than the others."""
+
+    def write(kind):
+        draw, rows = random.Random(0), []
+        for number in range(96):
+            left, right = draw.randrange(10), draw.randrange(10)
+            good, bad = str(left + right), str(left + right + 1)
+            row = {"prompt": f"{left}+{right}=" + " " * (20 if number % 10 == 0 else 0)}
+            labelled = {"completion": good if number % 2 else bad, "label": bool(number % 2)}
+            rows.append(row | ({"chosen": good, "rejected": bad} if kind == "dpo" else labelled))
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = tmp_path / f"{kind}.toml"
+        path.write_text(RUN.format(model=model, kind=kind))
+        return path
+
+    return write
+
+
+def rows_of(folder):
+    return read_metrics(folder)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_model_learns_what_is_preferred(kind, command, write, tmp_path):
+    command("train", write(kind), "--run.folder", tmp_path / "run").ok()
+    rows = rows_of(tmp_path / "run")
+    first, last = rows[0], rows[-1]
+    assert first["train/loss"] == pytest.approx(0.6931 if kind == "dpo" else 0.5, abs=1e-3)
+    assert last["train/loss"] < first["train/loss"]
+    assert last["preference/chosen_reward"] > last["preference/rejected_reward"] + 0.05
+    if kind == "dpo":
+        assert last["preference/accuracy"] > 0.6
+
+
+@pytest.mark.full
+@pytest.mark.quick("ranks")
+@pytest.mark.parametrize(
+    "options",
+    [("--training.micro_batch_tokens", "16"), ("--training.ranks", "2"), ("--training.packing", "false")],
+    ids=["small rows", "ranks", "unpacked"],
+)
+def test_rows_and_ranks_change_rounding_only(options, command, write, tmp_path):
+    """A pair whose sequences lie in different rows, and on different ranks, has the gradient of a pair in one row."""
+    path, steps = write("dpo"), ("--training.steps", "4")
+    command("train", path, *steps, "--run.folder", tmp_path / "one").ok()
+    command("train", path, *steps, *options, "--run.folder", tmp_path / "other").ok()
+    for one, other in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "other"), strict=True):
+        for name in ("train/loss", "train/grad_norm", "preference/margin"):
+            assert other[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.full
+def test_it_goes_on_where_it_was(command, write, tmp_path):
+    path = write("kto")
+    command("train", path, "--training.steps", "8", "--run.folder", tmp_path / "whole").ok()
+    options = ("--run.folder", tmp_path / "half", "--run.checkpoint_every", "4")
+    command("train", path, "--training.steps", "4", *options).ok()
+    command("train", path, "--training.steps", "8", *options, "--resume").ok()
+    whole, again = rows_of(tmp_path / "whole")[-1], rows_of(tmp_path / "half")[-1]
+    assert again["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-4)
+
+
+@pytest.mark.full
+def test_an_adapter_is_its_own_reference(command, write, tmp_path):
+    command("train", write("dpo"), "--lora.rank", "4", "--run.folder", tmp_path / "run").ok()
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["preference/margin"] == 0.0
+    assert rows[-1]["preference/margin"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        (("--data.eval_fraction", "0.1"), "data.eval_path"),
+        (("--algorithm.train_on", "last"), "algorithm.train_on"),
+        (("--algorithm.kind", "kto", "--algorithm.pair_loss", "ipo"), "algorithm.pair_loss"),
+        (("--algorithm.kind", "sft", "--algorithm.kl_coef", "0.2"), "algorithm.kl_coef"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(options, setting, write):
+    with refuses(setting):
+        load_config(write("dpo"), options)
+
+
+@pytest.mark.full
+@pytest.mark.engine
+@pytest.mark.quick("dpo")
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_the_example(kind, command, tmp_path, monkeypatch):
+    from slipstream.trainer.model.small.tiny_qwen3 import new_model
+
+    monkeypatch.setattr(sys, "argv", ["pairs.py", "--number", "80", "--folder", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "pairs.py"))
+    model = new_model(tmp_path / "model", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    data = tmp_path / ("pairs.jsonl" if kind == "dpo" else "labelled.jsonl")
+    options = ("--model.path", model, "--data.path", data, "--training.steps", 3, "--training.prompts_per_batch", 16,
+               "--evaluation.num_tasks", 8, "--run.folder", tmp_path / "run")  # fmt: skip
+    command("train", EXAMPLES / f"{kind}.toml", *options).ok(300)
+    rows = rows_of(tmp_path / "run")
+    assert "eval/accuracy" in rows[-1]
+    assert "preference/chosen_reward" in rows[-1]
