@@ -70,7 +70,7 @@ class Columns:
 
 
 Builder = Callable[[Row, Columns], tuple[Conversation, set[str]]]
-"""Makes the conversation of a row, and names the columns that it was built from."""
+"""Makes the conversation of a row, and names the columns used."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def conversation_of(row: Row, columns: Columns) -> Conversation:
 
 
 def plain_conversation(row: Row, columns: Columns, *, is_judged: bool = False) -> tuple[Conversation, set[str]]:
-    """Builds the conversation of one row; also returns the columns it was built from. Unless it `is_judged`, it must be
-    a good one. Raises `DataError`."""
+    """Builds the conversation of one row, and names the columns used. Unless it `is_judged`, it must be a good one.
+    Raises `DataError`."""
     where = row.where
     messages = columns.messages or ("" if columns.prompt or columns.answer else first_of(row.values, MESSAGES))
     if messages:

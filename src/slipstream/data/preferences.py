@@ -1,7 +1,7 @@
 """Rows of judged completions: pairs for DPO, single ones with a label for KTO.
 
-Guarantees: the completions of a pair differ and follow the same prompt, whose messages carry no loss; a row that cannot
-be used raises a `DataError` with its file, number and column.
+Guarantees: the completions of a pair differ and follow the same prompt; a prompt's messages carry no loss; an unusable
+row raises a `DataError` with its file, number and column.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Judged(tuple[Message, ...]):
     """A conversation with a judgement of its completion; it equals the conversation without one."""
 
     rejected: Conversation | None = None
-    """The other conversation of a pair, which is worse."""
+    """The worse conversation of a pair."""
     is_desirable: bool = True
 
     @property
     def parts(self) -> tuple[Conversation, ...]:
-        """The conversations that are trained on, the better one first."""
+        """The conversations to train on, the better one first."""
         return (tuple(self),) if self.rejected is None else (tuple(self), self.rejected)
 
 
 def rewards_of(conversation: Sequence[Message]) -> tuple[float, ...]:
-    """A reward for each of its parts: 1 for a chosen or desirable one, 0 for others, also where nothing is judged."""
+    """A reward for each of its parts: 1 for a chosen or desirable one, 0 for all others."""
     if not isinstance(conversation, Judged):
         return (0.0,)
     return (1.0, 0.0) if conversation.rejected is not None else (float(conversation.is_desirable),)
@@ -49,7 +49,7 @@ def parts_of(conversations: Iterable[Sequence[Message]]) -> list[Sequence[Messag
 
 
 def judged_conversation(row: Row, columns: Columns, kind: Kind) -> tuple[Judged, set[str]]:
-    """Build the judged conversation of a row; also returns the columns that it was built from."""
+    """Build the judged conversation of a row, and name the columns used."""
     return _pair(row, columns) if kind == "dpo" else _labelled(row, columns)
 
 
@@ -91,7 +91,7 @@ def _labelled(row: Row, columns: Columns) -> tuple[Judged, set[str]]:
 
 
 def _masked(turns: list[Message], completion: Sequence[Message], where: str) -> Conversation:
-    """The conversation, of which the last messages, the `completion`, alone carry loss."""
+    """The conversation; its last messages, the `completion`, alone carry loss."""
     num_before = len(turns) - len(completion)
     if not any(turn.role == "assistant" and turn.carries_loss for turn in completion):
         raise DataError(f"{where}: a completion has no assistant message: add one, or remove the row")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from slipstream.config import Loaded, RunConfig
+from slipstream.config import Loaded, RunConfig, SFTConfig
 from slipstream.config.atropos import atropos_settings
 from slipstream.config.traits import has_curriculum
 from slipstream.errors import ConfigError
@@ -79,8 +79,9 @@ def open_session(loaded: Loaded, progress: Progress) -> Generator[OpenSession]:
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError for a run with an order of its own, or with a process above the trainer."""
     problem = ""
-    if config.algorithm.kind == "sft":
-        problem = 'algorithm.kind = "sft" makes no rollouts: use another recipe, and s.train(..., loss="sft")'
+    if isinstance(config.algorithm, SFTConfig):
+        kind = config.algorithm.kind
+        problem = f'algorithm.kind = "{kind}" makes no rollouts: use another recipe, and s.train(..., loss="sft")'
     elif config.run.streams != "memory":
         problem = f'run.streams = "{config.run.streams}" has a supervisor, and a session has none: leave it out'
     elif config.cluster.nodes > 1:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
+from slipstream.config.sft import SFTConfig
 from slipstream.errors import ConfigError, SlipstreamError, TrainingError
 from slipstream.python.groups import Groups, Trained, as_rollouts
 from slipstream.records import Batch, Rollout, Task, Version
@@ -217,7 +218,7 @@ class Session:
         from slipstream.trainer.credit_assignment import assign_credit
 
         steps, algorithm = self._begun, self._config.algorithm
-        assert algorithm.kind != "sft"
+        assert not isinstance(algorithm, SFTConfig)
         rollouts = as_rollouts(groups, steps.step)
         batch = Batch(steps.step, Version(steps.log.lineage, steps.step), rollouts)
         found = assign_credit(batch, algorithm, steps.sampling.max_tokens)
@@ -328,7 +329,7 @@ class Session:
         if n is not None and n < 1:
             raise ConfigError(f"n = {n} rollouts of a task: ask for at least one")
         algorithm, training = self._config.algorithm, self._config.training
-        assert algorithm.kind != "sft"
+        assert not isinstance(algorithm, SFTConfig)
         first, rounds = self._num_asked.get(step, 0), 1 if tasks else 1 + (algorithm.max_refills or 0)
         self._num_asked[step] = first + rounds * (len(tasks) or training.prompts_per_batch)
         return MakeBatch(step, oldest, tasks, n or 0, first)

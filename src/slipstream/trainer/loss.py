@@ -77,14 +77,11 @@ class SFTObjective(OneForward):
     """Mean cross-entropy over all trainable tokens of the step. If it `is_weighted`, the sum with the stream
     `advantages` as weights, as `trainer.preferences` gives them."""
 
-    def __init__(self, *, is_weighted: bool = False) -> None:
-        self._is_weighted = is_weighted
-
     ignores_silent = False
 
-    def __init__(self, chosen: str = "") -> None:
+    def __init__(self, chosen: str = "", *, is_weighted: bool = False) -> None:
         """`chosen`: see `OneForward`."""
-        self.chosen = chosen
+        self.chosen, self._is_weighted = chosen, is_weighted
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens."""
