@@ -5,7 +5,18 @@ import copy
 import msgspec
 import pytest
 
-from slipstream.records import Batch, Rollout, Sequence, Stream, Version, decode, encode, encode_kept, encode_rollouts
+from slipstream.records import (
+    Batch,
+    Likeliest,
+    Rollout,
+    Sequence,
+    Stream,
+    Version,
+    decode,
+    encode,
+    encode_kept,
+    encode_rollouts,
+)
 
 BATCH = Batch(1, Version(0, 1), [Rollout("r", "t", "g", [Sequence([1], [True])], 1.0, "done")])
 
@@ -61,3 +72,27 @@ def test_bytes_that_rollouts_keep_are_those_of_encode():
     assert decode(encode_kept(Batch(1, Version(0, 1), changed)), Batch).rollouts == changed, "a copy keeps none"
     batch.draws = [4]
     assert decode(encode_kept(batch), Batch) == batch
+
+
+def test_the_likeliest_tokens_of_each_place():
+    places = [None, {7: -0.5, 3: -0.1, 9: -4.0}, {1: -0.2, 2: -0.3}]
+    found = Likeliest.of(places, 2)
+    assert found.token_ids == Stream.of([0, 0, 3, 7, 1, 2], "int64", 2)
+    assert found.logprobs == Stream.of([0.0, 0.0, -0.1, -0.5, -0.2, -0.3], "float32", 2)
+    assert found.where([False, True, False]).token_ids.tolist() == [3, 7]
+    assert len(found.where([False, True, True]).logprobs) == 2
+    assert Likeliest.of([], 2).where([]).token_ids.tolist() == []
+    with pytest.raises(ValueError, match="2 of the 3 likeliest"):
+        Likeliest.of(places[2:], 3)
+
+
+def test_streams_of_several_numbers_a_token_come_back_as_they_were():
+    """With queues, kept batches and the commands to ranks."""
+    sequence = Sequence([1, 2, 3], [False, True, True])
+    own = Likeliest.of([None, {2**40: -0.5, 3: -0.1}, {1: -0.2, 2: -0.3}], 2).where(sequence.mask)
+    sequence.streams = {"teacher_top_ids": own.token_ids, "teacher_top_logprobs": own.logprobs}
+    batch = Batch(1, Version(0, 1), [Rollout("r", "t", "g", [sequence], 1.0, "done")])
+    assert decode(encode(batch), Batch) == batch
+    streams = decode(encode(batch), Batch).rollouts[0].sequences[0].streams
+    assert [(each.width, len(each)) for each in streams.values()] == [(2, 2), (2, 2)]
+    assert streams["teacher_top_ids"].tolist() == [3, 2**40, 1, 2]
