@@ -288,11 +288,11 @@ def _method(config: RunConfig) -> Problems:
     name, *others = config.methods
     if others:
         yield f"[{name}] and [{others[0]}] are both there, and a run trains by one method: remove one of them"
-    elif isinstance(config.algorithm, RLConfig):
+    elif isinstance(config.algorithm, RLConfig) or config.algorithm.judges:
         yield (
             name,
-            f"[{name}] applies to sft, not to {config.algorithm.kind}, which trains on rewards: set algorithm.kind = "
-            '"sft", or remove it',
+            f"[{name}] applies to sft, not to {config.algorithm.kind}, which trains on rewards or judgements: set "
+            'algorithm.kind = "sft", or remove it',
         )
     else:
         yield from config.method.problems(config)
@@ -368,8 +368,6 @@ def _preferences(config: RunConfig) -> Problems:
         yield f"{what} learns from judged rows, and there are none: give them in data.path"
     elif config.data.has_eval:
         yield f"{what} measures no held-out rows: remove data.eval_path, eval_split and eval_fraction"
-    if config.matching is not None:
-        yield f"{what} has no rollout matching: remove [matching]"
 
 
 def _teacher(config: RunConfig) -> Problems:
