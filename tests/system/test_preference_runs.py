@@ -104,7 +104,7 @@ def test_an_adapter_is_its_own_reference(command, write, tmp_path):
 @pytest.mark.parametrize(
     ("options", "setting"),
     [
-        (("--data.eval_fraction", "0.1"), "data.eval_path"),
+        (("--data.eval_fraction", "0.1"), "algorithm.kind"),
         (("--algorithm.train_on", "last"), "algorithm.train_on"),
         (("--algorithm.kind", "kto", "--algorithm.pair_loss", "ipo"), "algorithm.pair_loss"),
         (("--algorithm.kind", "sft", "--algorithm.kl_coef", "0.2"), "algorithm.kl_coef"),
