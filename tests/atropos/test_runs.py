@@ -1,11 +1,16 @@
 """Runs with real vLLM whose rollouts are made by real programs on `atroposlib` alone, through both directions."""
 
+import contextlib
 import json
+import re
+import urllib.error
+import urllib.request
 
 import pytest
 
 from slipstream.runlog import read_events, read_exit, read_metrics, read_samples
 from tests.system.conftest import command, model  # noqa: F401 (fixtures)
+from tests.system.servers import server, setting_of
 
 from .programs import answers, entrance, programs, until  # noqa: F401 (a fixture)
 
@@ -135,3 +140,39 @@ def test_a_run_without_environments_ends_with_the_reason(model, programs, comman
     code, _, error = run.command.wait()
     assert code == 4
     assert "no group of rollouts came for 3 s (environment.run_timeout_s)" in error
+
+
+def status(url):
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_server_that_is_killed_gives_no_tokens_of_its_files(model, programs, command, number):  # noqa: F811
+    """The same log-probabilities in trainer and engine say that all tokens are of the run's versions."""
+    run = Run(model, programs, command, steps=16)
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(server(model, socket=programs.folder / f"{each}.sock")) for each in range(number)
+        ]
+        engine = started[0]
+        port = int(re.search(r":(\d+)/", engine.inference)[1])
+        until(lambda: all(answers(f"{each.inference}/models") for each in started))
+        run.start(*setting_of(*started))
+        assert run.where["models"][0].startswith(f"{engine.inference.removesuffix('/v1')}/runs/")
+        environment = run.serve()
+        run.command.until(lambda: len(read_metrics(run.folder)) > 4)
+        engine.process.kill()
+        run.command.until(lambda: read_events(run.folder, kinds=("engine_restart",)))
+        with server(model, socket=programs.folder / "0.sock", inference_port=port) as again:
+            rows = run.ok()
+            assert status(f"{again.inference}/models") == 200
+            assert status(f"{run.where['models'][0]}/v1/models") == 503, "the run has ended"
+    assert environment.wait(30) == 0, programs.log("environment")
+    assert [row["step"] for row in rows] == [*range(1, 17)]
+    assert all(row["staleness/max"] == 0 for row in rows)
+    assert max(row["mismatch/abs_logprob_diff"] for row in rows) < 1e-5

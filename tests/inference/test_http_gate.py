@@ -89,9 +89,9 @@ def server():
 
 
 @contextlib.asynccontextmanager
-async def listening(server, app, key="", *, is_local=True):
+async def listening(server, app, key="", *, is_local=True, serves_run=None):
     bound = http_listener.tcp_socket("", 0)
-    listener = await listeners.serve(gates.Gate(app, server, key, is_local=is_local), bound)
+    listener = await listeners.serve(gates.Gate(app, server, key, is_local=is_local, serves_run=serves_run), bound)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{listener.port}", connector=connector) as client:
         yield client, listener.port
@@ -124,6 +124,25 @@ async def test_nothing_without_the_key_and_sessions_see_it(server):
         assert await status(client, Host="attacker.example") == 421
     with pytest.raises(ConfigError, match="give a key"):
         await listeners.listen_inference(server, host="0.0.0.0")
+
+
+async def test_the_address_of_a_run_has_its_weights_alone(server):
+    app, held = App(), {"ab"}
+    async with listening(server, app, "secret", serves_run=held.__contains__) as (client, _):
+        key = {"x-api-key": "secret"}
+        assert [await status(client, f"/runs/{place}/echo", **key) for place in ("ab", "cd", "")] == [200, 503, 200]
+        assert await status(client, "/runs/ab/echo") == 401
+        for path, expected in (("/runs/ab/health", 200), ("/runs/cd/health", 503), ("/health", 200)):
+            async with client.get(path) as answer:
+                assert answer.status == expected
+        server.service.begin_apply("0.2")
+        waiting = asyncio.create_task(status(client, "/runs/ab/echo", **key))
+        await asyncio.sleep(0.2)
+        held.clear()
+        server.service.proved()
+        assert await waiting == 503
+    async with listening(server, app) as (client, _):
+        assert await status(client, "/runs/ab/echo") == 500, "no route"
 
 
 async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(server, monkeypatch):

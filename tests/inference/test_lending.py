@@ -13,7 +13,16 @@ import pytest
 from slipstream.config.inference import InferenceServer
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.inference.addresses import ControlAddress, addresses_of, own_host_of
-from slipstream.inference.lending import SILENT_S, TOKEN_VARIABLE, Held, Lease, ServerFacts, Terms
+from slipstream.inference.lending import (
+    KEY_VARIABLE,
+    SILENT_S,
+    TOKEN_VARIABLE,
+    Held,
+    Lease,
+    ServerFacts,
+    Terms,
+    place_of,
+)
 from slipstream.inference.plugin import serving
 from slipstream.inference.plugin.control import listen_control
 from slipstream.inference.plugin.service import Service
@@ -53,6 +62,25 @@ def test_one_run_has_the_engine_until_it_ends_or_is_silent():
     lease.end("1")  # nothing: it has lost it
     lease.end("2")
     assert lease.take(one)
+
+
+def test_its_clients_get_a_runs_weights_from_its_first_version_on():
+    clock = Clock(100.0)
+    lease, run, again = Lease(clock), Terms("one", "1", attempt="a"), Terms("one", "1", attempt="b")
+    lease.take(run)
+    assert not lease.serves(place_of("1")), "the weights are those of the files"
+    lease.gave_weights()
+    lease.take(run)
+    assert [lease.serves(place_of(each)) for each in "12"] == [True, False]
+    lease.take(again)
+    assert not lease.serves(place_of("1")), "it may go on from an earlier version"
+    lease.gave_weights()
+    clock.now += SILENT_S + 1
+    assert not lease.serves(place_of("1"))
+    lease.take(again)
+    lease.end("1")
+    lease.take(Terms("two", "2"))
+    assert not lease.serves(place_of("2"))
 
 
 def test_addresses_need_their_tokens(monkeypatch):
@@ -103,7 +131,7 @@ async def control(token=TOKEN, tls=None, port=0):
     """A real control listener before an engine that computes nothing."""
     server = Engine()
     listening = serving.bound("127.0.0.1", port)
-    runner = await listen_control(server, FACTS, listening, token=token, tls=tls)
+    runner = await listen_control(server, FACTS, Lease(), listening, token=token, tls=tls)
     scheme = "https" if tls else "http"
     try:
         yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", server
@@ -181,11 +209,11 @@ def doors(control, host="127.0.0.1", port=0):
     ("options", "problem"),
     [
         (("0.0.0.0:0",), f"--control 0.0.0.0:0 can be reached from other machines: .* {TOKEN_VARIABLE}"),
-        (("unix:/x/", "0.0.0.0"), f"--host 0.0.0.0 can be reached from other machines: .* {serving.KEY_VARIABLE}"),
+        (("unix:/x/", "0.0.0.0"), f"--host 0.0.0.0 can be reached from other machines: .* {KEY_VARIABLE}"),
     ],
 )
 def test_an_address_for_other_machines_needs_its_secret(options, problem, monkeypatch):
-    for name in (TOKEN_VARIABLE, serving.KEY_VARIABLE):
+    for name in (TOKEN_VARIABLE, KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=problem), doors(*options):
         pass
@@ -193,11 +221,11 @@ def test_an_address_for_other_machines_needs_its_secret(options, problem, monkey
 
 def test_secrets_leave_the_environment_and_an_interface_needs_its_address(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setenv(serving.KEY_VARIABLE, "a key")
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
     monkeypatch.delenv(INTERFACE, raising=False)
     with doors("127.0.0.1:0") as made:
         assert (made.token, made.key, os.environ[INTERFACE]) == (TOKEN, "a key", "lo")
-    assert not {TOKEN_VARIABLE, serving.KEY_VARIABLE} & os.environ.keys()
+    assert not {TOKEN_VARIABLE, KEY_VARIABLE} & os.environ.keys()
     monkeypatch.delenv(INTERFACE)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with pytest.raises(ConfigError, match=r"no network interface has the address 0\.0\.0\.0"), doors("0.0.0.0:0"):

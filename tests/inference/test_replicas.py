@@ -50,11 +50,13 @@ class Slow(ScriptedEngine):
 
 
 class Several:
-    def __init__(self, number=2, num_places=4, **options):
+    def __init__(self, number=2, num_places=4, asked_by_others=False, **options):
         self.events = []
         note = lambda kind, **fields: self.events.append((kind, fields))  # noqa: E731
         self.engines = [Slow(n, on_event=note, **options) for n in range(number)]
-        self.replicas = EngineReplicas(self.engines, num_places=num_places, on_event=note)
+        self.replicas = EngineReplicas(
+            self.engines, num_places=num_places, on_event=note, asked_by_others=asked_by_others
+        )
 
     def hold(self):
         for engine in self.engines:
@@ -264,6 +266,24 @@ async def test_without_files_engines_that_all_die_in_an_update_wait_for_its_repe
         engine.kill()
     with pytest.raises(EngineError, match="no file holds its weights"):
         await several.ask("later")
+
+
+@pytest.mark.parametrize("asked_by_others", [False, True])
+async def test_a_server_that_is_back_waits_for_a_version_unless_the_others_cannot_replace_it(asked_by_others):
+    several = Several(asked_by_others=asked_by_others)
+    for engine in several.engines:
+        engine.is_server = True
+    await several.replicas.apply(ticket(2, "broadcast"), 5)
+    several.engines[0].kill()
+    await several.replicas.revive()
+    while not several.engines[0].is_alive:
+        await turn()
+    await turn()
+    assert len(several.replicas.each) == 1
+    assert several.replicas.wants_weights == asked_by_others
+    await several.replicas.apply(ticket(2, "broadcast"), 5)
+    assert len(several.replicas.each) == 2
+    assert not several.replicas.wants_weights
 
 
 async def test_metrics_are_of_each_engine_and_since_the_last_call():

@@ -18,6 +18,7 @@ from slipstream.records import Rollout, Sequence, Version
 
 from .. import quick_time
 from ..quick_time import event_loop_policy  # noqa: F401 (a fixture)
+from ..waiting import Clock
 from .test_orchestrator import ScriptedEngine, Task, make_batcher, say, ticket
 from .test_orders import Refills, release, versions_of
 
@@ -71,6 +72,22 @@ async def test_a_wait_for_groups_ends():
         EnvironmentFault, match=r"no group of rollouts came for 0.5 s \(environment.run_timeout_s\) from"
     ):
         await source.take()
+
+
+async def test_time_without_engines_is_no_wait():
+    clock = Clock()
+    source = arrivals(patience_s=0.01, clock=clock)
+    waiting = asyncio.create_task(source.take())
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        clock.now += 0.009
+        source.wait_anew()
+    clock.now += 0.009
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    clock.now += 0.009
+    with pytest.raises(EnvironmentFault):
+        await waiting
 
 
 class Program:

@@ -41,6 +41,17 @@ def test_others_are_refused(said, servers, values):
     assert said in refusal(own | values, **facts)
 
 
+def test_environments_of_atropos_must_reach_the_servers():
+    there = InferenceServer(url="http://10.0.0.2:1", token_variable="T")
+    values = {"inference.servers": (there,), "environment.name": "atropos"}
+    run = GRPO.model_copy(update={"evaluation": None})
+    _, facts = measured({"inference": "http://127.0.0.1:8000"})
+    assert "start it with --host 10.0.0.2" in refusal(values, run, **facts)
+    _, facts = measured({"inference": "http://10.0.0.2:8000"})
+    plan(values, run, **facts)
+    assert "leave it out" in refusal(values | {"environment.settings": {"model_port": 8000}}, run, **facts)
+
+
 def test_bridges_by_files_need_the_folder_and_adapters_room():
     values, facts = measured(blind_servers=("unix:/0",))
     assert "does not see the run folder" in refusal(values | {"weights.bridge": "disk"}, **facts)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from slipstream.inference.plugin.serving import KEY_VARIABLE
+from slipstream.inference.lending import KEY_VARIABLE
 from slipstream.records import Sequence
 from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.learner import score

@@ -6,6 +6,7 @@ may take its place.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -22,6 +23,15 @@ AGENTS = "/agents"
 """The beginning of paths of agents' requests."""
 TOKEN_VARIABLE = "SLIPSTREAM_ENGINE_TOKEN"
 """The environment variable of `slipstream engine` with the token of its control address."""
+KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+"""Its environment variable with the key of foreign clients."""
+RUNS = "/runs/"
+"""The beginning of paths of foreign clients that want a run's weights and no others."""
+
+
+def place_of(id_: str) -> str:
+    """The name of a run in such paths; its id is for control calls alone."""
+    return hashlib.sha256(id_.encode()).hexdigest()[:16]
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -85,6 +95,10 @@ class ServerFacts(msgspec.Struct, frozen=True):
     lora_rank: int = 0
     """0: it has no room for adapters."""
     vllm_version: str = ""
+    inference: str = ""
+    """`http://host:port` for foreign clients."""
+    needs_key: bool = False
+    """Whether they need the key."""
 
 
 class Held(Exception):
@@ -105,6 +119,8 @@ class Lease:
         self._heard_at = 0.0
         self._last = ""
         """The name of the run of its weights."""
+        self._has_weights = False
+        """Whether they are the holder's, of its present attempt."""
 
     @property
     def holder(self) -> Terms | None:
@@ -121,6 +137,7 @@ class Lease:
         if holder is not None and holder.id != terms.id:
             raise Held(Refusal(holder.run, self._silent_s))
         is_new = self._holder != terms
+        self._has_weights = self._has_weights and not is_new
         self._holder, self._heard_at = terms, self._clock()
         return is_new
 
@@ -134,7 +151,12 @@ class Lease:
     def gave_weights(self) -> None:
         """The engine has proved a version of the holder."""
         if self._holder is not None:
-            self._last = self._holder.run
+            self._last, self._has_weights = self._holder.run, True
+
+    def serves(self, place: str) -> bool:
+        """Whether the weights are those of the run with this `place_of`."""
+        holder = self.holder
+        return self._has_weights and holder is not None and place_of(holder.id) == place
 
     def end(self, id_: str) -> None:
         """The run has ended; nothing if it is not the holder."""

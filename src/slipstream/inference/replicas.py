@@ -97,11 +97,20 @@ class _Replica:
 class EngineReplicas:
     """Engines with the same weights. All methods belong to one event loop, except `kill`."""
 
-    def __init__(self, engines: Sequence[Member], *, num_places: int, on_event: Callable[..., None]) -> None:
-        """`num_places`: from this many requests on, an engine's groups overflow to an engine with fewer."""
+    def __init__(
+        self,
+        engines: Sequence[Member],
+        *,
+        num_places: int,
+        on_event: Callable[..., None],
+        asked_by_others: bool = False,
+    ) -> None:
+        """`num_places`: from this many requests on, an engine's groups overflow to an engine with fewer.
+        `asked_by_others`: their clients cannot be sent to another engine, so each needs a version after its return."""
         self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
         self._num_places = num_places
         self._on_event = on_event
+        self._asked_by_others = asked_by_others
         self._homes: dict[str, _Replica] = {}
         """By group id, the engine whose prefix cache holds its prompt."""
         self._sessions: dict[str, _Replica] = {}
@@ -268,7 +277,8 @@ class EngineReplicas:
     def wants_weights(self) -> bool:
         """Whether nothing but a version of the trainer is missing: lost servers are back."""
         blank = [replica for replica in self._replicas if replica.is_blank and replica.engine.is_server]
-        return bool(blank) and self._settled.is_set() and not self.each and not self._restarts()
+        is_needed = bool(blank) and (self._asked_by_others or not self.each)
+        return is_needed and self._settled.is_set() and not self._restarts()
 
     async def _wait_for_any_restart(self) -> None:
         """Bounded by the start timeout."""

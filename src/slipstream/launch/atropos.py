@@ -16,8 +16,11 @@ from slipstream.config.addresses import url_of
 from slipstream.config.atropos import AtroposSettings, atropos_settings
 from slipstream.config.traits import asks_teacher
 from slipstream.errors import ConfigError
+from slipstream.inference.engine import RunEngine
+from slipstream.inference.lending import KEY_VARIABLE
 from slipstream.launch.children import Children, Context
 from slipstream.orchestrator.batches.arrivals import Arrivals
+from slipstream.orchestrator.concurrency import task_group
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Rollout
 
@@ -25,18 +28,22 @@ if TYPE_CHECKING:
     from slipstream.http_listener import Listener
 
 _FAREWELL_S = 2.0
+_LOOK_S = 1.0
 Count = Callable[[str, Sequence[Rollout]], None]
 
 
 class Entrance:
     """The way in: `open` it with the engine, `run` it during the run, `stop` it at the end."""
 
-    def __init__(self, context: Context, versions: Versions, settings: AtroposSettings, count: Count) -> None:
+    def __init__(
+        self, context: Context, engine: RunEngine, versions: Versions, settings: AtroposSettings, count: Count
+    ) -> None:
         """`count` gets the reason and the rollouts of each dropped group."""
         config, prepared = context.config, context.prepared
         assert config.environment is not None
         assert not isinstance(config.algorithm, SFTConfig)
         self._context, self._versions, self._settings, self._count = context, versions, settings, count
+        self._engine = engine
         self._token = token_of(settings)
         self._api: Listener | None = None
         self._told = set[str]()
@@ -95,9 +102,13 @@ class Entrance:
         model, variable = config.model.path, self._settings.token_variable
         if variable and not self._settings.url:
             url = url.replace("://", f"://:${variable}@")
+        names = model
+        if servers := self._context.prepared.facts.servers:
+            names, variable = servers[0].model, KEY_VARIABLE if servers[0].needs_key else ""
+            names += f" --openai.tokenizer_name {model}"  # by default it is the model's name
         return (
             f"python PROGRAM serve --env.rollout_server_url {url} --env.tokenizer_name {model} "
-            f"--env.total_steps {config.training.steps} --openai.server_type vllm --openai.model_name {model} "
+            f"--env.total_steps {config.training.steps} --openai.server_type vllm --openai.model_name {names} "
             f"--openai.api_key {f'${variable}' if variable else 'none'} --openai.base_url {model_urls[0]}/v1"
         )
 
@@ -106,7 +117,29 @@ class Entrance:
         await self._versions.wait_for(first)
         if self._api is not None:
             self._desk.has_started = True
+        async with task_group() as tasks:
+            if self._context.config.inference.servers:
+                tasks.create_task(self._keep_servers())
+            if self._api is None:
+                tasks.create_task(self._poll(first))
             await asyncio.Event().wait()
+
+    async def _keep_servers(self) -> None:
+        """Find lost servers, as the run itself asks them nothing. Without them no group can come."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._engine.is_up:
+                continue
+            revival = asyncio.create_task(self._engine.revive())
+            try:
+                while not (await asyncio.wait([revival], timeout=_LOOK_S))[0]:
+                    self.arrivals.wait_anew()
+            finally:
+                revival.cancel()
+            await revival
+            self.arrivals.wait_anew()
+
+    async def _poll(self, first: int) -> None:
         from slipstream.atropos.run_api import RunApi
 
         assert self._context.config.environment is not None
@@ -173,7 +206,7 @@ def open_entrance(context: Context, children: Children, versions: Versions, coun
     settings = atropos_settings(context.config.environment)
     if settings is None:
         return None
-    children.entrance = Entrance(context, versions, settings, count)
+    children.entrance = Entrance(context, children.create_engine(), versions, settings, count)
     return children.entrance
 
 

@@ -156,7 +156,7 @@ class Children:
                 launcher=launcher,
                 servers=run.prepared.facts.servers,
             )
-            self.model_urls = plan.model_urls
+            self.model_urls = plan.model_urls(run.folder)
             self.engine = run.make_engine(plan, run.folder / "logs", self._engine_event)
             self.killed_by(self.engine.kill)
             self.at_exit(self.engine.kill)

@@ -23,7 +23,7 @@ from slipstream.config.traits import num_engines, num_replicas, publishes_adapte
 from slipstream.inference.addresses import ControlAddress, addresses_of
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import Member, OnEvent, RunEngine, SupervisedEngine
-from slipstream.inference.lending import ServerFacts, Terms
+from slipstream.inference.lending import RUNS, ServerFacts, Terms, place_of
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.server_engine import ServerEngine
@@ -55,6 +55,8 @@ class ServerPlace:
     address: ControlAddress
     world_size: int
     """Its workers."""
+    inference: str = ""
+    """Its address for foreign clients."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ class EnginePlan:
     inference_ports: tuple[int, ...] = ()
     """Each engine's port for foreign clients, if it has one."""
 
-    @property
-    def model_urls(self) -> list[str]:
-        """Addresses of the engines for foreign clients."""
+    def model_urls(self, run_folder: Path) -> list[str]:
+        """Addresses of the engines for foreign clients, if the run needs any; at servers those of this run alone."""
+        if self.servers and self.settings.inference_host:
+            return [f"{server.inference}{RUNS}{place_of(run_id(run_folder))}" for server in self.servers]
         return [url_of(self.settings.inference_host, port) for port in self.inference_ports]
 
 
@@ -113,7 +116,7 @@ def engine_plan(
         for replica in replicas
     )
     atropos = atropos_settings(config.environment)
-    ports = _ports(atropos.host, atropos.model_port, len(places)) if atropos else ()
+    ports = _ports(atropos.host, atropos.model_port, len(places)) if atropos and not servers else ()
     settings = EngineSettings(
         model=model,
         dtype=config.model.dtype,
@@ -157,7 +160,7 @@ def engine_plan(
         is_only=num_engines(config) == 1,
         apply_timeout_s=config.weights.apply_timeout_s,
         servers=tuple(
-            ServerPlace(address, facts.world_size)
+            ServerPlace(address, facts.world_size, facts.inference)
             for address, facts in zip(addresses_of(config.inference.servers), servers, strict=True)
         )
         if servers
@@ -240,14 +243,13 @@ def create_engine(
 
 def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> EngineReplicas:
     """Engine servers for the run of this folder. Its next attempt gets them again."""
-    folder = log_folder.parent.resolve()
-    run_id = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()[:32]
+    folder = log_folder.parent
     engines: list[Member] = []
     first_rank, attempt = 1, secrets.token_hex(4)
     for number, server in enumerate(plan.servers):
         settings = plan.settings
         parsers = (settings.tool_parser, settings.reasoning_parser)
-        terms = Terms(folder.name, run_id, first_rank, settings.in_flight, *parsers, attempt)
+        terms = Terms(folder.resolve().name, run_id(folder), first_rank, settings.in_flight, *parsers, attempt)
         engines.append(
             ServerEngine(
                 server.address,
@@ -262,4 +264,10 @@ def _create_servers(plan: EnginePlan, log_folder: Path, on_event: OnEvent) -> En
         )
         first_rank += server.world_size
     per_engine = min(plan.settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
-    return EngineReplicas(engines, num_places=per_engine, on_event=on_event)
+    by_others = bool(plan.settings.inference_host)
+    return EngineReplicas(engines, num_places=per_engine, on_event=on_event, asked_by_others=by_others)
+
+
+def run_id(folder: Path) -> str:
+    """The id of the run in this folder, the same in all its attempts."""
+    return hashlib.sha256(f"{socket.gethostname()}:{folder.resolve()}".encode()).hexdigest()[:32]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
+from slipstream.config.addresses import is_loopback
+from slipstream.config.atropos import atropos_settings
 from slipstream.errors import ConfigError
-from slipstream.inference.lending import ServerFacts
+from slipstream.inference.lending import KEY_VARIABLE, ServerFacts
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.memory.split import sequences_wanted
 
@@ -32,6 +35,7 @@ def plan_servers(builder: PlanBuilder) -> None:
                 f"the server at {url} has another model, {server.model}, by {key} of its config.json: start it on "
                 f"{builder.original.model.path}"
             )
+    _check_ways_of_environments(builder)
     builder.derive("inference.replicas", len(servers), "one for each of inference.servers")
     builder.derive("run.placement", "separate", "servers have memory of their own")
     builder.derive("inference.sleep", False, "servers have memory of their own")
@@ -78,6 +82,25 @@ def plan_server_sizes(builder: PlanBuilder) -> None:
     if wanted > most:
         reason = "as many as the servers take"
     builder.derive_auto("inference.max_num_seqs", min(wanted, most), reason)
+
+
+def _check_ways_of_environments(builder: PlanBuilder) -> None:
+    """Raise ConfigError for servers out of reach for environments of Atropos."""
+    atropos = atropos_settings(builder.original.environment)
+    if atropos is None:
+        return
+    if atropos.model_port:
+        raise ConfigError(
+            f"environment.settings.model_port = {atropos.model_port} is of engines that a run starts, and "
+            "inference.servers have ports of their own: leave it out"
+        )
+    for server, entry in zip(builder.facts.servers, builder.original.inference.servers, strict=True):
+        host = urlsplit(entry.url).hostname
+        if host and not is_loopback(host) and is_loopback(urlsplit(server.inference).hostname or ""):
+            raise ConfigError(
+                f"the server at {entry.url} answers clients at {server.inference}, out of reach for environments of "
+                f"Atropos on this host: start it with --host {host}, and with a key in {KEY_VARIABLE}"
+            )
 
 
 def _same(builder: PlanBuilder, value: Callable[[ServerFacts], str], option: str) -> str:

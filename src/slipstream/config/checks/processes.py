@@ -104,8 +104,6 @@ def _servers(config: RunConfig) -> Problems:
             f'{what}, so weights.bridge = "{config.weights.bridge}" does not reach them: use "broadcast", or "disk" in '
             "a folder that they see",
         )
-    if config.environment is not None and config.environment.name == ATROPOS:
-        yield "environment.name", f'{what}, and "{ATROPOS}" needs engines that it starts: leave inference.servers out'
     if config.run.orchestrators > 1:
         yield "run.orchestrators", f"{what}, and run.orchestrators = {config.run.orchestrators} would share them: use 1"
     if config.cluster.nodes > 1 and config.run.streams != "memory":

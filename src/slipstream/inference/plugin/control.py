@@ -37,13 +37,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def listen_control(
     server: EngineServer,
     facts: ServerFacts,
+    lease: Lease,
     listening: sockets.socket,
     *,
     token: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> web.AppRunner:
     """Answer a run on a listening socket."""
-    lease = Lease()
     guard = _guard(token, lease, is_open=not token and listening.family != sockets.AF_UNIX)
     app = application(server, [errors_as_text, guard, _proofs(server, lease)], lease.describe)
     app.add_routes(_routes(server, facts, lease))

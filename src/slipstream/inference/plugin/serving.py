@@ -21,15 +21,13 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config.addresses import is_loopback
+from slipstream.config.addresses import is_loopback, url_of
 from slipstream.errors import ConfigError
-from slipstream.inference.lending import TOKEN_VARIABLE, ServerFacts
+from slipstream.inference.lending import KEY_VARIABLE, TOKEN_VARIABLE, Lease, ServerFacts
 from slipstream.inference.settings import EngineSettings
 from slipstream.nodes.protocol import interface_of
 from slipstream.processes.rendezvous import INTERFACE
 
-KEY_VARIABLE = "SLIPSTREAM_API_KEY"
-"""The environment variable with the key of foreign clients."""
 ENDS = (signal.SIGTERM, signal.SIGINT)
 _FURTHER_PORTS = 100
 _BUSY_S = 10.0
@@ -110,11 +108,18 @@ class Doors:
         from slipstream.inference.plugin.control import listen_control
         from slipstream.inference.plugin.http.listener import listen_inference  # it imports vLLM's front end
 
-        facts = _facts(self.settings)
-        runner = await listen_control(server, facts, self.control, token=self.token, tls=self.tls)
+        lease = Lease()
+        inference = url_of(self.settings.host, self.inference.getsockname()[1])
+        facts = msgspec.structs.replace(_facts(self.settings), inference=inference, needs_key=bool(self.key))
+        runner = await listen_control(server, facts, lease, self.control, token=self.token, tls=self.tls)
         stack.push_async_callback(runner.cleanup)
         guests = await listen_inference(
-            server, listening=self.inference, host=self.settings.host, key=self.key, names=[self.settings.name]
+            server,
+            listening=self.inference,
+            host=self.settings.host,
+            key=self.key,
+            names=[self.settings.name],
+            serves_run=lease.serves,
         )
         stack.push_async_callback(guests.close)
 

@@ -95,6 +95,10 @@ class Arrivals:
                 return
         self._pending.append(arrival)
 
+    def wait_anew(self) -> None:
+        """Groups could not come so far: `patience_s` begins again."""
+        self._last = self._clock()
+
     def take_now(self, is_in_time: Callable[[int], bool]) -> Arrival | None:
         """The oldest group in time, by its step; older ones are dropped."""
         while self._pending:

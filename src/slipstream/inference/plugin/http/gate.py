@@ -6,6 +6,7 @@ Guarantees:
 - While the engine is out of service a request gets 503. During an update it waits, for the first `QUIET_S` here and
   then in its handler: a stream has begun by then and stays alive.
 - Without a key requests must name this machine as their host, against DNS rebinding.
+- A server answers `/runs/PLACE/...` like `/...`, while it holds this run's weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import hmac
 import json
 import logging
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -22,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.config.addresses import names_this_machine
 from slipstream.http_listener import replaying
+from slipstream.inference.lending import RUNS
 from slipstream.inference.plugin.guests import Exchange, exchange_of_task
 from slipstream.inference.plugin.http.answers import Answer
 from slipstream.inference.plugin.server import EngineServer
@@ -50,28 +53,41 @@ class Refusal(Exception):
 class Gate:
     """Stands before the application `app`."""
 
-    def __init__(self, app: Any, server: EngineServer, key: str, *, is_local: bool) -> None:
-        """`is_local`: only this machine can connect, so the key may be empty."""
+    def __init__(
+        self,
+        app: Any,
+        server: EngineServer,
+        key: str,
+        *,
+        is_local: bool,
+        serves_run: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`is_local`: only this machine can connect, so the key may be empty. `serves_run`: whether the engine
+        holds the weights of the run with this `place_of`; None for the engine of one run."""
         self.answers: set[Answer] = set()
         """Answers under way."""
         self._app = app
         self._server = server
         self._key = sha256(key.encode()).digest() if key else b""
         self._checks_host = is_local
+        self._serves_run = serves_run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        scope, place = self._without_place(scope)
         try:
             if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-                await self._tell_health(scope, send)
+                await self._tell_health(scope, send, place)
                 return
             key = _shown_key(headers)
             self._check(headers, key)
             body = await _read(headers, receive)
             await self._until_open(scope["method"])
+            if not self._is_of(place):
+                raise Refusal(503, "service_unavailable", "the engine does not hold the weights of this address's run")
         except Refusal as refusal:
             await _send_error(send, refusal)
             return
@@ -121,11 +137,22 @@ class Gate:
         except OutOfService as error:
             raise Refusal(503, "service_unavailable", f"the engine is out of service: {error}") from error
 
-    async def _tell_health(self, scope: Scope, send: Send) -> None:
+    def _without_place(self, scope: Scope) -> tuple[Scope, str]:
+        """The request without the place of a run, and that place; empty for none."""
+        if self._serves_run is None or not scope["path"].startswith(RUNS):
+            return scope, ""
+        place, _, rest = scope["path"].removeprefix(RUNS).partition("/")
+        return {**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}, place
+
+    def _is_of(self, place: str) -> bool:
+        """Whether the engine holds the weights of this place's run."""
+        return not place or (self._serves_run is not None and self._serves_run(place))
+
+    async def _tell_health(self, scope: Scope, send: Send, place: str) -> None:
         service, version = self._server.service, self._server.version
         found = {"status": service.status, "reason": service.reason, "version": version.name if version else ""}
         body = b"" if scope["method"] == "HEAD" else json.dumps(found).encode()
-        await _send_json(send, 200 if service.is_serving else 503, body)
+        await _send_json(send, 200 if service.is_serving and self._is_of(place) else 503, body)
 
 
 def _shown_key(headers: list[tuple[bytes, bytes]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket as sockets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.config.addresses import is_loopback
@@ -28,12 +28,13 @@ async def listen_inference(
     key: str = "",
     names: Sequence[str] = (),
     listening: sockets.socket | None = None,
+    serves_run: Callable[[str], bool] | None = None,
 ) -> Listener:
     """Answer foreign clients on the Unix socket `socket` (of mode 0600), or on `host` and `port` (0: a free one), or
     on a socket of `host` that listens already.
 
-    `names`: the model's names in requests; by default the last part of its path. Raises `ConfigError` for a host within
-    reach of other machines without a `key`, and OSError for a taken address.
+    `names`: the model's names in requests; by default the last part of its path. `serves_run`: see `Gate`.
+    Raises `ConfigError` for a host within reach of other machines without a `key`, and OSError for a taken address.
     """
     if host and not key and not is_loopback(host):
         raise ConfigError(f"{host} can be reached from other machines: give a key, or listen on 127.0.0.1")
@@ -42,7 +43,8 @@ async def listen_inference(
     names = names or [Path(server.settings.model).name]
     app = await create_app(server, names)
     hook_renderer(server.host.vllm.renderer)
-    gate = Gate(Recorder(app, server.sessions, names[0]), server, key, is_local=bool(host) and is_loopback(host))
+    recorder, is_local = Recorder(app, server.sessions, names[0]), bool(host) and is_loopback(host)
+    gate = Gate(recorder, server, key, is_local=is_local, serves_run=serves_run)
     if listening is None:
         listening = unix_socket(socket) if socket else tcp_socket(host, port)
     listener = await serve(gate, listening)
