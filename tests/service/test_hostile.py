@@ -1,6 +1,7 @@
 """Logs of gigabytes, a thousand followers, and paths in the place of names."""
 
 import asyncio
+import json
 import os
 import resource
 import subprocess
@@ -10,12 +11,16 @@ import time
 import psutil
 import pytest
 
+from slipstream.cli import main
 from slipstream.config import load_config
 from slipstream.errors import SlipstreamError
 from slipstream.service.access import new_token
 from slipstream.service.client import RemoteRuns
+from slipstream.service.dotenv_file import secrets_of
+from slipstream.service.preflight import Preflight
 from slipstream.service.runs import MAX_CHUNK
 from slipstream.service.store import OUTPUT
+from slipstream.service.submission import submit
 
 from .test_api import paused
 
@@ -155,3 +160,49 @@ def test_no_secret_is_in_a_folder_the_database_a_log_or_argv(place):
     for path in files:
         data = path.read_bytes()
         assert not any(secret.encode() in data for secret in secrets), path
+
+
+SECRET_TASK = """
+import os
+
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{i}", "answer": os.environ["JUDGE_API_KEY"][-1]} for i in range(num_tasks)]
+
+def reward(task, completion):
+    return 1.0
+"""
+
+
+@pytest.mark.service
+def test_a_run_reads_the_secrets_that_it_names_from_a_file(place, monkeypatch, capsys):
+    """Also if another process starts it; nothing but the file has them."""
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+    (place.folder / ".env").write_text("".join(f'export {name}="{value}"\n' for name, value in SECRETS.items()))
+    (place.folder / "env.py").write_text(SECRET_TASK)
+    file = place.run_file(2)
+    data = f'[data]\npath = "{place.folder / "data.jsonl"}"'
+    task = '[environment]\nname = "env.py"\nvariables = ["JUDGE_API_KEY"]'
+    file.write_text(file.read_text().replace(data, task))
+    config = load_config(file).config
+    assert {*secrets_of(config, place.folder)} == {"JUDGE_API_KEY", "HF_TOKEN", "WANDB_API_KEY"}
+    monkeypatch.setenv("HF_TOKEN", "another")
+    assert {*secrets_of(config, place.folder)} == {"JUDGE_API_KEY", "WANDB_API_KEY"}
+    assert secrets_of(config, place.folder / "nowhere") == {}
+    before = dict(os.environ)
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", str(file), "--to", "local", "--json"])
+    assert ended.value.code == 0
+    name = json.loads(capsys.readouterr().out)["id"]
+    for added in os.environ.keys() - before.keys():
+        del os.environ[added]
+    place.until(name, "done")
+    other, found = place.folder / "other.toml", place.record(name)
+    other.write_text(file.read_text())
+    _, record = submit(place.store, load_config(other), "other", lambda *_: Preflight(found.need, found.estimate, 2),
+                       runs=(place.folder / "runs").absolute())  # fmt: skip
+    place.runs.keep_going()
+    place.until(record.id, "done")
+    for path in place.folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.name != ".env":
+            assert not any(value.encode() in path.read_bytes() for value in SECRETS.values()), path

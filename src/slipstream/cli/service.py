@@ -141,6 +141,10 @@ def submit_locally(
     from slipstream.view.text import as_duration
 
     loaded, queue = load_config(run_file, overrides), queued_runs()
+    if not is_remote():
+        from slipstream.service.dotenv_file import secrets_of
+
+        os.environ.update(secrets_of(loaded.config, Path.cwd()))
     for text in loaded.warnings:
         tell(f"warning: {text}", file=sys.stderr)
     if dry_run:
