@@ -11,8 +11,8 @@ Guarantees:
 Pure: `records.py` (states and transitions), `policy.py` (retries), `allocation.py` (order and placement).
 Files: `store.py` (run folders, and their links in the state folder), `ending.py` (the end of an attempt), `figures.py`
 (time, tokens, memory, cost).
-From a run file to the queue: `submission.py`, `preflight.py`, `bundles.py`, `dotenv_file.py`. The queue: `dispatch.py`, over
-providers (`provider.py`), of which `local.py` is one.
+From a run file to the queue: `submission.py`, `preflight.py`, `bundles.py`, `dotenv_file.py`. The queue: `dispatch.py`,
+over providers (`provider.py`), of which `local.py` is one.
 Processes of a run: `supervisor.py`, `worker.py`, `uploads.py`. Its checkpoints, also in a store: `checkpoints.py`.
 HTTP: `runs.py` (the interface), `api.py`, `page.py`, `index.py`, `access.py`, `client.py`. For agents: `mcp_tools.py`.
 """
