@@ -1,7 +1,7 @@
 """Secrets by name from the file `.env` in the folder of a submission.
 
-Guarantees: a run reads the file at its start, so its values are stored nowhere else. It gets the variables that its
-settings name, and the keys of hub and tracker. The environment's own values win.
+Guarantees: a run reads the file at its start, so its values are stored nowhere else. It gets the variables by name in
+its settings, and the keys of hub and tracker. The environment's own values win.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALWAYS = ("HF_TOKEN", "WANDB_API_KEY")
 
 
 def secrets_of(config: RunConfig, folder: Path) -> dict[str, str]:
-    """The variables of a run in `.env` of a folder, of those that the environment lacks. Raises ConfigError."""
+    """The variables of a run in `.env` of a folder, but for known ones. Raises ConfigError."""
     try:
         text = read_regular(folder / ".env").decode()
     except (FileNotFoundError, NotADirectoryError):
