@@ -5,6 +5,7 @@ import contextlib
 import copy
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -142,14 +143,32 @@ def test_a_session_goes_on_from_its_checkpoint(opened, tmp_path):
         s.train(s.rollouts())
     rows = read_metrics(folder)
     with opened() as s:
-        with pytest.raises(ConfigError, match=r"checkpoint of step 2: call s\.resume\(\) first"):
+        with pytest.raises(ConfigError, match=r"holds a run at step 2: call s\.resume\(\)"):
             s.rollouts()
         assert (s.resume(), s.step, s.state) == (2, 2, {"place": [2, "two"]})
         s.train(s.rollouts())
+    assert (s.step, s.folder) == (3, folder), "as it ended"
+    with pytest.raises(ConfigError, match="the session has ended"):
+        s.rollouts()
+    with pytest.raises(ConfigError, match="opened once"), s:
+        pass
     again = read_metrics(folder)
     assert [row["step"] for row in again] == [0, 1, 2, 3]
     assert again[3]["train/loss"] == rows[3]["train/loss"]
     assert [event["resume"] for event in read_events(folder) if event["kind"] == "start"] == [False, True]
+
+
+def test_a_session_without_a_checkpoint_begins_again(opened, tmp_path):
+    with pytest.raises(KeyboardInterrupt), opened() as s:  # noqa: PT012
+        s.rollouts()
+        raise KeyboardInterrupt
+    assert read_exit(tmp_path / "session").status == "interrupted"
+    with opened() as s:
+        with pytest.raises(ConfigError, match=r"holds a run at step 0: call s\.resume\(\)"):
+            s.rollouts()
+        assert s.resume() == 0
+        s.train(s.rollouts())
+    assert [row["step"] for row in read_metrics(tmp_path / "session")] == [0, 1]
 
 
 def test_state_that_cannot_be_kept(opened):
@@ -279,6 +298,14 @@ def example(name):
     return import_file(EXAMPLES / "algorithms" / f"{name}.py", "test")
 
 
+@pytest.mark.parametrize("name", ["best_of_n", "self_play", "echo"])
+def test_an_example_is_short_and_imports_public_names(name):
+    text = (EXAMPLES / "algorithms" / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 60
+    imported = set(re.findall(r"^(?:from|import) ([\w.]+)", text, re.M))
+    assert imported <= {"argparse", "copy", "itertools", "slipstream", "torch"}
+
+
 def with_parity(run_file):
     text = run_file.read_text().replace("reward_timeout_s = 60", "reward_timeout_s = 60\nsettings = {parity = true}")
     run_file.write_text(text)
@@ -319,6 +346,7 @@ def test_a_second_loss_on_the_environments_tokens(opened, run_file, tmp_path):
     assert ended(folder)["trained", ""] == 12
 
 
+@pytest.mark.full
 def test_a_loss_of_two_ranks_is_imported(opened, tmp_path):
     own = tmp_path / "own_losses.py"
     own.write_text("def half(inputs):\n    return -0.5 * inputs.advantages_N * inputs.logprobs_N\n")
