@@ -46,7 +46,7 @@ def hooks_of(thread, engine, kind, *, sleeps=True):
     log = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
     config = SimpleNamespace(
         algorithm=SimpleNamespace(kind=kind),
-        matching=None,
+        method=None,
         inference=SimpleNamespace(sleep=sleeps),
         weights=SimpleNamespace(apply_timeout_s=60.0),
     )

@@ -85,7 +85,7 @@ def rolls_out(config: RunConfig) -> bool:
 def generates_for(config: PlannedConfig, step: int) -> bool:
     """Whether a step is trained on what the engine generates by the weights before it."""
     if config.method is None:
-        return isinstance(config.algorithm, RLConfig)
+        return config.algorithm.kind != "sft"
     return step < config.training.steps and config.method.rolls_out_at(step)
 
 
