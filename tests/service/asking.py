@@ -49,7 +49,7 @@ class Load:
         self.withdrawn, self.failures, self.largest = set(), [], 0.0
         self.answers, self.late = Counter(), 0
         self._url, self._key, self._over = url, key, threading.Event()
-        self._pool = concurrent.futures.ThreadPoolExecutor(num_clients)
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, num_clients))
         self._clients = [self._pool.submit(self._ask_on, number) for number in range(num_clients)]
 
     def _ask_on(self, number):

@@ -184,43 +184,60 @@ async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, 
     there.deploy(str(trained("adapters", rank=2)), 1)  # its server stays up
     with Served(tmp_path, {}) as service:
         async with browser(find()) as page:
-            await submits(page, service.url, "mine", settings + LORA.format(rank=2))
-            mine = await page.ask("location.pathname")
-            assert mine.startswith("/runs/mine-")
-            await page.until("document.querySelector('.fact').innerText.includes('done')", 120)
-            await looked_at(page, service.url + mine, "run")
-            await looked_at(page, f"{service.url}/runs/crafted/rollouts", "rollouts")
-            assert await page.ask("document.querySelectorAll('.pair').length > 1")
-            await looked_at(page, f"{service.url}/compare?run=crafted&run=second", "compare")
-            assert await page.ask(f"{TEXT}.includes('Settings that differ')")
-            assert await page.ask("document.querySelectorAll('figure.plot').length > 2")
-
-            await page.open(service.url + mine, 1280)
-            await page.act("document.querySelector('form[action$=deploy]').requestSubmit()")
-            await page.until("document.querySelectorAll('.state.finished').length == 2", 120)
-            await looked_at(page, f"{service.url}/deployments", "deployments")
-            await page.act("document.querySelector('tbody tr:last-child a').click()")
-            for number, text in enumerate(("4+5=", "<b>7</b>"), 1):
-                await page.ask(f"document.querySelector('textarea').value = {text!r}")
-                await page.act("document.querySelector('form').requestSubmit()")
-                assert await page.ask("document.querySelectorAll('.attempt').length") == 2 * number
-                assert text in await page.ask(TEXT)
-            name = await page.ask("document.querySelector('h1').innerText")
-            assert name.startswith("mine-step-")
-            await pictured(page, "chat")
-            assert_answers_by_command(name, service.url, monkeypatch)
-
-            await submits(page, service.url, "long", settings.replace("steps = 3", "steps = 100000"))
-            await page.until("document.querySelector('.fact').innerText.includes('running')", 120)
-            await page.act("document.querySelector('form[action$=cancel]').requestSubmit()")
-            await page.until("document.querySelector('.fact').innerText.includes('cancelled')", 120)
-            await submits(page, service.url, "wrong", "[model]\npath = 5")
-            assert "model.path" in await page.ask("document.querySelector('.alert').innerText")
-            await looked_at(page, service.url, "runs")
-            await looked_at(page, f"{service.url}/submit", "submit")
+            mine = await follows_and_compares(page, service.url, settings)
+            name = await deploys_and_chats(page, service.url, mine)
+            assert_answers_by_command(name, service.url)
+            await cancels(page, service.url, settings)
             page.errors = [each for each in page.errors if "400 (Bad Request)" not in each]
             assert page.errors == []
             assert {url.partition(":")[0] for url in page.requests} <= {"http", "data", "about"}
+        service.kill()
+        talk = {"model": name, "messages": [{"role": "user", "content": "7"}], "max_tokens": 2}
+        assert httpx.post(f"{there.near_address()}/chat/completions", json=talk, timeout=60).status_code == 200
+
+
+async def follows_and_compares(page, url, settings):
+    """The path of the page of a run, which is done."""
+    await submits(page, url, "mine", settings + LORA.format(rank=2))
+    mine = await page.ask("location.pathname")
+    assert mine.startswith("/runs/mine-"), await page.ask(TEXT)
+    await page.until("document.querySelector('.fact').innerText.includes('done')", 200)
+    await looked_at(page, url + mine, "run")
+    await looked_at(page, f"{url}/runs/crafted/rollouts", "rollouts")
+    assert await page.ask("document.querySelectorAll('.pair').length > 1")
+    await looked_at(page, f"{url}/compare?run=crafted&run=second", "compare")
+    assert await page.ask(f"{TEXT}.includes('Settings that differ')")
+    assert await page.ask("document.querySelectorAll('figure.plot').length > 2")
+    return mine
+
+
+async def deploys_and_chats(page, url, mine):
+    """The name of the deployment."""
+    await page.open(url + mine, 1280)
+    await page.act("document.querySelector('form[action$=deploy]').requestSubmit()")
+    await page.until("document.querySelectorAll('.state.finished').length == 2", 200)
+    await looked_at(page, f"{url}/deployments", "deployments")
+    await page.act("document.querySelector('tbody tr:last-child a').click()")
+    for number, text in enumerate(("4+5=", "<b>7</b>"), 1):
+        await page.ask(f"document.querySelector('textarea').value = {text!r}")
+        await page.act("document.querySelector('form').requestSubmit()")
+        assert await page.ask("document.querySelectorAll('.attempt').length") == 2 * number
+        assert text in await page.ask(TEXT)
+    await pictured(page, "chat-1280")
+    name = await page.ask("document.querySelector('h1').innerText")
+    assert name.startswith("mine-")
+    return name
+
+
+async def cancels(page, url, settings):
+    await submits(page, url, "long", settings.replace("steps = 3", "steps = 100000"))
+    await page.until("document.querySelector('.fact').innerText.includes('running')", 200)
+    await page.act("document.querySelector('form[action$=cancel]').requestSubmit()")
+    await page.until("document.querySelector('.fact').innerText.includes('cancelled')", 200)
+    await submits(page, url, "wrong", "[model]\npath = 5")
+    assert "model.path" in await page.ask("document.querySelector('.alert').innerText")
+    await looked_at(page, url, "runs")
+    await looked_at(page, f"{url}/submit", "submit")
 
 
 async def submits(page, url, name, settings):
@@ -244,7 +261,7 @@ async def pictured(page, name):
         await page.picture(f"{folder}/service-{name}.png")
 
 
-def assert_answers_by_command(name, url, monkeypatch):
+def assert_answers_by_command(name, url):
     """`slipstream chat NAME` here, and through the service."""
     for service in ("", url):
         command = [

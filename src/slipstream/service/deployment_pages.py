@@ -20,19 +20,19 @@ def checkpoints(run: str, found: Sequence[ShownCheckpoint], deployed: Sequence[S
     rows = [
         [
             f"step {each.step}{' (best)' if each.is_best else ''}",
+            _deployment(there[run, each.step]) if (run, each.step) in there else _button(run, each.step),
             each.weights,
             number(each.size_bytes / (1 << 20), "MiB"),
-            _deployment(there[run, each.step]) if (run, each.step) in there else _button(run, each.step),
         ]
         for each in found
     ]
     if not rows:
         return h("p", "There is no whole checkpoint yet.")
-    return table(["checkpoint", "weights", "size", "deployment"], rows, numbers=False, caption="checkpoints")
+    return table(["checkpoint", "deployment", "weights", "size"], rows, numbers=False, caption="checkpoints")
 
 
 def list_page(found: Sequence[ShownDeployment], key_file: str) -> str:
-    """All deployments."""
+    """All deployments. `key_file`: empty for users with a token of their own."""
     rows: list[list[Child]] = [
         [
             h("a", each.name, href=f"/deployments/{each.name}"),
@@ -47,7 +47,8 @@ def list_page(found: Sequence[ShownDeployment], key_file: str) -> str:
     names = ["model", "state", "", "kind", "base", "reason"]
     shown = table(names, rows, numbers=False, caption="deployments") if rows else h("p", "Nothing is deployed.")
     url = next((each.url for each in found if each.url), "")
-    address = h("p", "All are at the OpenAI address ", h("code", url), ", with the key in ", h("code", key_file), ".")
+    key = join("the key in ", h("code", key_file)) if key_file else "your token as the key"
+    address = h("p", "All are at the OpenAI address ", h("code", url), ", with ", key, ".")
     changes = any(each.state in ("deploying", "undeploying") for each in found)
     return whole_page("Deployments", address if url else None, section("Deployments", shown), refreshes=changes)
 

@@ -23,9 +23,11 @@ button, textarea, input { font: inherit; color: inherit; background: var(--paper
   border-radius: 5px; padding: 5px 12px; }
 button { cursor: pointer; background: var(--panel); white-space: nowrap; }
 button:focus-visible, textarea:focus-visible, input:focus-visible { outline: 2px solid var(--c0); outline-offset: 1px; }
-header + p.note { margin-top: 10px; }
+header + p { margin-top: 10px; }
+.fact .state { margin: 0; vertical-align: baseline; }
 header + form, p + form { margin-top: 16px; }
 td form { margin: -4px 0; }
+p.note + .scroll { margin-top: 16px; }
 td .state { margin: 0; vertical-align: baseline; }
 .fields { display: grid; gap: 14px; max-width: 760px; margin-top: 20px; justify-items: start; }
 .fields label { display: grid; gap: 4px; width: 100%; font-size: 14px; color: var(--soft); }

@@ -15,6 +15,7 @@ from slipstream.service import deployment_pages, page, run_pages
 from slipstream.service.deployments.chatting import say
 from slipstream.service.deployments.deployments import LocalDeployments
 from slipstream.service.runs import LocalRuns, Shown, ShownPlace
+from slipstream.service.submission import unix_user
 
 _CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'; "
@@ -89,7 +90,8 @@ def page_routes(
     @router.get("/deployments")
     def list_deployments(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         there = deployments_of(request)
-        return html(deployment_pages.list_page(there.all(), str(there.key_file)))
+        is_own = request.scope["user"] == unix_user()
+        return html(deployment_pages.list_page(there.all(), str(there.key_file) if is_own else ""))
 
     @router.post("/deployments/{name}/undeploy")
     def undeploy(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
