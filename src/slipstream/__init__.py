@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.algo.algorithm import Algorithm
+    from slipstream.algo.algorithm import Algorithm, LossTerm
     from slipstream.algo.surrogate_losses import LossInputs
     from slipstream.python import (
         AsyncSession,
@@ -26,6 +26,7 @@ __all__ = [
     "AsyncSession",
     "Evaluation",
     "LossInputs",
+    "LossTerm",
     "Rollout",
     "Run",
     "Sequence",
@@ -43,6 +44,7 @@ __all__ = [
 _MODULES = {
     "Algorithm": "algo.algorithm",
     "LossInputs": "algo.surrogate_losses",
+    "LossTerm": "algo.algorithm",
     "Rollout": "records",
     "Sequence": "records",
     "Stream": "records",

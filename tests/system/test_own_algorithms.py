@@ -75,3 +75,48 @@ def test_the_file_is_in_the_provenance_and_a_wrong_class_is_refused(scripted, ru
         prepare(load_config(run_file, (HOOKS, f"{tmp_path}/own.py:Other")))
     scripted.finish(1, *SHORT, "--training.steps", "1", HOOKS, f"{EXAMPLES}/rloo_with_kl.py:RLOO")
     assert "rloo_with_kl.py" in (scripted.folder / "provenance.json").read_text()
+
+
+TALK = """
+from slipstream.envs import Environment, Episode, Message, Score, Task
+class Talk(Environment):
+    max_turns = 2
+    def tasks(self, split, num_tasks):
+        return [Task(f"{split} {i}", (Message("user", str(i)),)) for i in range(num_tasks)]
+    async def run(self, task, policy):
+        first = await policy.chat(list(task.prompt))
+        last = await policy.chat([*task.prompt, first.message, Message("user", "cab")])
+        return Episode(last.text, "done", num_turns=2)
+    def score(self, task, completion):
+        return Score(1.0)
+"""
+
+
+@pytest.mark.quick("1*")
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_echo_learns_the_environments_tokens_though_rewards_agree(ranks, scripted, tmp_path):
+    (tmp_path / "talk.py").write_text(TALK)
+    talk = (
+        *SHORT,
+        "--environment.name",
+        f"{tmp_path}/talk.py:Talk",
+        "--training.steps",
+        "4",
+        "--training.ranks",
+        ranks,
+    )
+    scripted.finish(
+        4,
+        *talk,
+        HOOKS,
+        f"{EXAMPLES}/echo_hooks.py:Echo",
+        "--algorithm.arguments.weight",
+        "1.0",
+        "--training.learning_rate",
+        "3e-3",
+    )
+    losses = [row["term/echo"] for row in scripted.metrics[1:]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+    # Of the same seeds, with one rank and with two.
+    assert losses == pytest.approx([3.0] * 4, rel=1)

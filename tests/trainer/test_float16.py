@@ -72,9 +72,14 @@ def test_an_overflow_is_made_again_at_a_lower_scale(model_folder):
 def test_what_is_not_finite_at_any_scale_is_an_error(model_folder):
     learner = learner_of(model_folder, "float16")
     learner.forward_backward(batch(), SFTObjective())
-    learner._repeat = lambda: [master.__setattr__("grad", torch.full_like(master, torch.nan)) for master in masters]
     masters = list(learner.optimizer.masters().values())
-    learner._repeat()
+
+    def spoil(*_):
+        for master in masters:
+            master.grad = torch.full_like(master, torch.nan)
+
+    learner.forward_backward = spoil
+    spoil()
     with pytest.raises(TrainingError, match="are NaN or infinite"):
         learner.optim_prepare(1e-3)
 

@@ -7,9 +7,10 @@ Guarantee: every error in a user's code is one sentence with file, hook and line
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor
 
@@ -19,20 +20,33 @@ from slipstream.config.planned import PlannedRL
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.user_code import place_of
 from slipstream.errors import ConfigError, TrainingError, one_line
-from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Stream
+from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Sequence, Stream
 
-Credits = Sequence[float | Iterable[float]]
+Credits = Collection[float | Iterable[float]]
 """For each rollout one advantage, or one for each of its sampled tokens, over all sequences as stored."""
-Hook = Literal["credit", "credit_batch", "loss", "metrics"]
+Hook = Literal["credit", "credit_batch", "loss", "metrics", "terms"]
 Readable = Literal["old_logprobs", "reference_logprobs"]
 READABLE: tuple[Readable, ...] = ("old_logprobs", "reference_logprobs")
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A further loss of an optimizer step: the mean over the trained tokens of its own sequences."""
+
+    name: str
+    """Of its metric, `term/<name>`."""
+    sequences: list[Sequence]
+    """Their masks say which tokens carry this loss."""
+    weight: float = 1.0
+    loss: str = ""
+    """A method of the class: `LossInputs` to a loss for each token, `[N]`. Empty: cross-entropy."""
 
 
 class Algorithm:
     """The recipe of a run. A subclass replaces the hooks it defines; `super()` calls the recipe's. Each process has its
     own object, so hooks share no state; a stream of a sequence carries values from `credit` to `loss`."""
 
-    reads: ClassVar[Sequence[str]] = ()
+    reads: ClassVar[Collection[str]] = ()
     """Per-token values for `credit_batch` and `loss`. The trainer computes `old_logprobs` (by the weights before the
     batch) and `reference_logprobs` (by the initial model) if they are named. Others are streams of rollouts."""
     settings: PlannedRL
@@ -54,20 +68,24 @@ class Algorithm:
         name = self.settings.loss
         return (LOSSES.get(name) or user_function("loss", name))(inputs)
 
+    def terms(self, sequences: list[Sequence]) -> list[LossTerm]:
+        """Further losses of an optimizer step with these sequences. Their gradients add up with that of `loss`."""
+        return []
+
     def metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
         """More metrics of each batch, with the prefix `custom/`."""
         return {}
 
-    def defines(self, hook: Hook) -> bool:
-        """Whether `hook` is the user's."""
-        if getattr(type(self), hook) is not getattr(Algorithm, hook):
+    def defines(self, hook: str) -> bool:
+        """Whether a hook is the user's."""
+        if getattr(type(self), hook) is not getattr(Algorithm, hook, None):
             return True
         name = getattr(self.settings, hook, None)
         return name is not None and name not in BUILT_IN.get(hook, ())
 
-    def place(self, hook: Hook) -> str:
+    def place(self, hook: str) -> str:
         """The setting and the code of a hook, for messages."""
-        if getattr(type(self), hook) is not getattr(Algorithm, hook):
+        if getattr(type(self), hook) is not getattr(Algorithm, hook, None):
             return f"algorithm.hooks: {self.settings.hooks}.{hook}"
         return f"algorithm.{hook}: {getattr(self.settings, hook)}"
 
@@ -89,7 +107,7 @@ def algorithm_of(settings: PlannedRL) -> Algorithm:
     return made
 
 
-def call(algorithm: Algorithm, hook: Hook, argument: Any) -> Any:
+def call(algorithm: Algorithm, hook: str, argument: Any) -> Any:
     """The result of a hook; raises TrainingError for an exception in the user's code."""
     try:
         return getattr(algorithm, hook)(argument)
@@ -103,19 +121,20 @@ def call(algorithm: Algorithm, hook: Hook, argument: Any) -> Any:
         ) from error
 
 
-def loss_of(algorithm: Algorithm, inputs: LossInputs) -> PolicyLoss:
-    """The loss of each token. Raises TrainingError for unusable values of a user's loss."""
-    found = call(algorithm, "loss", inputs)
-    if algorithm.defines("loss"):
+def loss_of(algorithm: Algorithm, inputs: LossInputs, method: str = "loss") -> PolicyLoss:
+    """The loss of each token, by the hook or by the `method` of a term. Raises TrainingError for unusable values of a
+    user's loss."""
+    found = call(algorithm, method, inputs)
+    if algorithm.defines(method):
         values, size = (found.loss_N if isinstance(found, PolicyLoss) else found), len(inputs.logprobs_N)
         if not isinstance(values, Tensor) or values.shape != (size,):
             kind = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise TrainingError(
-                f"{algorithm.place('loss')} returned {kind} for {size} tokens: return a tensor with one number for each"
+                f"{algorithm.place(method)} returned {kind} for {size} tokens: return a tensor with one number for each"
             )
         if not values.requires_grad:
             raise TrainingError(
-                f"{algorithm.place('loss')} returned a loss without a gradient: make it depend on inputs.logprobs_N"
+                f"{algorithm.place(method)} returned a loss without a gradient: make it depend on inputs.logprobs_N"
             )
     return (
         found
@@ -153,7 +172,24 @@ def _tokens_of(rollout: Rollout, value: float | Iterable[float]) -> list[float]:
     return found
 
 
-def custom_metrics(algorithm: Algorithm, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def terms_of(algorithm: Algorithm, sequences: list[Sequence]) -> list[LossTerm]:
+    """The further losses with a trained token. Raises TrainingError for unusable ones."""
+    if not algorithm.defines("terms"):
+        return []
+    found = call(algorithm, "terms", sequences)
+    place = algorithm.place("terms")
+    if not isinstance(found, list) or not all(isinstance(term, LossTerm) for term in cast("list[Any]", found)):
+        raise TrainingError(f"{place} returned {type(found).__name__}: return a list of slipstream.LossTerm")
+    terms = cast("list[LossTerm]", found)
+    for term in terms:
+        if term.loss and not callable(getattr(algorithm, term.loss, None)):
+            raise TrainingError(f"{place}: the class has no method {term.loss!r} for the term {term.name!r}: define it")
+        if any(len(sequence.mask) != len(sequence.token_ids) for sequence in term.sequences):
+            raise TrainingError(f"{place}: a mask of the term {term.name!r} is not as long as its tokens: correct it")
+    return [term for term in terms if any(sequence.num_trainable for sequence in term.sequences)]
+
+
+def custom_metrics(algorithm: Algorithm, rollouts: Iterable[Rollout]) -> dict[str, float]:
     """The metrics of a user's hook, by their names in `metrics.jsonl`. Raises TrainingError for other values."""
     if not algorithm.defines("metrics"):
         return {}

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.algo.algorithm import READABLE, Algorithm, Hook, algorithm_of, custom_metrics, loss_of, write_credit
+from slipstream.algo.algorithm import (
+    READABLE,
+    Algorithm,
+    Hook,
+    algorithm_of,
+    custom_metrics,
+    loss_of,
+    terms_of,
+    write_credit,
+)
 from slipstream.algo.custom import user_function
 from slipstream.algo.surrogate_losses import LossInputs, Streams
 from slipstream.config.planned import PlannedRL
@@ -71,12 +80,17 @@ def _try_hooks(algorithm: Algorithm) -> None:
             _fill(rollout, name)
     write_credit(algorithm, "credit_batch", rollouts)
     custom_metrics(algorithm, rollouts)
-    if algorithm.defines("loss"):
-        try_loss(algorithm, rollouts)
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    methods = [term.loss for term in terms_of(algorithm, sequences) if term.loss]
+    for method in [*(["loss"] if algorithm.defines("loss") else []), *methods]:
+        try_loss(algorithm, rollouts, method=method)
 
 
-def try_loss(algorithm: Algorithm, rollouts: list[Rollout], kind: type[Streams] = Streams) -> None:
-    """Call the loss on six tokens of `rollouts`; `kind`: of its streams. Raises TrainingError for unusable results."""
+def try_loss(
+    algorithm: Algorithm, rollouts: list[Rollout], kind: type[Streams] = Streams, method: str = "loss"
+) -> None:
+    """Call the loss, or another method, on six tokens of `rollouts`; `kind`: of its streams. Raises TrainingError for
+    unusable results."""
     logprobs_N = torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.2], requires_grad=True)
     old_N, behaviour_N = torch.tensor(_LOGPROBS["old_logprobs"]), torch.tensor(_LOGPROBS["behaviour_logprobs"])
     streams = {"advantages": torch.tensor([1.0, 1.0, 1.0, -1.0, 0.5, 0.5]), "behaviour_logprobs": behaviour_N}
@@ -94,10 +108,10 @@ def try_loss(algorithm: Algorithm, rollouts: list[Rollout], kind: type[Streams] 
         kind(streams),
         torch.linspace(0.2, 1.2, 6, requires_grad=True),
     )
-    values = loss_of(algorithm, inputs).loss_N
+    values = loss_of(algorithm, inputs, method).loss_N
     if not torch.isfinite(values).all():
-        place = algorithm.place("loss")
-        raise TrainingError(f"{place} returned {values.tolist()} for finite inputs: return finite numbers")
+        found = f"{algorithm.place(method)} returned {values.tolist()}"
+        raise TrainingError(f"{found} for finite inputs: return finite numbers")
 
 
 def made_up_group() -> list[Rollout]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from slipstream import records
-from slipstream.algo.algorithm import Algorithm, algorithm_of, custom_metrics, write_credit
+from slipstream.algo.algorithm import Algorithm, algorithm_of, custom_metrics, terms_of, write_credit
 from slipstream.algo.readiness import CONTEXT_ADVICE
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.config.sft import SFTConfig
@@ -131,8 +131,9 @@ class BatchTrainer:
         planned = self.step_batches(batch, credit)
         if not planned:
             return BatchResult(metrics, credit, NoSignal.CONTEXT_FULL if is_full else NoSignal.ALL_TRUNCATED)
-        # A session's own loss may have a gradient without advantages.
-        is_free = hooks.defines("loss") and bool(getattr(self.objective, "chosen", ""))
+        # Further losses, and a session's own loss, have gradients without advantages.
+        is_chosen = hooks.defines("loss") and bool(getattr(self.objective, "chosen", ""))
+        is_free = is_chosen or hooks.defines("terms")
         if not credit.has_signal and self.critic is None and not is_free:
             return BatchResult(metrics, credit, no_variance)
         if self.critic is not None:
@@ -171,6 +172,17 @@ class BatchTrainer:
             ignores_silent=self.critic is None and self.objective.ignores_silent,
         )
 
+    def _add_terms(self, step: StepBatch) -> dict[str, float]:
+        """Accumulate the gradients of the algorithm's further losses; returns their means."""
+        if not isinstance(self.objective, PolicyObjective):
+            return {}
+        terms = terms_of(self.objective.algorithm, step.sequences)
+        made = (
+            self.learner.forward_backward(StepBatch(term.sequences), self.objective.term(term.loss), term.weight)
+            for term in terms
+        )
+        return {f"term/{term.name}": metrics["loss"] for term, metrics in zip(terms, made, strict=True)}
+
     def optimizer_steps(
         self, steps: Sequence[tuple[int, StepBatch]], batch_step: int, *, may_be_zero: bool = False
     ) -> tuple[dict[str, float], int]:
@@ -206,6 +218,7 @@ class BatchTrainer:
         if not math.isfinite(metrics.get("loss", 0.0)) and isinstance(self.objective, PolicyObjective):
             self.objective.refuse(metrics["loss"], number)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+        named |= self._add_terms(step)
         if self.config.run.exact:
             refuse_difference(metrics.get("mismatch/abs_logprob_diff", math.nan), f"optimizer step {number}")
         rate = learning_rate_at(
@@ -218,7 +231,7 @@ class BatchTrainer:
         try:
             stats = self.learner.optim_prepare(rate)
         except ZeroGradientError:
-            if not (may_be_zero or any_cut(metrics)):
+            if not (may_be_zero or any_cut(metrics) or not step.has_signal):
                 raise
             self.learner.optimizer.discard_gradients()
             return named, False

@@ -20,7 +20,7 @@ from slipstream.algo.surrogate_losses import LOSSES, LossInputs, PolicyLoss, Str
 from slipstream.algo.trial import made_up_group, try_loss
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.records import Rollout
-from slipstream.trainer.loss import Objective, PolicyObjective, SFTObjective
+from slipstream.trainer.loss import TERM, Objective, PolicyObjective, SFTObjective
 
 SFT = "sft"
 Loss = str | Callable[[LossInputs], Any]
@@ -31,6 +31,8 @@ def objective_of(loss: Loss, base: PolicyObjective, num_ranks: int = 1) -> Objec
     function of the caller's by its file and name. Raises ConfigError for an unusable loss."""
     if loss == SFT:
         return SFTObjective(SFT)
+    if isinstance(loss, str) and loss.startswith(TERM):
+        return base.term(loss.removeprefix(TERM))
     if not isinstance(loss, str) and not callable(loss):
         raise ConfigError(f'loss = {loss!r:.60} is no loss: give "sft", a name, or a function of LossInputs')
     if not isinstance(loss, str) and num_ranks > 1:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -220,8 +219,8 @@ class Learner:
         self.planned_bytes: int | None = None
         """The plan's estimate of the peak memory, reported beside the actual one."""
         self._longest_row = 0
-        self._repeat: Callable[[], object] = lambda: None
-        """Makes the last gradient again."""
+        self._made: list[tuple[StepBatch, Objective, float]] = []
+        """The parts of the gradient so far, to compute it again."""
 
     @property
     def step(self) -> int:
@@ -257,16 +256,18 @@ class Learner:
             for step in {id(step): step for step in steps}.values():
                 step.fill("old_logprobs", self.forward(step.sequences, sampling).logprobs)
 
-    def forward_backward(self, batch: StepBatch, objective: Objective) -> dict[str, float]:
-        """Accumulate the gradient of the step's loss; returns the objective's metrics. Raises TrainingError for a batch
-        without a trainable token."""
-        self._repeat = partial(self.forward_backward, batch, objective)
+    def forward_backward(self, batch: StepBatch, objective: Objective, weight: float = 1.0) -> dict[str, float]:
+        """Accumulate the gradient of the step's loss, or of a further one with this `weight`; returns the objective's
+        metrics. Raises TrainingError for a batch without a trainable token."""
+        self._made.append((batch, objective, weight))
         if not any(sequence.num_trainable for sequence in batch.sequences):
             raise TrainingError(
                 f"the batch of optimizer step {self.step} has {len(batch.sequences)} sequences and no "
                 "trainable token: check the masks and which outcomes are trained on"
             )
         divisors = objective.counts(batch)
+        if "weight" in divisors:
+            divisors["weight"] = weight
         sums = self._add_gradients(batch, objective, divisors)
         values = {key: value.cpu() for key, value in sums.values.items()}
         experts = share_that_differs(values)
@@ -283,10 +284,13 @@ class Learner:
     def optim_prepare(self, learning_rate: float) -> OptimStats:
         """Clip the accumulated gradient and compute the update; see Optimizer.prepare. Where it overflowed in float16,
         the backward pass is repeated at a lower loss scale until it does not."""
-        num_overflows = 0
+        num_overflows, made = 0, self._made
         while (stats := self._prepare(learning_rate)).overflowed:
             num_overflows += 1
-            self._repeat()
+            self._made = []
+            for batch, objective, weight in made:
+                self.forward_backward(batch, objective, weight)
+        self._made = []
         return replace(stats, num_overflows=num_overflows)
 
     def _prepare(self, learning_rate: float) -> OptimStats:

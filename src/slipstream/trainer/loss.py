@@ -7,6 +7,7 @@ split of a step into micro-batches and ranks changes rounding only."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -59,6 +60,10 @@ class Objective(Protocol):
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
         """Compute the step's metrics from the sums over all micro-batches, float64 on the CPU."""
         ...
+
+
+TERM = "term:"
+"""Begins the `OneForward.chosen` of a further loss."""
 
 
 class OneForward:
@@ -141,7 +146,8 @@ class PolicyObjective(OneForward):
         """See `Objective`. True if advantages are the only source of gradients; never for a user's own loss, whose
         gradient at advantage 0 is unknown."""
         has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher is not None
-        return not self.algorithm.defines("loss") and not has_other_terms
+        has_hooks = self.algorithm.defines("loss") or self.algorithm.defines("terms")
+        return not has_hooks and not has_other_terms
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens, computed ones, sequences with any, and the loss's divisor."""
@@ -246,6 +252,10 @@ class PolicyObjective(OneForward):
             config.importance_cap,
         )
 
+    def term(self, method: str) -> Objective:
+        """The objective of a `LossTerm` with this `loss`."""
+        return TermObjective(self, method)
+
     def refuse(self, loss: float, number: int) -> None:
         """Raise TrainingError for a user's `loss` without a finite value in optimizer step `number`."""
         if self.algorithm.defines("loss"):
@@ -286,6 +296,54 @@ class PolicyObjective(OneForward):
             metrics |= {f"{prefix}ratio_p01": low, f"{prefix}ratio_p99": high}
             metrics |= {f"{prefix}ratio_{name}": part for name, part in ratio_shares(histogram).items()}
         return metrics | {f"mismatch/{name}": value for name, value in difference_means(sums).items()}
+
+
+@dataclass(frozen=True)
+class TermObjective(OneForward):
+    """A further loss of the algorithm's class: `divisors["weight"]` times its mean over the trained tokens, under the
+    model's own distribution. Old log-probabilities are the current ones, and advantages 1, without such streams."""
+
+    main: PolicyObjective
+    method: str
+    """Of the class; empty: cross-entropy."""
+    ignores_silent: bool = False
+
+    @property
+    def chosen(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `OneForward`."""
+        return TERM + self.method
+
+    def counts(self, batch: StepBatch) -> dict[str, float]:
+        """Trained tokens, and the weight, for the caller to set."""
+        return {"tokens": float(batch.num_tokens), "weight": 1.0}
+
+    def terms(
+        self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`."""
+        logprobs_N, entropy_N = processed_logprobs(model.logits(micro), micro.target_ids_N)
+        loss_N = -logprobs_N
+        if self.method:
+            streams, detached_N = Streams(micro.streams), logprobs_N.detach()
+            old_N, advantages_N = streams.get("old_logprobs", detached_N), streams.get("advantages")
+            inputs = LossInputs(
+                logprobs_N,
+                old_N,
+                torch.ones_like(detached_N) if advantages_N is None else advantages_N,
+                micro.sequence_index_N,
+                micro.num_sequences,
+                clip_low=self.main.config.clip_low,
+                clip_high=self.main.config.clip_high,
+                streams=streams,
+                entropy_N=entropy_N,
+            )
+            loss_N = loss_of(self.main.algorithm, inputs, self.method).loss_N
+        loss = loss_N.sum() / divisors["tokens"]
+        return divisors["weight"] * loss, {"loss": loss.detach()}
+
+    def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
+        """`loss`: the mean, without the weight."""
+        return {"loss": sums["loss"].item()}
 
 
 def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
