@@ -11,7 +11,8 @@ from .test_real_runs import COIN, check_run
 pytestmark = pytest.mark.engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples/algorithms"
-CREDIT, LOSS = "--algorithm.credit", "--algorithm.loss"
+CREDIT, LOSS, HOOKS = "--algorithm.credit", "--algorithm.loss", "--algorithm.hooks"
+TALK = ("--environment.name", f"{Path(__file__).parent}/talk.py:Talk", "--environment.settings", "{}")
 
 
 @pytest.mark.quick("length_aware*")
@@ -24,6 +25,8 @@ CREDIT, LOSS = "--algorithm.credit", "--algorithm.loss"
             id="expert_iteration",
         ),
         pytest.param((LOSS, f"{EXAMPLES}/entropy_weighted.py:loss"), id="entropy_weighted"),
+        pytest.param((HOOKS, f"{EXAMPLES}/rloo_with_kl.py:RLOO"), id="rloo_with_kl"),
+        pytest.param((HOOKS, f"{EXAMPLES}/echo_hooks.py:Echo", *TALK), id="echo"),
     ],
 )
 def test_it_trains(command, run_file, tmp_path, options):

@@ -15,7 +15,8 @@ import msgspec
 from slipstream import Algorithm, LossTerm
 class Both(Algorithm):
     def terms(self, sequences):
-        theirs = [msgspec.structs.replace(s, mask=[False, *(not own for own in s.mask[1:])], streams={}) for s in sequences]
+        masks = [[False, *(not own for own in sequence.mask[1:])] for sequence in sequences]
+        theirs = [msgspec.structs.replace(s, mask=mask, streams={}) for s, mask in zip(sequences, masks)]
         return [LossTerm("theirs", theirs, 0.25), LossTerm("squares", theirs, 2.0, "squares"), LossTerm("none", [])]
     def squares(self, inputs):
         return inputs.logprobs_N ** 2 * inputs.advantages_N

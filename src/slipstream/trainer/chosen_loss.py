@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.algo.algorithm import Algorithm, Credits, Hook
+from slipstream.algo.algorithm import Algorithm, Credits, LossTerm
 from slipstream.algo.custom import user_function
 from slipstream.algo.surrogate_losses import LOSSES, LossInputs, PolicyLoss, Streams
 from slipstream.algo.trial import made_up_group, try_loss
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.records import Rollout
+from slipstream.records import Rollout, Sequence
 from slipstream.trainer.loss import TERM, Objective, PolicyObjective, SFTObjective
 
 SFT = "sft"
@@ -103,11 +103,15 @@ class WithLoss(Algorithm):
         """See the base."""
         return self._base.metrics(rollouts)
 
-    def defines(self, hook: Hook) -> bool:
+    def terms(self, sequences: list[Sequence]) -> list[LossTerm]:
+        """See the base."""
+        return self._base.terms(sequences)
+
+    def defines(self, hook: str) -> bool:
         """See the base."""
         return self._name not in LOSSES if hook == "loss" else self._base.defines(hook)
 
-    def place(self, hook: Hook) -> str:
+    def place(self, hook: str) -> str:
         """See the base."""
         return f"the loss {self._name}" if hook == "loss" else self._base.place(hook)
 
