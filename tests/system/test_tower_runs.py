@@ -1,6 +1,7 @@
 """A model that reads images, in runs with real vLLM, trained on text and, tower included, on images: every update
 proves decoder and tower."""
 
+import json
 import os
 import runpy
 
@@ -8,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.runlog.batches import read_batch
 from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
@@ -87,6 +89,50 @@ def drawn(images, tmp_path):
     model = new_vision_model(tmp_path / "new", hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
     (tmp_path / "coins.py").write_text(COINS.format(path=str(EXAMPLES / "rectangles.py")))
     return ("--model.path", model, "--environment.name", tmp_path / "coins.py", "--run.folder", tmp_path / "run")
+
+
+LOOKS = """
+import base64
+
+import openai
+
+from slipstream.data.images.reading import bytes_of
+
+
+async def solve(task, policy):
+    image = base64.b64encode(bytes_of(task.prompt[-1].media[0])).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
+        for _ in range(2):
+            reply = await client.chat.completions.create(model=policy.model, messages=messages)
+            said = reply.choices[0].message.content
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And its colour?"}]
+    return said
+"""
+
+
+@pytest.mark.servers
+def test_an_agent_looks_at_the_images_of_its_tasks(command, drawn, tmp_path):
+    """The trainer's log-probabilities, of a trained tower, are the engine's."""
+    (tmp_path / "looks.py").write_text(LOOKS)
+    model, folder = drawn[1], drawn[-1]
+    settings = {
+        "callable": str(tmp_path / "looks.py:solve"),
+        "tasks": str(EXAMPLES / "rectangles.py:tasks"),
+        "reward": str(tmp_path / "coins.py:reward"),
+    }
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    where = ("--model.path", model, "--environment.name", "agent", "--environment.settings", f"{{{table}}}")
+    how = ("--run.folder", folder, "--model.train_tower", "true")
+    command("train", EXAMPLES / "grpo.toml", *where, *SMALL, *how).ok(400)
+    rows = read_metrics(folder)[1:]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["mismatch/abs_logprob_diff"] for row in rows) < 1e-3
+    assert all((row["reward/agent_requests"], row["reward/agent_undelivered"]) == (2, 0) for row in rows)
+    assert min(row["reward/agent_rows"] for row in rows) < 2, "a turn continues the one before it"
+    rollouts = [rollout for step in range(3) for rollout in read_batch(folder, step)[0].rollouts]
+    assert {len(sequence.media) for rollout in rollouts for sequence in rollout.sequences} == {1}
 
 
 @pytest.mark.full

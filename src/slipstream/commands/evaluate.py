@@ -164,7 +164,7 @@ async def _on_engine(
             progress.message(text, "warning")
 
         async with ScorerPool(section, warn=warn) as scorer, in_use(prepared.environment, section.run_timeout_s, warn):
-            gateway = gateway_of(config)
+            gateway = gateway_of(config, prepared.images_of_agents)
             runner = RolloutRunner(
                 prepared.environment,
                 scorer,

@@ -207,7 +207,8 @@ class RecordingPolicy:
     def record(self, prompt_ids: list[int], completion: Completion, messages: Sequence[Message], most: int) -> None:
         """Takes an agent's turn after `messages`; one of `most` tokens was cut."""
         self._check_open()
-        self.spans.append(record_turn(self.sequences, prompt_ids, completion))
+        media = self._placed(prompt_ids, messages) if any(message.media for message in messages) else ()
+        self.spans.append(record_turn(self.sequences, prompt_ids, completion, media))
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length" and len(completion.token_ids) >= most
         text, _ = self._tokenizer.decode_turn(completion.token_ids)
@@ -215,6 +216,22 @@ class RecordingPolicy:
             text = THINK_OPEN + text
         self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
+
+    def _placed(self, prompt_ids: list[int], messages: Sequence[Message]) -> tuple[Media, ...]:
+        """The images of a prompt as the engine used it. Raises `IntegrityError` for other tokens than the trainer
+        counts."""
+        try:
+            media = self._tokenizer.place_images(messages, prompt_ids)
+        except ValueError:
+            media = ()
+        kinds = {prompt_ids[image.start] for image in media}
+        is_filled = all(set(prompt_ids[each.start : each.start + each.num_tokens]) <= kinds for each in media)
+        if not media or not is_filled or sum(map(prompt_ids.count, kinds)) != sum(each.num_tokens for each in media):
+            raise IntegrityError(
+                "the engine used other tokens for an agent's images than the trainer counts: give both the same image "
+                "processor, and no mm_processor_kwargs in inference.options"
+            )
+        return media
 
     def _keep_full(self, messages: Sequence[Message]) -> None:
         """Makes the conversation without room the last one, up to its last turn, if it has any. An episode that ends

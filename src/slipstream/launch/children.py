@@ -98,7 +98,7 @@ class Children:
         self.nodes: Nodes | None = None
         self.engine: RunEngine | None = None
         self.teacher: RunTeacher | None = None
-        self.gateway = gateway_of(run.config)
+        self.gateway = gateway_of(run.config, run.prepared.images_of_agents)
         """Of agents, if there are any; it ends with the event loop."""
         self.entrance: Stops | None = None
         """Lets groups of rollouts in from outside."""

@@ -21,6 +21,7 @@ from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.examples import Examples, tokenized
+from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import check_contents, check_fields
 from slipstream.data.preferences import parts_of
 from slipstream.envs.base import Environment
@@ -95,6 +96,10 @@ class Prepared:
     def uses_engine(self) -> bool:
         """Whether this run generates anything."""
         return uses_engine(self.config)
+
+    def images_of_agents(self) -> ImageProcessor | None:
+        """What scales images in requests of agents; None where no task has any, as the plan then has no room."""
+        return self.tokenizer.images if self.facts.tower is not None else None
 
     def batch_order(self) -> BatchOrder:
         """The training items of each batch."""

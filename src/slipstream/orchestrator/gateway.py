@@ -29,9 +29,11 @@ from aiohttp import web
 
 from slipstream.config import PlannedConfig
 from slipstream.config.traits import agent_settings, serves_agents
+from slipstream.data.images.processor import ImageProcessor
 from slipstream.engine_protocols import RecordsAgents, RequestsAddress
 from slipstream.envs.base import Address
-from slipstream.errors import EngineError
+from slipstream.errors import ConfigError, DataError, EngineError
+from slipstream.orchestrator.agent_images import with_scaled_images
 from slipstream.records import REQUEST_HEADER, SamplingParams, SessionOpening, SessionTurn
 
 MODEL = "policy"
@@ -103,8 +105,8 @@ class AgentSession:
         self.num_undelivered = len(turns) - len(kept)
 
 
-def gateway_of(config: PlannedConfig) -> Gateway | None:
-    """The gateway of a run; it listens from the first episode on. None without an agent."""
+def gateway_of(config: PlannedConfig, images: Callable[[], ImageProcessor | None]) -> Gateway | None:
+    """The gateway of a run; it listens from the first episode on. None without an agent. `images`: see `Gateway`."""
     section = config.environment
     if section is None or not serves_agents(config):
         return None
@@ -114,6 +116,7 @@ def gateway_of(config: PlannedConfig) -> Gateway | None:
         names=[str(name) for settings in agent_settings(config) for name in settings.get("models", ())],
         template_kwargs=config.model.chat_template_kwargs,
         system_prompt=section.system_prompt,
+        images=images(),
     )
 
 
@@ -149,11 +152,14 @@ class Gateway:
         names: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str = "",
+        images: ImageProcessor | None = None,
     ) -> None:
-        """`max_requests`: of an episode. `names`: more names for the model. The rest as in `SessionOpening`."""
+        """`max_requests`: of an episode. `names`: more names for the model. `images`: scales those in requests; None
+        where they are refused. The rest as in `SessionOpening`."""
         self._request_timeout_s, self._max_requests = request_timeout_s, max_requests
         self._names = (MODEL, *names)
         self._template_kwargs, self._system_prompt = dict(template_kwargs or {}), system_prompt
+        self._images = images
         self._sessions: dict[bytes, AgentSession] = {}
         """By the digest of the key: the time of a lookup tells nothing of keys."""
         self._clients: dict[RequestsAddress, aiohttp.ClientSession] = {}
@@ -243,13 +249,19 @@ class Gateway:
             except TimeoutError:
                 return _error(408, "request_timeout", f"the body did not arrive within {_BODY_S:g} s")
             with session.busy():
-                return await self._forward(session, request, path, body)
+                scaled = await asyncio.to_thread(with_scaled_images, body, self._images) if b"image" in body else body
+                return await self._forward(session, request, path, body, scaled)
+        except (DataError, ConfigError) as error:
+            return _error(400, "invalid_request_error", str(error))
         except web.HTTPRequestEntityTooLarge:
             return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
         finally:
             session.running.discard(task)
 
-    async def _forward(self, session: AgentSession, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
+    async def _forward(
+        self, session: AgentSession, request: web.Request, path: str, body: bytes, scaled: bytes
+    ) -> web.StreamResponse:
+        """`scaled`: the body with scaled images."""
         is_turn = request.method == "POST" and path != "messages/count_tokens"
         number = session.num_requests
         if is_turn:
@@ -266,7 +278,7 @@ class Gateway:
         headers |= {"x-api-key": session.address.api_key, REQUEST_HEADER: str(number)}
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                answer = await self._ask(session.engine, request.method, path, body, headers)
+                answer = await self._ask(session.engine, request.method, path, scaled, headers)
         except TimeoutError:
             text = f"the engine did not answer within {self._request_timeout_s:g} s (inference.request_timeout_s)"
             return _error(504, "timeout_error", text)

@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from slipstream.data.images.parts import joined
 from slipstream.engine_protocols import Generates, RecordsAgents
 from slipstream.envs.base import (
     ContextFull,
@@ -507,10 +508,20 @@ def _record(
 
 
 def _as_message(chat: Mapping[str, Any]) -> Message:
+    given, images = chat.get("content"), tuple[Media, ...]()
+    parts = cast("list[Any]", given) if isinstance(given, list) else []
+    if any(isinstance(part, Mapping) and "image_url" in part for part in parts):
+        parts = [{"type": "text", "text": text} if (text := _text_in(part)) else part for part in parts]
+        text, images = joined(parts, "a message of the agent", None)
+        chat = {**chat, "content": text}
     try:
-        return as_message(chat)
+        return msgspec.structs.replace(as_message(chat), media=images)
     except ValueError:
         return Message("user", str(chat.get("content") or ""))
+
+
+def _text_in(part: Any) -> str:
+    return part if isinstance(part, str) else str(part.get("text") or "")
 
 
 def _agent_metrics(session: AgentSession, policy: RecordingPolicy) -> dict[str, float]:

@@ -96,11 +96,15 @@ class ImageProcessor(ABC):
         if (known := self._scaled.get(image.sha256)) is not None:
             self._scaled.move_to_end(image.sha256)
             return known
-        made = self._scaled[image.sha256] = encoded(self._scale(image))
+        made = self._scaled[image.sha256] = self.scaled_now(image)
         self._num_bytes += len(made)
         while self._num_bytes > _MOST_BYTES and len(self._scaled) > 1:
             self._num_bytes -= len(self._scaled.popitem(last=False)[1])
         return made
+
+    def scaled_now(self, image: Media) -> bytes:
+        """As `scaled`, without the cache: for any thread."""
+        return encoded(self._scale(image))
 
     def _scale(self, image: Media) -> Image:
         picture = decoded(bytes_of(image), f"image {image.uri:.80}")

@@ -77,6 +77,8 @@ class Recording:
         self._conversation: Conversation | None = None
         self._match: Match | None = None
         self._prompt_ids: list[int] | None = None
+        self._asked_ids: list[int] | None = None
+        """The prompt with images, with one placeholder for each."""
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._finish: str | None = None
@@ -113,7 +115,19 @@ class Recording:
             if found is not None:
                 self._match = match
                 return found
-        return await render(chat, params)
+        return self._tokenized(await render(chat, params), text)
+
+    def _tokenized(self, found: tuple[Any, Any], text: Any) -> tuple[Any, Any]:
+        """vLLM's rendering; a prompt with images as tokens, which a later one may continue."""
+        parsed, prompt = found
+        if "multi_modal_data" not in prompt:
+            return found
+        rendered = prompt.get("prompt")
+        if isinstance(rendered, str):
+            prompt = {name: value for name, value in prompt.items() if name != "prompt"}
+            prompt["prompt_token_ids"] = text.encode(rendered, add_special_tokens=False)
+        self._asked_ids = list(prompt["prompt_token_ids"])
+        return parsed, prompt
 
     async def _continued(
         self, render: Callable[..., Awaitable[Any]], chat: list[Chat], params: Any, match: Match, text: Any
@@ -126,13 +140,17 @@ class Recording:
                 parsed, prompt = await render(conversation, params)
             except Exception:  # noqa: BLE001 (the template's code; the conversation itself is rendered next)
                 continue
-            rendered = prompt.get("prompt") if "multi_modal_data" not in prompt else None
+            rendered = prompt.get("prompt")
             if not isinstance(rendered, str):
                 continue
             rest = rest_after(rendered, "" if end is None else text.decode([end], skip_special_tokens=False))
             if rest is not None:
-                recorded = self._session.tokens_of(match.turn)
-                return parsed, {"prompt_token_ids": [*recorded, *text.encode(rest, add_special_tokens=False)]}
+                media = {name: value for name, value in prompt.items() if name.startswith("multi_modal_")}
+                recorded = self._session.asked_of(match.turn, has_images=bool(media))
+                if recorded is None:
+                    return None
+                ids = [*recorded, *text.encode(rest, add_special_tokens=False)]
+                return self._tokenized((parsed, {**media, "prompt_token_ids": ids}), text)
         return None
 
     def prepare(self, prompt: Any, params: Any, *, max_model_len: int, text: Any) -> tuple[Any, Any]:
@@ -140,9 +158,10 @@ class Recording:
         if self._prompt_ids is not None:
             raise Refusal("a request with several prompts cannot be recorded: send one for each")
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        if ids is None or prompt.get("type", "token") != "token":
-            raise Refusal("an agent's requests can hold text only: leave images and embeddings out")
-        if self._match is None:
+        has_images = self._asked_ids is not None and set(prompt.get("mm_placeholders", ())) == {"image"}
+        if ids is None or prompt.get("type", "token") != ("multimodal" if has_images else "token"):
+            raise Refusal("an agent's requests can hold text and images only: leave all else out")
+        if self._match is None and not has_images:
             ids = self._session.retokenized(
                 list(ids),
                 lambda tokens: text.decode(tokens, skip_special_tokens=False),
@@ -237,7 +256,13 @@ class Recording:
             conversation,
             self._match,
             self._overridden,
+            self._asked_ids,
+            has_special=self._has_special(),
         )
+
+    def _has_special(self) -> bool:
+        spoken = self._token_ids[:-1] if self._finish == "stop" else self._token_ids
+        return not set(spoken).isdisjoint(self._tokenizer.all_special_ids)
 
 
 def hook_renderer(renderer: Any) -> None:

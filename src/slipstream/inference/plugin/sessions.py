@@ -71,6 +71,10 @@ class Session:
         """By the digest of the whole conversation before the answer."""
         self._num_asked: Counter[bytes] = Counter()
         self._texts: dict[int, str] = {}
+        self._asked: dict[int, list[int]] = {}
+        """Prompts with images, with one placeholder for each."""
+        self._forged: set[int] = set()
+        """Turns with a special token among sampled ones: it could stand for an image in a later prompt."""
 
     def find(self, conversation: Conversation) -> Match | None:
         """The latest recorded answer in a conversation with the same messages before it as then."""
@@ -87,6 +91,12 @@ class Session:
     def tokens_of(self, turn: int) -> list[int]:
         """All tokens of a turn: its prompt and its answer."""
         return [*self.turns[turn].prompt_ids, *self.turns[turn].completion.token_ids]
+
+    def asked_of(self, turn: int, *, has_images: bool) -> list[int] | None:
+        """As `tokens_of`, with one placeholder for each image; None if a prompt with images cannot continue it."""
+        if has_images and turn in self._forged:
+            return None
+        return [*self._asked.get(turn, self.turns[turn].prompt_ids), *self.turns[turn].completion.token_ids]
 
     def ends_turn(self, turn: int) -> int | None:
         """The end token of a turn's answer; None if it was cut, or met a stop string."""
@@ -127,9 +137,17 @@ class Session:
         conversation: Conversation | None = None,
         match: Match | None = None,
         overridden: Mapping[str, float] | None = None,
+        asked_ids: list[int] | None = None,
+        *,
+        has_special: bool = False,
     ) -> None:
-        """Adds an answer on its way to the agent. `match`: the turn before it."""
+        """Adds an answer on its way to the agent. `match`: the turn before it. `asked_ids`: a prompt with images, with
+        one placeholder for each. `has_special`: whether a special token was sampled, besides one at the end."""
         number = len(self.turns)
+        if asked_ids is not None:
+            self._asked[number] = asked_ids
+        if has_special or (match is not None and match.turn in self._forged):
+            self._forged.add(number)
         messages = list(conversation.messages) if conversation is not None else []
         thinking: dict[int, tuple[str, bool]] = {}
         if match is not None:
