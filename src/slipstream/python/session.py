@@ -46,7 +46,8 @@ class Session:
         self._loaded, self._progress = loaded, progress
         self._exits = ExitStack()
         self._open: OpenSession | None = None
-        self._has_ended = False
+        self._ended: tuple[int, Path] | None = None
+        """Step and folder of a session that has ended."""
         self._steps: Steps | None = None
         self._objectives: dict[str | int, Objective] = {}
         """By the name of the loss, or the identity of the function; the objective keeps it alive."""
@@ -68,7 +69,7 @@ class Session:
         """Start the engine and load the model."""
         from slipstream.launch.session import open_session
 
-        if self._open is not None:
+        if self._open is not None or self._ended is not None:
             raise ConfigError("a session is opened once: call slipstream.session(...) again")
         self._open = self._exits.enter_context(open_session(self._loaded, self._progress))
         return self
@@ -82,12 +83,16 @@ class Session:
         except BaseException as own:
             self._exits.__exit__(type(own), own, own.__traceback__)
             raise
+        finally:
+            self._ended = (self.step if self._steps else 0, self.folder)
+            # The trainer's memory is free with the last reference to the model.
+            self._open, self._steps = None, None
+            self._objectives.clear()
         return self._exits.__exit__(kind, error, trace)
 
     def _end(self, error: BaseException | None) -> None:
         """Settle the last groups and write the last row."""
         if self._steps is None:
-            self._has_ended = True
             return
         # The error of the caller is worth more.
         quietly = contextlib.suppress(SlipstreamError) if error is not None else contextlib.nullcontext()
@@ -96,20 +101,19 @@ class Session:
                 self._settle(self._groups.take_all())
                 self._write_row()
         finally:
-            self._has_ended = True
             self._steps.close()
 
     @property
     def step(self) -> int:
         """Batches trained on."""
-        if self._steps is not None:
-            return self._steps.step
-        return 0 if self._parts_of.resumed_step is None else self._begun.step
+        if self._ended is not None:
+            return self._ended[0]
+        return 0 if self._steps is None and self._opened.resumed_step is None else self._begun.step
 
     @property
     def folder(self) -> Path:
         """The run folder, as `slipstream.load_run` opens it."""
-        return self._parts_of.parts.run.folder
+        return self._ended[1] if self._ended is not None else self._parts.run.folder
 
     @property
     def tasks(self) -> list[Task]:
@@ -275,15 +279,9 @@ class Session:
 
     @property
     def _opened(self) -> OpenSession:
-        if self._has_ended:
-            raise ConfigError("the session has ended: call it inside its `with` block")
-        return self._parts_of
-
-    @property
-    def _parts_of(self) -> OpenSession:
-        """The parts, also of a session that has ended."""
         if self._open is None:
-            raise ConfigError("the session is not open: use it inside `with slipstream.session(...) as s:`")
+            how = "has ended" if self._ended is not None else "is not open"
+            raise ConfigError(f"the session {how}: use it inside `with slipstream.session(...) as s:`")
         return self._open
 
     @property
@@ -297,7 +295,7 @@ class Session:
     @property
     def _begun(self) -> Steps:
         """The steps; they begin with the first call."""
-        if self._opened and self._steps is None:
+        if self._steps is None:
             if (found := self._opened.resumed_step) is not None:
                 at = f"{self.folder} holds a run at step {found}"
                 raise ConfigError(f"{at}: call s.resume() before anything else, or give another folder")
