@@ -65,6 +65,22 @@ def test_an_agent_is_trained_on_what_was_sampled(command, run_file, model, tmp_p
     assert sample["sequences"][0]["versions"][0][1] in out
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param("callable", marks=pytest.mark.full), pytest.param("command", marks=pytest.mark.servers)]
+)
+def test_eval_and_env_test_play_an_agent(command, run_file, model, kind):
+    settings = {"tasks": TASKS["tasks"], "reward": "exact", **KINDS[kind]}
+    options = ("--environment.name", "agent", "--environment.settings", table(**settings), "--model.path", model)
+    options += ("--sampling.max_tokens", "8", "--evaluation.num_tasks", "4")
+    found = json.loads(command("eval", run_file, *options, "--json").ok())
+    assert (found["eval/num_tasks"], found["eval/num_failed"], found["eval/accuracy"]) == (4, 0, 0)
+    assert 2 < found["eval/length"] <= 16, "of two answers"
+    more = ("--num-tasks", "4", "--model", "--samples", "3", "--json")
+    tried = json.loads(command("env", "test", run_file, *options, *more).ok())
+    assert tried["verdict"] == "more SFT first"
+    assert (tried["model"]["num_groups"], tried["model"]["group_size"], tried["model"]["num_failed"]) == (4, 3, 0)
+
+
 @pytest.mark.servers
 def test_sessions_are_divided_between_two_engines(command, run_file, model, tmp_path):
     folder = tmp_path / "run"
