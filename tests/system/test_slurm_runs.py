@@ -127,13 +127,14 @@ def test_a_requeue_by_the_signal_changes_no_loss(slurm, run_file, tmp_path):
 
 @pytest.mark.cluster
 def test_the_time_limit_requeues_until_the_run_is_whole(slurm, run_file, tmp_path):
-    """Slurm signals 70 s before two minutes are over."""
-    run = Submitted(slurm, run_file, tmp_path / "run", 100_000, "--time", "2:00", "--run.grace_s", 10)
+    """Slurm signals 70 s before three minutes are over. A busy machine may need several starts: each is one more."""
+    run = Submitted(slurm, run_file, tmp_path / "run", 100_000, "--time", "3:00", "--run.grace_s", 10)
     run.until("PENDING", "RUNNING", restarts=1)
     run.until_step(num_steps(run.folder) + 5)
     assert "the job is requeued: the job's time is over at step" in run.output
+    job = run.job
     run.cancel_and_go_on(5)
-    assert run.num_cancelled == 2
+    assert 2 <= run.num_cancelled <= slurm.state(job)[1] + 1
     run.check_whole(tmp_path, restarts=0)
 
 
