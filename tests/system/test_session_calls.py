@@ -120,6 +120,20 @@ def test_what_cannot_be_trained_on(opened):
             s.resume()
 
 
+def test_a_loss_reads_what_it_asks_for(opened):
+    def distance(inputs):
+        seen.append(inputs.streams["old_logprobs"])
+        return (inputs.logprobs_N - inputs.streams["old_logprobs"] + 0.1) ** 2
+
+    seen = []
+    distance.reads = ("old_logprobs",)
+    with opened() as s:
+        groups = s.rollouts()
+        before = torch.cat(s.forward(groups).logprobs)
+        assert s.train(groups, distance)["train/loss"] == pytest.approx(0.01, rel=1e-3)
+        assert torch.cat(seen[1:]).sort().values.tolist() == pytest.approx(before.sort().values.tolist(), rel=1e-5)
+
+
 def test_a_copy_with_advantages_of_its_own_is_of_its_group(opened, tmp_path):
     with opened() as s:
         group = s.rollouts(s.tasks[:1])[0]
@@ -365,3 +379,11 @@ def test_a_loss_of_two_ranks_is_imported(opened, tmp_path):
                 with pytest.raises(ConfigError, match=r"<lambda> is no function at the top level.*ranks = 2"):
                     s.train(s.rollouts(), lambda inputs: -inputs.logprobs_N)
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)
+
+
+async def test_plain_calls_work_below_a_running_event_loop(opened):
+    """As in the cell of a notebook."""
+    with opened() as s:
+        s.train(s.rollouts())
+        s.sync()
+    assert s.step == 1
