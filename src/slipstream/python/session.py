@@ -208,6 +208,7 @@ class Session:
         dropped, self._dropped = self._dropped, {}
         batch = Batch(steps.step, Version(steps.log.lineage, steps.step), rollouts, dropped)
         made, self._made = self._made, {}
+        self._rest_engine()
         try:
             self._row = made | steps.train(batch, objective)
         except TrainingError:
@@ -220,6 +221,7 @@ class Session:
         """Log-probabilities and entropies of the trained tokens by the trainer's weights, in nats under the run's
         sampling: `logprobs` and `entropies`, one `[N]` for each sequence."""
         sequences = [each for rollout in as_rollouts(data, 0) for each in rollout.sequences]
+        self._rest_engine()
         return self._begun.learner.forward(sequences, self._begun.sampling)
 
     def credit(self, groups: Trained) -> list[float]:
@@ -317,6 +319,12 @@ class Session:
         if self._synced < 0:
             self.sync()
         return self._begun
+
+    def _rest_engine(self) -> None:
+        """Under `inference.sleep`, give the engine's memory to the trainer, unless it has it."""
+        if self._config.inference.sleep and self._synced >= 0:
+            self._engine.hooks.batch_taken()
+            self._synced = -1
 
     def _refuse_old_engine(self) -> None:
         from slipstream.config.traits import shares_weights
