@@ -5,15 +5,22 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from tests.nodes.agents import RUN_ID, TOKEN, agent
 from tests.nodes.networks import CAN_MAKE, networks
+from tests.waiting import WAIT_S
 
 from slipstream.doctor.collectives import PairResult, hopeless, judge, rounds
+from slipstream.doctor.nodes import PROGRAM
+from slipstream.doctor.on_node import Look, Report
 from slipstream.nodes.protocol import TOKEN_VARIABLE
+from slipstream.processes.channel import Channel
+from slipstream.processes.launchers import LOCAL
 from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 pytestmark = pytest.mark.real_start
@@ -39,6 +46,22 @@ def files(tmp_path):
     new_model(tmp_path / "files" / "model", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
     (tmp_path / "files" / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
     return tmp_path
+
+
+def test_a_schedulers_signals_do_not_end_a_doctor(tmp_path):
+    (tmp_path / "file").write_text("text")
+    asked = msgspec.json.encode(Look(str(tmp_path / "file"), "text", [], is_full=False))
+    child = LOCAL.launch(PROGRAM, output=tmp_path / "log")
+    try:
+        channel = Channel(child.socket)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            channel.send(asked, WAIT_S)
+            assert msgspec.json.decode(channel.receive(WAIT_S), type=Report).reads_folder
+            os.kill(child.pid, number)
+        channel.send(asked, WAIT_S)
+        channel.receive(WAIT_S)
+    finally:
+        child.end(0.0)
 
 
 def command(place, files, num, *arguments):

@@ -14,7 +14,7 @@ import msgspec
 from slipstream.doctor import CHECKS, examine
 from slipstream.doctor.collectives import Reduce, Reduced, reduce
 from slipstream.doctor.findings import Finding
-from slipstream.processes.lifeline import Parent
+from slipstream.processes.lifeline import Parent, leave_signals_to_trainer
 from slipstream.processes.rendezvous import interface_variables
 from slipstream.runlog.writer import versions
 
@@ -72,6 +72,7 @@ def look(asked: Look) -> Report:
 
 def main() -> None:
     """Answer to the end of the channel."""
+    leave_signals_to_trainer()
     parent = Parent()
     while True:
         asked = msgspec.json.decode(parent.receive(), type=Look | Reduce)
