@@ -18,10 +18,15 @@ def test_keys_know_what_they_take():
     assert keys["run.sinks"].requirement == 'a list of "tensorboard", "wandb" or "trackio"'
     assert keys["environment.settings"].is_free
     assert keys["algorithm.group_size"].kinds == tuple(RECIPES)
-    assert keys["algorithm.train_on"].kinds == ("sft",)
-    assert keys["algorithm.kind"].choices == ("sft", *RECIPES)
+    assert keys["algorithm.train_on"].kinds == ("sft", "dpo", "kto")
+    assert keys["algorithm.kind"].choices == ("sft", "dpo", "kto", *RECIPES)
     assert keys["evaluation.temperature"].requirement == 'a number of at least 0 and at most 2 or "auto"'
-    assert [key.name for key in keys_of("algorithm") if not key.kinds or "sft" in key.kinds] == ["kind", "train_on"]
+    assert [key.name for key in keys_of("algorithm") if not key.kinds or "sft" in key.kinds] == [
+        "kind",
+        "train_on",
+        "kl_coef",
+        "pair_loss",
+    ]
     assert optional_sections() == ("evaluation",)
 
 
