@@ -18,26 +18,29 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 from slipstream.errors import SlipstreamError
+from slipstream.service.deployments.deployments import Deployments, LocalDeployments
+from slipstream.service.deployments.records import Options
 from slipstream.service.runs import Runs
 
 _COMMAND_S = 660.0
 _INSTRUCTIONS = (
     "Post-trains language models. plan a run file, submit it, and look at status until it has ended: its state is then "
-    "done, failed or cancelled, and `reason` and logs say why. checkpoints names the trained models."
+    "done, failed or cancelled, and `reason` and logs say why. checkpoints names the trained models, and deploy "
+    "serves one."
 )
 
 
 class Tools:
     """The tools. Each is a method with its description."""
 
-    def __init__(self, queue: Runs) -> None:
-        self._queue = queue
+    def __init__(self, queue: Runs, deployments: Deployments) -> None:
+        self._queue, self._deployments = queue, deployments
 
     def all(self) -> Sequence[Callable[..., Any]]:
         """The methods for a client."""
         return (
             *(self.plan, self.submit, self.status, self.logs, self.cancel),
-            *(self.runs, self.checkpoints, self.gpus),
+            *(self.runs, self.checkpoints, self.gpus, self.deploy, self.undeploy, self.deployments),
         )
 
     def plan(self, run_file: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -82,11 +85,28 @@ class Tools:
         with _explained():
             return msgspec.to_builtins(self._queue.places())
 
+    def deploy(self, run: str, step: int | None = None) -> dict[str, Any]:
+        """Deploy a checkpoint of a run, by default the best or last. It is ready once deployments says so."""
+        with _explained():
+            return msgspec.to_builtins(self._deployments.deploy(run, step, Options()))
 
-def make_server(queue: Runs) -> MCPServer:
+    def undeploy(self, name: str) -> dict[str, Any]:
+        """End a deployment."""
+        with _explained():
+            return msgspec.to_builtins(self._deployments.undeploy(name))
+
+    def deployments(self) -> list[dict[str, Any]]:
+        """List deployments with state and address (OpenAI). `name` is the model there."""
+        with _explained():
+            if isinstance(self._deployments, LocalDeployments):
+                self._deployments.keep_going()
+            return msgspec.to_builtins(self._deployments.all())
+
+
+def make_server(queue: Runs, deployments: Deployments) -> MCPServer:
     """A server with all tools."""
     server = MCPServer("slipstream", instructions=_INSTRUCTIONS, log_level="WARNING")
-    for tool in Tools(queue).all():
+    for tool in Tools(queue, deployments).all():
         server.add_tool(tool)
     return server
 

@@ -273,11 +273,12 @@ class RemoteDeployments:
         return os.environ.get(TOKEN, "") if self._token is None else self._token
 
 
-def deployments_here() -> Deployments:
-    """The deployments of the service in SLIPSTREAM_SERVICE, or of this machine."""
+def deployments_here(*, is_service: bool = False) -> Deployments:
+    """The deployments of the service in SLIPSTREAM_SERVICE, or of this machine, made in this process or, as a service
+    does, in another."""
     if address := os.environ.get(ADDRESS):
         return RemoteDeployments(address)
-    return LocalDeployments(Store())
+    return LocalDeployments(Store(), is_service=is_service)
 
 
 def wait_ready(there: Deployments, name: str, timeout_s: float = WAIT_S) -> ShownDeployment:
