@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     *("init", "train", "sft", "eval", "compare", "plan", "runs", "report", "env", "env test", "model", "model new"),
     *("env new", "env push", "env pull", "chat", "serve-model", "export", "verify", "trace", "ledger", "replay"),
-    *("smoke", "models", "node", "submit", "status", "logs", "cancel"),
+    *("smoke", "models", "mcp", "node", "submit", "status", "logs", "cancel"),
 ]
 RUN_FILE = """
 [model]
