@@ -32,7 +32,7 @@ def test_a_signal_to_all_processes_of_a_job_is_no_fault_of_a_node(monkeypatch, t
         should_stop=StopRequest(),
         stages=SimpleNamespace(stage=lambda name: nullcontext()),
         log=SimpleNamespace(warning=print, event=lambda kind, **fields: None),
-        prepared=SimpleNamespace(loaded=None),
+        prepared=SimpleNamespace(loaded=None, images_of_agents=None),
     )
     monkeypatch.setattr(children, "gateway_of", lambda *how: None)
     monkeypatch.setattr(children.Children, "_exit_code", lambda self: 0)
