@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         sft,
         train,
     )
-    from slipstream.records import Rollout, Sequence, Stream
+    from slipstream.records import Rollout, Sequence, Stream, Task
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Sequence",
     "Session",
     "Stream",
+    "Task",
     "__version__",
     "evaluate",
     "load_run",
@@ -48,6 +49,7 @@ _MODULES = {
     "Rollout": "records",
     "Sequence": "records",
     "Stream": "records",
+    "Task": "records",
 }
 """The others are in `slipstream.python`."""
 

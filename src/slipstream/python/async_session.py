@@ -8,7 +8,7 @@ ends its waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from slipstream.python.groups import Trained
 from slipstream.python.session import Session
-from slipstream.records import Rollout, Task
+from slipstream.records import Message, Rollout, Task
 
 if TYPE_CHECKING:
     from slipstream.trainer.chosen_loss import Loss
@@ -122,6 +122,10 @@ class AsyncSession:
     async def train(self, data: Trained, loss: Loss | None = None) -> dict[str, float]:
         """See `Session`."""
         return await self._do(self._session.train, data, loss)
+
+    async def prompt_tokens(self, messages: str | Sequence[Message]) -> list[int]:
+        """See `Session.prompt_tokens`."""
+        return await self._do(self._session.prompt_tokens, messages)
 
     async def forward(self, data: Trained) -> Scores:
         """See `Session`."""

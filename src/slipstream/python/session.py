@@ -22,7 +22,7 @@ import msgspec
 from slipstream.config.sft import SFTConfig
 from slipstream.errors import ConfigError, SlipstreamError, TrainingError
 from slipstream.python.groups import Groups, Trained, as_rollouts
-from slipstream.records import Batch, Rollout, Task, Version
+from slipstream.records import Batch, Message, Rollout, Task, Version
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -223,6 +223,12 @@ class Session:
         sequences = [each for rollout in as_rollouts(data, 0) for each in rollout.sequences]
         self._rest_engine()
         return self._begun.learner.forward(sequences, self._begun.sampling)
+
+    def prompt_tokens(self, messages: str | Sequence[Message]) -> list[int]:
+        """Tokens of a conversation by the model's chat template, up to the start of the answer. A text is a user's
+        message."""
+        given = [Message("user", messages)] if isinstance(messages, str) else messages
+        return self._parts.run.prepared.tokenizer.render(given)
 
     def credit(self, groups: Trained) -> list[float]:
         """Compute the advantage of each rollout by the run's algorithm, and write it to the stream `advantages` of its
