@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from tests.refusals import refuses
 
 from .conftest import Command, write_run_file
 
+EXAMPLE = Path(__file__).parents[2] / "examples/distillation/likeliest.toml"
 DISTILL = ("--algorithm.kind", "distill", "--evaluation", "false")
 
 
@@ -236,6 +238,17 @@ def test_a_student_learns_from_the_likeliest_tokens(top_k, beta, further, comman
     else:
         assert 0.0 < rows[0]["teacher/tail"] < 1.0
         assert 0.0 < rows[0]["teacher/divergence"] <= exact, "joining outcomes makes no divergence larger"
+
+
+def test_the_example_is_planned(tmp_path):
+    student, teacher = (
+        new_model(tmp_path / name, hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, context_length=context)
+        for name, context in (("student", 256), ("teacher", 512))
+    )
+    options = ("--model.path", str(student), "--teacher.path", str(teacher), "--run.folder", str(tmp_path / "run"))
+    plan = prepare(load_config(EXAMPLE, options)).plan
+    assert plan.config.teacher.top_k == 8
+    assert "the teacher's likeliest tokens in a batch" in {note.name for note in plan.notes}
 
 
 def test_a_replay_asks_no_teacher(pair, scripted):
