@@ -46,6 +46,10 @@ class TwoNodes:
         """What the other node has free."""
         return {"CPU": 0.0, **ray._private.state.available_resources_per_node().get(self.other, {})}
 
+    def kill_job(self, name):
+        """The actor of a run in a queue."""
+        ray.kill(ray.get_actor(name, "slipstream"))
+
     @property
     def folder(self):
         """Logs of all of Ray's processes."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from slipstream.processes import launchers
 from slipstream.processes.identity import is_alive
 from slipstream.service.local import Local
 from slipstream.service.preflight import Preflight
+from slipstream.service.providers import all_providers
 from slipstream.service.records import ACTIVE, Need
 from slipstream.service.runs import LocalRuns
 from slipstream.service.store import Store
@@ -93,7 +95,7 @@ class Place:
                 talk = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": f"{number}"}]
                 file.write(json.dumps({"messages": talk}) + "\n")
         self.store, self.provider = Store(folder / "state"), Local()
-        self.runs = LocalRuns(self.store, providers={"local": self.provider}, folder=folder / "runs")
+        self.runs = LocalRuns(self.store, providers={**all_providers(), "local": self.provider}, folder=folder / "runs")
 
     def run_file(self, steps=5, name="run.toml", more=""):
         path = self.folder / name
@@ -137,9 +139,10 @@ class Place:
     def end(self):
         for _, record in self.store.records():
             for handle in (record.handle, record.worker):
-                if handle is not None and is_alive(handle):
+                if handle is not None and handle.host == socket.gethostname() and is_alive(handle):
                     os.kill(handle.pid, signal.SIGKILL)
-        until(lambda: not any(self.provider.poll(f, r) for f, r in self.store.records() if r.state in ACTIVE))
+        here = [(f, r) for f, r in self.store.records() if r.state in ACTIVE and r.to == "local"]
+        until(lambda: not any(self.provider.poll(f, r) for f, r in here))
 
     def serve(self, files=0, **environment):
         return Served(self.folder, environment, files=files)

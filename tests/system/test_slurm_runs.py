@@ -2,12 +2,12 @@
 
 import itertools
 import json
-import os
 import time
 
 import pytest
 
 from slipstream.runlog import checkpoints_of, read_events, read_exit
+from slipstream.service.store import record_of
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 from tests.clusters.slurm_cluster import TIMEOUT_S, cluster, needs_slurm
@@ -21,9 +21,10 @@ LONG_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def slurm():
-    with cluster() as made:
-        os.environ["OMP_NUM_THREADS"] = "1"
+def slurm(tmp_path_factory):
+    with cluster() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("SLIPSTREAM_STATE", str(tmp_path_factory.mktemp("state")))
         yield made
 
 
@@ -32,16 +33,17 @@ class Submitted:
 
     def __init__(self, slurm, run_file, folder, steps, *options, nodes=2):
         self.slurm, self.folder, self.file, self.steps = slurm, folder, sft_file(run_file), steps
-        self.given, self.num_cancelled = ("--nodes", nodes, "--cpus-per-task", 1, "--json"), 0
+        self.given, self.num_cancelled = ("--nodes", nodes, "--cpus-per-task", 1, "--to", "slurm", "--json"), 0
         self.submit(*options)
 
     def submit(self, *options):
         self.printed = self.slurm.slipstream("submit", self.file, *self.settings(self.folder), *self.given, *options)
         self.job = json.loads(self.printed.splitlines()[0])["job"]
+        assert self.job
 
     def cancel_and_go_on(self, more):
         """The run has so many more steps, in another job."""
-        assert self.slurm.slipstream("cancel", self.folder) == f"cancelled: job {self.job}"
+        assert self.slurm.slipstream("cancel", self.folder).startswith("cancelled: ")
         until(lambda: self.has_ended, LONG_S)
         until(lambda: not self.slurm.ours())
         self.steps, self.num_cancelled = num_steps(self.folder) + more, lineages(self.folder)
@@ -65,18 +67,24 @@ class Submitted:
 
     @property
     def output(self):
-        return (self.folder / "slurm/output.log").read_text()
+        logs = [self.folder / "service" / name for name in ("output.log", "supervisor.log")]
+        return "".join(path.read_text() for path in logs if path.exists())
 
-    def check_whole(self, tmp_path, restarts):
+    @property
+    def record(self):
+        return record_of(self.folder)
+
+    def check_whole(self, tmp_path, restarts, attempts=0):
         """It has ended with the losses and weights of an undisturbed run on one host, and nothing is left of it."""
         until(lambda: self.has_ended, LONG_S)
         assert self.slurm.state(self.job) == ("COMPLETED", restarts), self.output
+        assert (self.record.state, len(self.record.attempts)) == ("done", attempts or restarts + 1)
         until(lambda: not self.slurm.ours())
         finish(start((), "train", self.file, *self.settings(tmp_path / "one")))
         assert numbers(self.folder) == numbers(tmp_path / "one")
         assert len(numbers(self.folder)) == self.steps
         assert final_weights(self.folder) == final_weights(tmp_path / "one")
-        assert lineages(self.folder) == self.num_cancelled + restarts + 1
+        assert lineages(self.folder) == self.num_cancelled + (attempts or restarts + 1)
 
 
 def lineages(folder):
@@ -93,12 +101,18 @@ def test_a_job_over_two_nodes_has_the_losses_of_one_host(slurm, run_file, tmp_pa
     run = Submitted(slurm, run_file, tmp_path / "run", 4, "--follow")
     assert "is node-1 of" in run.printed
     run.check_whole(tmp_path, restarts=0)
-    token = [line for line in (run.folder / "slurm/job.sh").read_text().splitlines() if "TOKEN" in line]
-    assert token[0] == "SLIPSTREAM_CLUSTER_TOKEN=$(head -c 32 /dev/urandom | base64 --wrap=0)"
 
 
-def test_a_job_that_could_never_start_is_refused_and_a_forgotten_one_has_ended(slurm, run_file, tmp_path):
-    common = ("submit", sft_file(run_file), "--algorithm.kind", "sft", *options_of("", tmp_path / "run", nodes=1))
+def test_a_job_that_could_never_start_is_refused(slurm, run_file, tmp_path):
+    common = (
+        "submit",
+        sft_file(run_file),
+        "--to",
+        "slurm",
+        "--algorithm.kind",
+        "sft",
+        *options_of("", tmp_path / "run", nodes=1),
+    )
     common += ("--training.ranks", 3, "--cpus-per-task", 1)
     printed = slurm.slipstream(*common, "--nodes", 3, code=2)
     assert "sbatch refuses the job" in printed
@@ -106,21 +120,20 @@ def test_a_job_that_could_never_start_is_refused_and_a_forgotten_one_has_ended(s
     assert "#SBATCH --nodes=3" in slurm.slipstream(*common, "--nodes", 3, "--dry-run")
     assert "contradicts --nodes 3" in slurm.slipstream(*common, "--nodes", 3, "--cluster.nodes", 2, code=2)
     assert slurm.run("squeue", "--noheader") == ""
-    (tmp_path / "old/slurm").mkdir(parents=True)
-    (tmp_path / "old/slurm/job.json").write_text('{"id": 99999, "nodes": 2, "submitted": 0}')
-    assert slurm.slipstream("cancel", tmp_path / "old") == "job 99999 has ended already"
+    assert json.loads(slurm.slipstream("status", "--json")) == []
 
 
 @pytest.mark.full
 def test_a_requeue_by_the_signal_changes_no_loss(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 60)
     run.until_step(5)
-    assert "is RUNNING" in slurm.slipstream("submit", run.file, *run.settings(run.folder), "--resume", code=2)
+    again = ("submit", run.file, *run.settings(run.folder), "--to", "slurm", "--resume")
+    assert "is running: wait for its end" in slurm.slipstream(*again, code=2)
     (shown,) = json.loads(slurm.slipstream("status", run.folder, "--json"))
-    assert (shown["job"], shown["job state"], shown["state"]) == (run.job, "RUNNING", "running")
+    assert (shown["job"], shown["state"]) == (run.job, "running")
     slurm.run("scancel", "--signal=USR1", "--batch", run.job)
     run.check_whole(tmp_path, restarts=1)
-    assert "the job is requeued: the job's time is over at step" in run.output
+    assert "the job is requeued: the job's time is over" in run.output
     (resumed,) = (event["step"] for event in read_events(run.folder) if event["kind"] == "resume")
     assert 5 <= resumed < 60
 
@@ -131,7 +144,7 @@ def test_the_time_limit_requeues_until_the_run_is_whole(slurm, run_file, tmp_pat
     run = Submitted(slurm, run_file, tmp_path / "run", 100_000, "--time", "3:00", "--run.grace_s", 10)
     run.until("PENDING", "RUNNING", restarts=1)
     run.until_step(num_steps(run.folder) + 5)
-    assert "the job is requeued: the job's time is over at step" in run.output
+    assert "the job is requeued: the job's time is over" in run.output
     job = run.job
     run.cancel_and_go_on(5)
     assert 2 <= run.num_cancelled <= slurm.state(job)[1] + 1
@@ -142,32 +155,33 @@ def test_the_time_limit_requeues_until_the_run_is_whole(slurm, run_file, tmp_pat
 def test_cancel_leaves_a_checkpoint_and_no_process(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 100_000)
     run.until_step(5)
-    assert json.loads(slurm.slipstream("cancel", run.folder, "--json")) == {"job": run.job, "cancelled": True}
+    assert json.loads(slurm.slipstream("cancel", run.folder, "--json"))["cancelled"]
     until(lambda: run.has_ended, LONG_S)
     until(lambda: not slurm.ours())
-    assert slurm.state(run.job) == ("CANCELLED", 0)
+    assert (slurm.state(run.job), run.record.state) == (("FAILED", 0), "cancelled")
     report = read_exit(run.folder)
     assert (report.status, report.exit_code) == ("interrupted", 130)
     assert (run.folder / f"checkpoints/step-{report.step:06d}").is_dir()
-    assert slurm.slipstream("cancel", run.folder) == f"job {run.job} has ended already"
+    assert "has ended already: cancelled" in slurm.slipstream("cancel", run.folder)
 
 
 @pytest.mark.cluster
-def test_a_failure_of_the_run_is_one_requeue(slurm, run_file, tmp_path):
+def test_a_failure_of_the_run_is_one_more_attempt_in_the_job(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 60, "--run.checkpoint_every", 1)
     run.until_step(5)
     (rank,) = (each for each in slurm.ours() if "slipstream.launch.ranks.child" in each.cmdline())
     rank.kill()
-    run.check_whole(tmp_path, restarts=1)
+    run.check_whole(tmp_path, restarts=0, attempts=2)
     (restart,) = (event for event in read_events(run.folder) if event["kind"] == "restart")
     assert "trainer process 1" in restart["reason"]
-    assert "the job is requeued: restart 1 of the run" in run.output
+    assert run.record.attempts[0].message == restart["reason"]
+    assert run.record.attempts[0].decision.startswith("retry 1 of 3")
 
 
 @pytest.mark.cluster
 def test_a_signal_in_the_first_seconds_is_one_requeue(slurm, run_file, tmp_path):
     run = Submitted(slurm, run_file, tmp_path / "run", 20)
-    until((run.folder / "slurm/start").exists)
+    until((run.folder / "service/start").exists)
     slurm.run("scancel", "--signal=USR1", "--batch", run.job)
     assert not (run.folder / "run.lock").exists(), "the run does not listen yet"
     run.check_whole(tmp_path, restarts=1)
@@ -175,13 +189,12 @@ def test_a_signal_in_the_first_seconds_is_one_requeue(slurm, run_file, tmp_path)
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_run_that_is_killed_is_one_requeue(slurm, run_file, tmp_path, nodes):
+def test_a_run_that_is_killed_is_one_more_attempt_in_the_job(slurm, run_file, tmp_path, nodes):
     run = Submitted(slurm, run_file, tmp_path / "run", 60, "--run.checkpoint_every", 1, nodes=nodes)
     run.until_step(5)
     slurm.rank_0().kill()
-    run.check_whole(tmp_path, restarts=1)
-    (restart,) = (event for event in read_events(run.folder) if event["kind"] == "restart")
-    assert (restart["reason"], restart["number"]) == ("the run was ended by SIGKILL", 1)
+    run.check_whole(tmp_path, restarts=0, attempts=2)
+    assert [each.kind for each in run.record.attempts] == ["infrastructure", "finished"]
 
 
 @pytest.mark.cluster

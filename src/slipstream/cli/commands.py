@@ -124,7 +124,7 @@ def _train(
     supervises: bool = False,
     supervised: bool = False,
 ) -> int:
-    from slipstream.clusters.starts import START_SLACK_S, own_start
+    from slipstream.clusters.starts import own_start
     from slipstream.config import load_config
     from slipstream.nodes.places import forget, place_of
 
@@ -149,7 +149,6 @@ def _train(
         watch = SupervisorWatch()
     if (start := own_start(os.environ)) is not None and (folder := loaded.config.run.folder) is not None:
         warn = partial(tell, file=sys.stderr, flush=True)
-        start.await_earlier(folder, loaded.config.run.grace_s + START_SLACK_S, warn)
         start.follow(folder, warn)
     from slipstream.launch.start import run_training
 

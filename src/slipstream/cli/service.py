@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import time as clock
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,9 +18,10 @@ from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.service.records import Asked
     from slipstream.service.runs import Runs, Shown
 
-Where = Literal["local", "slurm"]
+Where = Literal["local", "slurm", "ray"]
 _POLL_S, _ASK_S = 0.5, 5.0
 
 
@@ -114,7 +116,7 @@ def list_queued(*, as_json: bool) -> int:
 
         print_json(msgspec.to_builtins(found))
     elif found:
-        print_table([{name: "-" if value is None else value for name, value in line_of(run).items()} for run in found])
+        print_table(lines_of(found))
     else:
         tell("found no submitted run", file=sys.stderr)
     return 0
@@ -125,7 +127,9 @@ def default_place() -> Where:
     return "slurm" if shutil.which("sbatch") and not is_remote() else "local"
 
 
-def submit_locally(
+def submit_to(
+    to: Where,
+    asked: Asked,
     run_file: Path,
     overrides: tuple[str, ...],
     *,
@@ -137,16 +141,27 @@ def submit_locally(
 ) -> int:
     """Queue a run, and follow it if asked to; the exit code of the command."""
     from slipstream.config import load_config
-    from slipstream.service.preflight import plan_ahead
+    from slipstream.service.preflight import implied_by, launched_by, plan_ahead
     from slipstream.view.text import as_duration
 
-    loaded, queue = load_config(run_file, overrides), queued_runs()
+    implied = implied_by(to) | launched_by(to, asked.nodes)
+    loaded, queue = load_config(run_file, overrides, implied=implied), queued_runs()
+    if asked.nodes not in (None, loaded.config.cluster.nodes):
+        found = loaded.config.cluster.nodes
+        raise ConfigError(f"cluster.nodes = {found} contradicts --nodes {asked.nodes}: leave one of them out")
     if not is_remote():
         from slipstream.service.dotenv_file import secrets_of
 
         os.environ.update(secrets_of(loaded.config, Path.cwd()))
     for text in loaded.warnings:
         tell(f"warning: {text}", file=sys.stderr)
+    if dry_run and to == "slurm":
+        from slipstream.service.slurm import dry_script
+
+        folder = (loaded.config.run.folder or Path("runs") / run_file.stem).absolute()
+        script = dry_script(folder, loaded.config, asked)
+        print_json({"script": script}) if prints_json else tell(script, end="")
+        return 0
     if dry_run:
         import msgspec
 
@@ -156,14 +171,15 @@ def submit_locally(
         return 0
     if not is_remote() and (kind := untested(loaded.config.model.path)):
         tell(f"warning: {kind} has no test here: slipstream smoke {run_file} makes a few steps first", file=sys.stderr)
-    run = queue.submit(loaded, run_file.stem, resume=resume, store=store)
+    run = queue.submit(loaded, run_file.stem, resume=resume, store=store, to=to, asked=asked)
     if prints_json:
         print_json(as_values(run), is_result=not follow)
     else:
         tell(f"run:        {run.id}\nrun folder: {run.folder}\nstate:      {run.state} {run.reason}".rstrip())
         time = "unknown" if run.estimated_s is None else f"about {as_duration(run.estimated_s)}"
         cost = "" if run.estimated_cost is None else f", cost {run.estimated_cost:g}"
-        tell(f"estimate:   {time}, {_need_line(run.estimate.gpus, run.estimate.memory_gib)}{cost}", flush=True)
+        need = _need_line(run.estimate.gpus, run.estimate.memory_gib) if run.estimate.shape else run.estimate.how
+        tell(f"estimate:   {time}, {need}{cost}", flush=True)
     return follow_queued(queue, run.id, Output(as_json=prints_json)) if follow else 0
 
 
@@ -178,6 +194,11 @@ def untested(model: str) -> str:
     return str(kinds[0]) if isinstance(kinds, list) and kinds and family_of(str(kinds[0])) is None else ""
 
 
+def lines_of(runs: Sequence[Shown]) -> list[dict[str, object]]:
+    """Runs of the queue as rows of a table."""
+    return [{name: "-" if value is None else value for name, value in line_of(run).items()} for run in runs]
+
+
 def line_of(run: Shown) -> dict[str, object]:
     """A run of the queue as a row."""
     from slipstream.view.text import as_duration
@@ -190,7 +211,8 @@ def line_of(run: Shown) -> dict[str, object]:
         "run": run.id,
         "state": run.state,
         "step": f"{run.step} of {run.steps}",
-        "job": None,
+        "to": run.to,
+        "job": run.job or None,
         "place": ", ".join(run.places),
         "reason": run.reason,
         "time": took if run.estimated_s is None else f"{took} of about {as_duration(run.estimated_s)}",

@@ -1,8 +1,6 @@
-"""The batch script of a run, pure.
+"""The batch script of a run, pure: a supervisor (`service/slurm_job.py`) on the job's first node.
 
-One srun step has a process on each node. Before the time limit Slurm signals the script, and the script the step, as
-soon as the run listens. The run saves a checkpoint and ends, and `requeue.py` decides whether the job is requeued. Each
-start of the job continues the run. The token exists in the script's environment alone.
+The supervisor starts the run by one srun step with a process on each node. Slurm signals it before the time limit.
 """
 
 from __future__ import annotations
@@ -10,17 +8,11 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.clusters.slurm import OUTPUT
-from slipstream.clusters.starts import FILE
 from slipstream.errors import ConfigError
-from slipstream.nodes.places import OWNER_VARIABLE
-from slipstream.nodes.protocol import TOKEN_VARIABLE
-from slipstream.runlog.files import LOCK_FILE
 
 _SLACK_S = 60
 """Between the end of a run that was warned and the time limit; Slurm looks at limits twice a minute."""
@@ -32,10 +24,11 @@ _DEAF = ["/bin/sh", "-c", 'trap "" USR1; exec "$0" "$@"']
 class Request:
     """A run as a job."""
 
+    name: str
     command: Sequence[str]
-    """Arguments of `slipstream`."""
-    folder: Path
-    """The run folder, absolute."""
+    """Supervises the run."""
+    output: Path
+    """Of that process, absolute."""
     nodes: int
     grace_s: float
     """`run.grace_s`."""
@@ -60,7 +53,7 @@ def batch_script(request: Request) -> str:
             "it more, or lower run.grace_s"
         )
     options = {
-        "job-name": re.sub(r"[^\w.-]", "-", request.folder.name),
+        "job-name": request.name,
         "nodes": request.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": request.gpus_per_node or None,
@@ -68,49 +61,21 @@ def batch_script(request: Request) -> str:
         "time": request.time,
         "signal": f"B:USR1@{warned_s}",
         "open-mode": "append",
-        "output": str(request.folder / OUTPUT).replace("%", "%%"),
+        "output": str(request.output).replace("%", "%%"),
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     directives = "\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *_grouped(request.options)])
-    cpus = [] if request.cpus_per_task is None else [f"--cpus-per-task={request.cpus_per_task}"]  # srun inherits none
-    python = [sys.executable, "-P", "-m"]
-    srun = ["srun", "--kill-on-bad-exit=1", "--export=ALL", *cpus, *_DEAF]
-    run = shlex.join([*srun, *python, "slipstream.cli", *request.command])
-    decide = shlex.join([*python, "slipstream.launch.recovery.requeue", str(request.folder)])
-    start, lock = (shlex.quote(str(request.folder / name)) for name in (FILE, LOCK_FILE))
     return f"""#!/bin/bash
 {directives}
-warned=no
-step=
-warn() {{
-    warned=yes
-    [ -n "$step" ] || return
-    trap "" USR1
-    # A run holds its folder once it listens. Before, the signal would be lost, or end srun.
-    until [ {lock} -nt {start} ] || ! kill -0 "$step" 2>/dev/null; do sleep 1; done
-    kill -USR1 "$step" 2>/dev/null
-}}
-trap warn USR1
-began=$(date +%s)
-echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" >{start}
-{TOKEN_VARIABLE}=$(head -c 32 /dev/urandom | base64 --wrap=0)
-export {TOKEN_VARIABLE} {OWNER_VARIABLE}=slurm
-
-{run} &
-step=$!
-[ "$warned" = no ] || warn
-wait "$step"
-code=$?
-if [ "$warned" = yes ]; then # the signal has ended the wait, not the step
-    wait "$step"
-    again=$?
-    [ "$again" = 127 ] || code=$again
-fi
-if {decide} "$began" "$warned" "$code"; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
+trap "" USR1 # until the supervisor takes it
+exec {shlex.join(request.command)}
 """
+
+
+def srun(cpus_per_task: int | None, command: Sequence[str]) -> list[str]:
+    """The step with one process of a command on each node of the job."""
+    cpus = [] if cpus_per_task is None else [f"--cpus-per-task={cpus_per_task}"]  # srun inherits none
+    return ["srun", "--kill-on-bad-exit=1", "--export=ALL", "--input=none", *cpus, *_DEAF, *command]
 
 
 def seconds_of(time: str) -> int:

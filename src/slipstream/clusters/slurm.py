@@ -1,4 +1,4 @@
-"""Slurm's programs: submits a job, asks for its state, cancels it. The run folder keeps the job's number.
+"""Slurm's programs: submits a job, asks for its state, cancels it.
 
 Guarantees: each call has a deadline; a refusal is one sentence with Slurm's own reason. `slurmctld` forgets a job some
 minutes after its end, and accounting may be off: the state is then unknown, and the run folder tells how the run ended.
@@ -9,19 +9,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from slipstream.errors import ConfigError
-from slipstream.processes.files import write_whole
-from slipstream.runlog.files import JOB_FOLDER, read_record
 
-OUTPUT = f"{JOB_FOLDER}/output.log"
-"""The job's output, below the run folder."""
-_RECORD, _SCRIPT = f"{JOB_FOLDER}/job.json", f"{JOB_FOLDER}/job.sh"
 _ANSWER_S = 60.0
-_REFUSES = "refuses the job"
+_REFUSES, _SILENT = "refuses the job", "does not answer"
 _ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -30,19 +22,11 @@ _ENDED = frozenset(
 )
 
 
-class Job(msgspec.Struct, frozen=True):
-    """A run's newest job."""
-
-    id: int
-    nodes: int
-    submitted: float
-    """Unix time."""
-
-
 @dataclass(frozen=True)
 class JobState:
     """A job as Slurm shows it."""
 
+    id: str
     name: str
     """`RUNNING`, `PENDING` ..."""
     reason: str
@@ -63,44 +47,54 @@ class NodeShape:
 
     cpus: int
     gpus: int
+    kind: str = ""
+    """Of its GPUs, as the cluster names it."""
 
 
-def submit(script: str, folder: Path, nodes: int, now: float) -> Job:
-    """Submit the job of the run in `folder`. Raises ConfigError if it could never start."""
+def check(script: str) -> None:
+    """Raises ConfigError if a job of this script could never start."""
     _call(["sbatch", "--test-only"], _REFUSES, script)
-    (folder / JOB_FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def submit(script: str) -> str:
+    """Submit a job, and return its number. Raises ConfigError."""
     answer = _call(["sbatch", "--parsable"], _REFUSES, script)
-    job = Job(int(answer.partition(";")[0]), nodes, now)
-    write_whole(folder / _SCRIPT, script.encode())
-    write_whole(folder / _RECORD, msgspec.json.encode(job))
-    return job
+    return answer.partition(";")[0]
 
 
-def job_of(folder: Path) -> Job | None:
-    """The newest job of the run in `folder`."""
-    return read_record(folder / _RECORD, Job)
+def own_jobs() -> dict[str, JobState]:
+    """This user's jobs as far as Slurm knows them, by name; of several with one name the first. Raises ConfigError."""
+    queue = ["squeue", "--noheader", "--me", "--states=all", "--format=%j|%i|%T|%r|%M|%l|%N"]
+    found: dict[str, JobState] = {}
+    for line in _call(queue, _SILENT).splitlines():
+        name, _, rest = line.partition("|")
+        if not rest.partition("|")[0].isdecimal():  # an array, or a name with a bar: none of ours
+            continue
+        state = _state(rest)
+        if name not in found or int(state.id) < int(found[name].id):
+            found[name] = state
+    return found
 
 
-def state_of(job: Job) -> JobState | None:
-    """The state of a job; None if Slurm knows it no longer."""
-    queue = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%T|%r|%M|%l|%N"]
+def ended_job(number: str) -> JobState | None:
+    """A job by Slurm's accounting; None without it."""
+    fields = "JobID,State,Reason,Elapsed,Timelimit,NodeList"
+    book = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"]
     try:
-        answer = _call(queue, "does not answer")
-    except _UnknownJob:
-        answer = ""
-    if not answer:
-        fields = "State,Reason,Elapsed,Timelimit,NodeList"
-        book = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job.id}", f"--format={fields}"]
-        try:
-            answer = _call(book, "does not answer")
-        except ConfigError:  # accounting is off
-            return None
+        answer = _call(book, _SILENT)
+    except ConfigError:  # accounting is off
+        return None
     return _state(answer.splitlines()[-1]) if answer else None
 
 
-def cancel(job: Job) -> None:
-    """Cancel a job: its processes get SIGTERM, and after KillWait SIGKILL."""
-    _call(["scancel", str(job.id)], "refuses to cancel the job")
+def cancel(number: str) -> None:
+    """Cancel a job: its processes get SIGTERM, and after KillWait SIGKILL. Raises ConfigError."""
+    _call(["scancel", number], "refuses to cancel the job")
+
+
+def requeue(number: str) -> None:
+    """Have Slurm start this job again. Raises ConfigError. Called inside the job it does not return for long."""
+    _call(["scontrol", "requeue", number], "refuses to requeue the job")
 
 
 def node_shape(partition: str | None) -> NodeShape | None:
@@ -109,10 +103,6 @@ def node_shape(partition: str | None) -> NodeShape | None:
     answer = _call(["sinfo", "--noheader", "--Node", "--format=%c|%G", *where], "does not answer")
     shapes = [_shape(line) for line in answer.splitlines()]
     return min((each for each in shapes if each.gpus), default=None, key=_size) or min(shapes, default=None, key=_size)
-
-
-class _UnknownJob(ConfigError):
-    """Slurm has forgotten a job."""
 
 
 def _call(command: Sequence[str], problem: str, given: str | None = None) -> str:
@@ -129,22 +119,21 @@ def _call(command: Sequence[str], problem: str, given: str | None = None) -> str
     if done.returncode == 0:
         return done.stdout.strip()
     reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-    if "Invalid job id" in reason:
-        raise _UnknownJob(reason)
     remedy = "change the options" if problem == _REFUSES else "ask the cluster's operators"
     raise ConfigError(f"{program} {problem} ({reason}): {remedy}")
 
 
 def _state(line: str) -> JobState:
-    name, reason, elapsed, limit, nodes = line.split("|")[:5]
-    return JobState(name.split()[0].rstrip("+"), reason if reason != "None" else "", elapsed, limit, nodes)
+    number, name, reason, elapsed, limit, nodes = line.split("|")[:6]
+    return JobState(number, name.split()[0].rstrip("+"), reason if reason != "None" else "", elapsed, limit, nodes)
 
 
 def _shape(line: str) -> NodeShape:
     """Of `64|gpu:h100:8(S:0-1),nvme:1`."""
     cpus, _, resources = line.partition("|")
-    gpus = [each.partition("(")[0] for each in resources.split(",") if each.startswith("gpu")]
-    return NodeShape(int(cpus), sum(int(each.rpartition(":")[2]) for each in gpus))
+    gpus = [each.partition("(")[0].split(":") for each in resources.split(",") if each.startswith("gpu")]
+    kinds = [parts[1] for parts in gpus if len(parts) > 2]
+    return NodeShape(int(cpus), sum(int(parts[-1]) for parts in gpus), kinds[0] if kinds else "")
 
 
 def _size(shape: NodeShape) -> tuple[int, int]:

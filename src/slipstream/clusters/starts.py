@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.nodes.places import OWNER_VARIABLE
-from slipstream.runlog.files import JOB_FOLDER, is_running
+from slipstream.runlog.files import SERVICE_FOLDER, is_running
 
-FILE = f"{JOB_FOLDER}/start"
-"""The newest start as `JOB.NUMBER`, below the run folder. The batch script writes it."""
+FILE = f"{SERVICE_FOLDER}/start"
+"""The newest start as `JOB.NUMBER`, below the run folder. The job's supervisor writes it."""
 START_SLACK_S = 60.0
 """How long a run may take to end after `run.grace_s`."""
 _POLL_S = 2.0

@@ -32,10 +32,8 @@ Rows = list[Row]
 STATE_VARIABLE, LINKS = "SLIPSTREAM_STATE", "runs"
 """Environment variable: the state folder; default: `slipstream` in XDG_STATE_HOME. Its folder of links."""
 LOCK_FILE = "run.lock"
-JOB_FOLDER = "slurm"
-"""Files of the run's job, which exist before the run."""
 SERVICE_FOLDER = "service"
-"""The same of a run in the queue (`slipstream.service`)."""
+"""Files of a run in the queue (`slipstream.service`), which exist before the run."""
 # A reader that checks whether a run is alive holds the lock for an instant: a writer tries so often, for a second.
 # Tries are counted, not seconds: while the whole process is stopped there are none.
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.02

@@ -24,7 +24,6 @@ from slipstream.processes.files import cannot_write, reserve, write_whole
 from slipstream.processes.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
 from slipstream.records import Ticket
 from slipstream.runlog.files import (
-    JOB_FOLDER,
     LOCK_FILE,
     SERVICE_FOLDER,
     FolderLock,
@@ -406,7 +405,7 @@ def refuse_used(folder: Path) -> None:
         raise ConfigError(f"{folder} is a file: name another folder")
     if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"{folder} may not be read and written by this user: name another folder")
-    if folder.is_dir() and any(path.name not in (LOCK_FILE, JOB_FOLDER, SERVICE_FOLDER) for path in folder.iterdir()):
+    if folder.is_dir() and any(path.name not in (LOCK_FILE, SERVICE_FOLDER) for path in folder.iterdir()):
         if (folder / _EVENTS).is_file() and not any(folder.glob("checkpoints/step-*")):
             raise ConfigError(
                 f"{folder} holds a run that ended before its first checkpoint: begin it again with --resume, or use "

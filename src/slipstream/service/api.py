@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import uvicorn
@@ -29,6 +29,8 @@ from slipstream.service.deployments.deployments import LocalDeployments
 from slipstream.service.deployments.records import Options
 from slipstream.service.index import Index
 from slipstream.service.page_routes import HEADERS, html, page_routes
+from slipstream.service.preflight import implied_by
+from slipstream.service.records import NO_OPTIONS, Asked
 from slipstream.service.runs import LocalRuns, NoSuchRun, Shown, ShownPlace
 from slipstream.service.store import Store, name_from
 from slipstream.service.submission import unix_user
@@ -46,6 +48,9 @@ class Submission(BaseModel, extra="forbid"):
     """Python files in base64 by their names."""
     digest: str = ""
     """Of `code`, see `bundles.digest_of`."""
+    to: Literal["local", "slurm", "ray"] = "local"
+    asked: dict[str, Any] = Field(default={}, max_length=20)
+    """Options for a cluster, as in `records.Asked`."""
 
 
 class Deploying(BaseModel, extra="forbid"):
@@ -87,9 +92,8 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
 
     @app.post("/v1/runs", status_code=201)
     def submit(request: Request, submission: Submission) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json(
-            submit_text(request, submission.name, submission.settings, submission.code, submission.digest), 201
-        )
+        given, asked = submission, _asked(submission.asked)
+        return _json(submit_text(request, given.name, given.settings, given.code, given.digest, given.to, asked), 201)
 
     @app.get("/v1/runs")
     def all_runs(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -145,7 +149,13 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
         return await answered(deployments_of(request), await request.body())
 
     def submit_text(
-        request: Request, name: str, settings: str, files: Mapping[str, str] = MappingProxyType({}), digest: str = ""
+        request: Request,
+        name: str,
+        settings: str,
+        files: Mapping[str, str] = MappingProxyType({}),
+        digest: str = "",
+        to: str = "local",
+        asked: Asked = NO_OPTIONS,
     ) -> Shown:
         with temporary("submission") as place:
             run_file = place / f"{name_from(name)}.toml"
@@ -153,14 +163,21 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
             if files:
                 code = bundles.unpack(store.root, digest, files)
                 (place / bundles.FOLDER).symlink_to(code)
-            loaded = load_config(run_file)
-        return runs_of(request).submit(loaded, run_file.stem)
+            loaded = load_config(run_file, implied=implied_by(to))
+        return runs_of(request).submit(loaded, run_file.stem, to=to, asked=asked)
 
     def places_of(request: Request) -> list[ShownPlace]:
         return _places(store, index, str(request.scope["user"]))
 
     app.include_router(page_routes(runs_of, deployments_of, places_of, submit_text))
     return Access(app, store, unix_user(), needs_token)
+
+
+def _asked(given: dict[str, Any]) -> Asked:
+    try:
+        return msgspec.convert(given, Asked)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the options for the cluster are wrong ({error}): see slipstream submit --help") from None
 
 
 def _places(store: Store, index: Index, user: str) -> list[ShownPlace]:

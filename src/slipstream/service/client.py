@@ -16,6 +16,7 @@ from slipstream.processes.identity import this_machine
 from slipstream.runlog.redaction import hide_userinfo
 from slipstream.service import bundles
 from slipstream.service.checkpoints import ShownCheckpoint
+from slipstream.service.records import NO_OPTIONS, Asked
 from slipstream.service.runs import Chunk, NoSuchRun, Shown, ShownPlace
 
 ADDRESS, TOKEN = "SLIPSTREAM_SERVICE", "SLIPSTREAM_SERVICE_TOKEN"
@@ -41,7 +42,16 @@ class RemoteRuns:
         transport = httpx.HTTPTransport(retries=_TRIES)
         self._client = httpx.Client(base_url=self.address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
 
-    def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
+    def submit(
+        self,
+        loaded: Loaded,
+        name: str,
+        *,
+        resume: bool = False,
+        store: str = "",
+        to: str = "local",
+        asked: Asked = NO_OPTIONS,
+    ) -> Shown:
         """See `Runs`. To another machine the code goes along; data and models go by path or address, as the service's
         machine sees them."""
         if resume or loaded.config.run.folder is not None:
@@ -52,6 +62,7 @@ class RemoteRuns:
         if self.ask("GET", "/v1/health", _Health).machine != this_machine():
             settings, code = bundles.pack(settings)
         body = {"name": name, "settings": settings, "code": bundles.encoded(code), "digest": bundles.digest_of(code)}
+        body |= {"to": to, "asked": msgspec.to_builtins(asked)}
         return self.ask("POST", "/v1/runs", Shown, json=body, timeout=_PLAN_S)
 
     def all(self) -> list[Shown]:

@@ -29,7 +29,9 @@ def tick(store: Store, providers: Providers) -> None:
     with store.dispatching():
         swept: dict[str, dict[str, tuple[Path, Record]]] = {name: {} for name in providers}
         for folder, record in store.records():
-            if record.host == host and not record.has_ended and record.to in providers:
+            # Any host of a cluster may look after its jobs; only this one sees this machine's processes.
+            is_ours = record.to != "local" or record.host == host
+            if is_ours and not record.has_ended and record.to in providers:
                 with contextlib.suppress(SlipstreamError, OSError):
                     swept[record.to][record.id] = (folder, providers[record.to].sweep(folder, record))
         for name, provider in providers.items():
@@ -43,6 +45,9 @@ def _place(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
     if not queued:
         return
     capacity = provider.capacity(records)
+    if capacity is None:
+        _hand_over(provider, runs)
+        return
     choice = choose(queued, capacity.free, time.time())
     for name in choice.waits.keys() | choice.overtaken.keys():
         folder, record = runs[name]
@@ -53,6 +58,19 @@ def _place(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
             record = update(folder, lambda now, start=start: _decided(now, start))
             if record.state == "preparing":
                 _start(provider, folder, record)
+
+
+def _hand_over(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
+    """Submit the jobs of queued runs to a cluster's own queue."""
+    for folder, record in runs.values():
+        job = record.job
+        is_due = job is None or job.is_over or not job.id
+        if record.state == "queued" and is_due and record.not_before <= time.time():
+            try:
+                provider.submit(folder, record)
+            except (SlipstreamError, OSError) as error:  # the next pass tries again
+                with contextlib.suppress(SlipstreamError, OSError):
+                    _note(folder, record, f"its job was not submitted: {error}", 0)
 
 
 def _start(provider: Provider, folder: Path, record: Record) -> None:

@@ -15,9 +15,9 @@ import msgspec
 from slipstream.artifacts.facts import read_facts
 from slipstream.errors import SlipstreamError
 from slipstream.processes.heartbeat import Heartbeat, read_heartbeat
-from slipstream.runlog import ExitReport, holds_run, read_events, read_exit
+from slipstream.runlog import ExitReport, checkpoints_of, holds_run, read_events, read_exit
 from slipstream.service.figures import measured
-from slipstream.service.policy import decide, kind_of
+from slipstream.service.policy import decide, decide_stopped, kind_of
 from slipstream.service.records import ACTIVE, Attempt, Record
 from slipstream.service.store import update
 
@@ -50,14 +50,20 @@ def ended_attempt(folder: Path, attempt: Attempt, exit_code: int | None, now: fl
     failure_class = report.failure_class if report is not None else ""
     ran_out = report is None and exit_code != 0 and _was_oom_killed(folder, attempt.started)
     kind = kind_of(exit_code, failure_class, retriable=report is not None and report.retriable, ran_out=ran_out)
+    if report is None and exit_code != 0:
+        message = _asked_again(folder, attempt.started)
+    saved = 0
+    with contextlib.suppress(SlipstreamError, OSError):
+        saved = max((int(path.name.removeprefix("step-")) for path in checkpoints_of(folder)), default=0)
     return msgspec.structs.replace(
-        attempt, ended=now, exit_code=exit_code, kind=kind, failure_class=failure_class, message=message
+        attempt, ended=now, exit_code=exit_code, kind=kind, failure_class=failure_class, message=message, saved=saved
     )
 
 
-def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int = 0) -> Record:
+def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int = 0, *, stopped: str = "") -> Record:
     """Store the end of supervisor number `launch`'s attempt, and the next state: done, failed, cancelled or queued.
-    `exit_code` is None if nobody has waited for its process; `host_bytes`: memory of its largest process."""
+    `exit_code` is None if nobody has waited for its process; `host_bytes`: memory of its largest process; `stopped`:
+    why the cluster ended it."""
 
     def begin(record: Record) -> Record:
         is_its = record.launches == launch and record.state in ACTIVE and record.handle is not None
@@ -68,6 +74,8 @@ def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int =
         return record
     now = time.time()
     last = ended_attempt(folder, record.attempts[-1], exit_code, now)
+    if stopped and last.failure_class == "stopped":
+        last = msgspec.structs.replace(last, kind="stopped", message=stopped)
     if record.store:
         last = with_uploads(folder, last)
     actual = measured(folder, record, (*record.attempts[:-1], last), host_bytes)
@@ -82,7 +90,10 @@ def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int =
             attempt = msgspec.structs.replace(last, decision="finished")
             change = msgspec.structs.replace(record, state="done", reason="")
         else:
-            decision = decide(last.kind, [each.kind for each in earlier])
+            if last.kind == "stopped":
+                decision = decide_stopped(last.saved, [each.saved for each in earlier])
+            else:
+                decision = decide(last.kind, [each.kind for each in earlier])
             attempt = msgspec.structs.replace(last, decision=decision.why)
             how = "it was killed" if last.exit_code is None else f"exit code {last.exit_code}"
             change = msgspec.structs.replace(
@@ -111,6 +122,15 @@ def with_uploads(folder: Path, attempt: Attempt) -> Attempt:
     what = facts.error or "it was killed before"
     message = f"the run is complete, but not its uploads ({what}): slipstream submit --resume continues them"
     return msgspec.structs.replace(attempt, kind="infrastructure", message=message)
+
+
+def _asked_again(folder: Path, started: float) -> str:
+    """Why the run itself asks for another start; empty if it does not."""
+    with contextlib.suppress(SlipstreamError, OSError):
+        if holds_run(folder):
+            last = read_events(folder)[-1:]
+            return "".join(str(e["reason"]) for e in last if e["kind"] == "restart" and e["time"] >= started)
+    return ""
 
 
 def _was_oom_killed(folder: Path, started: float) -> bool:

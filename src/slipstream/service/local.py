@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from slipstream.config import Loaded
+from slipstream.errors import ConfigError
 from slipstream.processes.identity import is_alive
 from slipstream.processes.launchers import LOCAL, Child
 from slipstream.runlog import is_running
@@ -23,7 +24,7 @@ from slipstream.service.ending import conclude
 from slipstream.service.gpus import read_gpus
 from slipstream.service.preflight import Preflight
 from slipstream.service.provider import Capacity
-from slipstream.service.records import ACTIVE, Record, cancelled
+from slipstream.service.records import ACTIVE, NO_OPTIONS, Asked, Record, cancelled
 from slipstream.service.store import record_of, update
 
 _CLAIM_S, _PAUSE_S = 60.0, 0.02
@@ -38,8 +39,12 @@ class Local:
         self._plans_apart = plans_apart
         self._children: list[Child] = []
 
-    def preflight(self, folder: Path, loaded: Loaded) -> Preflight:
+    def preflight(self, folder: Path, loaded: Loaded, asked: Asked) -> Preflight:
         """See `Provider`."""
+        if loaded.config.cluster.nodes > 1:
+            raise ConfigError(f"cluster.nodes = {loaded.config.cluster.nodes} needs a cluster: add --to slurm")
+        if asked != NO_OPTIONS:
+            raise ConfigError("options of a cluster do not go with this machine's queue: leave them out")
         return preflight.ask(folder) if self._plans_apart else preflight.plan_ahead(loaded)
 
     def capacity(self, records: Sequence[Record]) -> Capacity:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.launch.recovery.retry_policy import FIRST_WAIT_S, LONGEST_WAIT_S
 from slipstream.service.records import Kind
 
-LIMITS: dict[Kind, int] = {"finished": 0, "infrastructure": 3, "memory": 2, "user": 0}
+LIMITS: dict[Kind, int] = {"finished": 0, "infrastructure": 3, "memory": 2, "user": 0, "stopped": 0}
 """Retries of a run by the kind of failure. A retry after out-of-memory plans smaller (`launch/recovery`)."""
 USER_CODES = frozenset({1, 2, 3, 4, 6, 7})
 """Exit codes of failures by the user's side: settings, data, rewards, checks, a full disk, bugs."""
@@ -45,3 +45,12 @@ def decide(kind: Kind, earlier: Sequence[Kind | None]) -> Decision:
     wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**used) if kind == "infrastructure" else 0.0
     how = ", planned smaller" if kind == "memory" else f", after {wait_s:g} s"
     return Decision(True, wait_s, f"retry {used + 1} of {limit} after a failure of the kind {kind}{how}")
+
+
+def decide_stopped(saved: int, earlier: Sequence[int]) -> Decision:
+    """The decision after the time of a job was over. `saved`: step of the newest checkpoint; `earlier`: those at the
+    ends of all attempts before."""
+    if earlier and saved <= earlier[-1]:
+        why = "two starts saved no further checkpoint: submit it again with --resume and more --time"
+        return Decision(False, 0.0, why)
+    return Decision(True, 0.0, f"the next start continues from step {saved}")

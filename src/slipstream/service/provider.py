@@ -15,7 +15,7 @@ from typing import Protocol
 from slipstream.config import Loaded
 from slipstream.service.allocation import Gpu
 from slipstream.service.preflight import Preflight
-from slipstream.service.records import Record
+from slipstream.service.records import Asked, Record
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,17 @@ class Capacity:
 class Provider(Protocol):
     """A place for runs."""
 
-    def preflight(self, folder: Path, loaded: Loaded) -> Preflight:
+    def preflight(self, folder: Path, loaded: Loaded, asked: Asked) -> Preflight:
         """Plan the run before it is queued. Raises ConfigError if it could never start, and DataError."""
         ...
 
-    def capacity(self, records: Sequence[Record]) -> Capacity:
-        """GPUs and free memory beside these runs."""
+    def capacity(self, records: Sequence[Record]) -> Capacity | None:
+        """GPUs and free memory beside these runs. None: a cluster, whose own queue decides."""
         ...
 
     def submit(self, folder: Path, record: Record) -> None:
-        """Start the newest attempt. Its supervisor has stored its handle when this returns, or never will."""
+        """Start a supervisor of the run: here for the newest attempt, which it has claimed when this returns, or never
+        will; on a cluster as a job, whose name is stored before and whose number is when this returns."""
         ...
 
     def poll(self, folder: Path, record: Record) -> bool:

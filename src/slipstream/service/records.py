@@ -2,7 +2,8 @@
 
     queued -> preparing -> running -> finalising -> done | failed | cancelled
 
-A retry leads from finalising back to queued. `step` alone allows or refuses a change.
+A retry leads from finalising back to queued. A run whose job never started fails from queued. `step` alone allows or
+refuses a change.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from slipstream.plan.times import Estimate
 from slipstream.processes.identity import Handle
 
 State = Literal["queued", "preparing", "running", "finalising", "done", "failed", "cancelled"]
-Kind = Literal["finished", "infrastructure", "memory", "user"]
-"""How an attempt ended, as the retry policy sees it."""
+Kind = Literal["finished", "infrastructure", "memory", "user", "stopped"]
+"""How an attempt ended, as the retry policy sees it; `stopped`: by its cluster, as before a time limit."""
 TERMINAL = frozenset({"done", "failed", "cancelled"})
 ACTIVE = frozenset({"preparing", "running", "finalising"})
 """States with leases."""
 NEXT: dict[State, frozenset[State]] = {
-    "queued": frozenset({"preparing", "cancelled"}),
+    "queued": frozenset({"preparing", "failed", "cancelled"}),
     "preparing": frozenset({"queued", "running", "finalising", "cancelled"}),
     "running": frozenset({"finalising"}),
     "finalising": frozenset({"queued", "done", "failed", "cancelled"}),
@@ -51,6 +52,38 @@ class Lease(msgspec.Struct, frozen=True):
     """Free memory at the start: the run plans with it."""
 
 
+class Asked(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Options of `slipstream submit` for a cluster."""
+
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    """Cores on each node."""
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    options: tuple[str, ...] = ()
+    """Of sbatch."""
+    address: str = ""
+    """Of a Ray cluster."""
+
+
+NO_OPTIONS = Asked()
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A run's newest job on a cluster. Its name follows from the run and the job's number. It is stored before the job
+    is submitted, and a second job of this name does nothing."""
+
+    name: str
+    number: int
+    submitted: float
+    id: str = ""
+    """The cluster's, once it is known."""
+    is_over: bool = False
+    """Whether it will not start the run again."""
+
+
 class Attempt(msgspec.Struct, frozen=True):
     """One start of a run."""
 
@@ -64,6 +97,8 @@ class Attempt(msgspec.Struct, frozen=True):
     message: str = ""
     decision: str = ""
     """The retry policy's, stored before it is acted on."""
+    saved: int = 0
+    """Step of the newest checkpoint at its end."""
 
 
 class Actual(msgspec.Struct, frozen=True):
@@ -119,6 +154,8 @@ class Record(msgspec.Struct, frozen=True):
     state: State = "queued"
     to: str = "local"
     """The provider's name."""
+    asked: Asked = NO_OPTIONS
+    job: Job | None = None
     store: str = ""
     """Address of the store for its artifacts."""
     price: float | None = None

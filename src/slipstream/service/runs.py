@@ -19,7 +19,7 @@ from slipstream.service.checkpoints import ShownCheckpoint, list_checkpoints
 from slipstream.service.dispatch import tick
 from slipstream.service.ending import heartbeat_since
 from slipstream.service.providers import Providers, all_providers
-from slipstream.service.records import ACTIVE, Actual, Attempt, Record
+from slipstream.service.records import ACTIVE, NO_OPTIONS, Actual, Asked, Attempt, Record
 from slipstream.service.store import OUTPUT, Store, name_from
 from slipstream.service.submission import submit
 
@@ -44,6 +44,9 @@ class Shown(msgspec.Struct, frozen=True):
     model: str
     algorithm: str
     submitted: float
+    to: str
+    job: str
+    """The number of a cluster's job; empty without one."""
     places: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     estimate: Estimate
@@ -92,8 +95,17 @@ class Chunk(msgspec.Struct, frozen=True):
 class Runs(Protocol):
     """The interface of the queue."""
 
-    def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
-        """Queue a run; `store` is the address of a store for its artifacts."""
+    def submit(
+        self,
+        loaded: Loaded,
+        name: str,
+        *,
+        resume: bool = False,
+        store: str = "",
+        to: str = "local",
+        asked: Asked = NO_OPTIONS,
+    ) -> Shown:
+        """Queue a run for the provider `to`; `store` is the address of a store for its artifacts."""
         ...
 
     def all(self) -> list[Shown]:
@@ -143,7 +155,16 @@ class LocalRuns:
         self._providers = providers or all_providers(plans_apart=is_service)
         self._folder, self._is_service = folder, is_service
 
-    def submit(self, loaded: Loaded, name: str, *, resume: bool = False, store: str = "") -> Shown:
+    def submit(
+        self,
+        loaded: Loaded,
+        name: str,
+        *,
+        resume: bool = False,
+        store: str = "",
+        to: str = "local",
+        asked: Asked = NO_OPTIONS,
+    ) -> Shown:
         """See `Runs`. A service has the plan made in another process, and its own store."""
         if self._is_service and loaded.config.run.folder is not None:
             raise ConfigError("run.folder is chosen by the service: leave it out")
@@ -153,7 +174,9 @@ class LocalRuns:
             self._store,
             loaded,
             name,
-            self._providers["local"].preflight,
+            self._providers[to].preflight,
+            to=to,
+            asked=asked,
             owner=self._owner,
             runs=self._folder.absolute(),
             resume=resume,
@@ -210,6 +233,7 @@ class LocalRuns:
         """See `Runs`."""
         records = [record for _, record in self._records() if record.state in ACTIVE]
         capacity = self._providers["local"].capacity(records)
+        assert capacity is not None
         using = {place: [r.id for r in records if any(each.place == place for each in r.leases)]
                  for place in (*(gpu.uuid for gpu in capacity.gpus), "cpu")}  # fmt: skip
         if not capacity.gpus:
@@ -243,6 +267,13 @@ class LocalRuns:
         raise NoSuchRun(f"there is no run {name!r} in the queue: slipstream status lists them")
 
 
+def _places(record: Record) -> tuple[str, ...]:
+    """GPUs of this machine, or nodes of a cluster."""
+    if record.state not in ACTIVE or record.leases:
+        return tuple(lease.place for lease in record.leases)
+    return record.attempts[-1].places
+
+
 def shown(folder: Path, record: Record) -> Shown:
     """A run for people. The step of a running one comes from this attempt's heartbeat."""
     step = record.actual.steps if record.actual is not None else 0
@@ -260,7 +291,9 @@ def shown(folder: Path, record: Record) -> Shown:
         model=record.model,
         algorithm=record.algorithm,
         submitted=record.submitted,
-        places=tuple(lease.place for lease in record.leases),
+        to=record.to,
+        job=record.job.id if record.job is not None else "",
+        places=_places(record),
         attempts=record.attempts,
         estimate=record.estimate,
         estimated_s=record.estimate.seconds,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from slipstream.artifacts.facts import OUTGOING
 from slipstream.config import Loaded, dump_given, load_config
+from slipstream.config.parse.load import DEFAULT, LAUNCHER
 from slipstream.errors import ConfigError
 from slipstream.names import model_name
 from slipstream.plan.times import Estimate, corrected
@@ -25,8 +26,8 @@ from slipstream.runlog import holds_run, refuse_used
 from slipstream.runlog.files import SERVICE_FOLDER
 from slipstream.runlog.redaction import redact_toml
 from slipstream.service.figures import gpu_hour_price
-from slipstream.service.preflight import Preflight
-from slipstream.service.records import Record
+from slipstream.service.preflight import Preflight, implied_by
+from slipstream.service.records import NO_OPTIONS, Asked, Record
 from slipstream.service.store import RUN_FILE, Store, name_from, record_of
 
 
@@ -42,17 +43,17 @@ def submit(
     store: Store,
     loaded: Loaded,
     name: str,
-    plan: Callable[[Path, Loaded], Preflight],
+    plan: Callable[[Path, Loaded, Asked], Preflight],
     *,
+    to: str = "local",
+    asked: Asked = NO_OPTIONS,
     owner: str = "",
     runs: Path = Path("runs"),
     resume: bool = False,
     address: str = "",
 ) -> tuple[Path, Record]:
-    """Queue a run, in `run.folder` or in a new folder below `runs`; its folder and record. `plan` gets the folder with
-    the settings; `address` is that of the store for artifacts. Raises ConfigError."""
-    if loaded.config.cluster.nodes > 1:
-        raise ConfigError(f"cluster.nodes = {loaded.config.cluster.nodes} needs Slurm: use --to slurm, or one node")
+    """Queue a run for the provider `to`, in `run.folder` or in a new folder below `runs`; its folder and record. `plan`
+    gets the folder with the settings; `address` is that of the store for artifacts. Raises ConfigError."""
     price = gpu_hour_price()
     name, folder = _new_name(store, loaded, name, runs)
     if not resume or not holds_run(folder):
@@ -66,13 +67,16 @@ def submit(
         address = _checked(address, name, resume=resume or before is not None)
     loaded = loaded.with_values({"run.folder": folder})
     loaded.origins["run.folder"] = "slipstream submit"
+    for path in implied_by(to):
+        if loaded.origins.get(path) == LAUNCHER:
+            loaded.origins[path] = DEFAULT
     text = dump_given(loaded)
     if redact_toml(text)[1]:
         raise ConfigError("the settings hold a secret: name a variable in environment.variables, and export it")
     (folder / SERVICE_FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         write_whole(folder / RUN_FILE, text.encode())
-        found = plan(folder, load_config(folder / RUN_FILE))
+        found = plan(folder, load_config(folder / RUN_FILE, implied=implied_by(to)), asked)
         record = Record(
             id=name,
             owner=owner or unix_user(),
@@ -82,6 +86,8 @@ def submit(
             model=model_name(loaded.config.model.path),
             algorithm=loaded.config.algorithm.kind,
             steps=found.steps,
+            to=to,
+            asked=found.asked,
             store=address,
             price=price,
             grace_s=loaded.config.run.grace_s,
@@ -124,6 +130,8 @@ def _new_name(store: Store, loaded: Loaded, name: str, runs: Path) -> tuple[str,
 
 def with_earlier(store: Store, estimate: Estimate) -> Estimate:
     """The estimate with the times of the last run of its shape with one attempt, if it is done."""
+    if not estimate.shape:
+        return estimate
     for _, record in reversed(store.records()):
         actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
         if is_whole and record.estimate.shape == estimate.shape and actual is not None and actual.step_s is not None:

@@ -61,11 +61,17 @@ class Supervisor:
 
     def run(self) -> None:
         """Run the attempt to its end, and store the next state."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_stop)
+        self._take_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         record = self.claim()
-        if record is None:
-            return
+        if record is not None:
+            self._start_waiting(self._attempt(record))
+
+    def _take_signals(self, *numbers: int) -> None:
+        for number in numbers:
+            signal.signal(number, self._on_stop)
+
+    def _attempt(self, record: Record) -> Record:
+        """Run a claimed attempt; the record after it."""
         adopt()
         code: int | None = None
         uploads = Uploads(self._folder) if record.store else None
@@ -83,9 +89,10 @@ class Supervisor:
         finally:
             end_descendants(_ORPHANS_S)
         # Linux counts in KiB, over all processes of the run with an end.
-        host_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-        record = conclude(self._folder, self._launch, code, host_bytes)
-        self._start_waiting(record)
+        return self._conclude(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+
+    def _conclude(self, code: int | None, host_bytes: int) -> Record:
+        return conclude(self._folder, self._launch, code, host_bytes)
 
     def _on_stop(self, number: int, frame: object) -> None:
         self._stop = number
@@ -99,9 +106,17 @@ class Supervisor:
             environment[IN_USE] = json.dumps(granted(read_gpus(), record))
         resources = Resources(gpus=gpus)
         child = LOCAL.launch("slipstream.service.worker", arguments, environment, resources, output=self._output)
+        self._store_worker(child)
+        return child
+
+    def _store_worker(self, child: Child) -> None:
         worker = handle_of(child.pid)
         update(self._folder, lambda record: msgspec.structs.replace(record, worker=worker))
-        return child
+
+    def _ask_to_stop(self, child: Child) -> bool:
+        """Ask the training process to end; False to ask again later."""
+        child.send_signal(signal.SIGTERM)
+        return True
 
     @property
     def _output(self) -> Path:
@@ -121,8 +136,7 @@ class Supervisor:
             if uploads is not None:
                 uploads.look()
             is_over = uploads is not None and uploads.is_taken_over
-            if deadline == float("inf") and (is_over or self._has_to_stop()):
-                child.send_signal(signal.SIGTERM)
+            if deadline == float("inf") and (is_over or self._has_to_stop()) and self._ask_to_stop(child):
                 deadline = time.monotonic() + grace_s + _MARGIN_S
             if time.monotonic() > deadline:
                 child.kill()
