@@ -80,7 +80,7 @@ def test_a_job_over_two_nodes_is_requeued_by_the_warning_of_its_time_limit(slurm
 @pytest.mark.service
 @needs_slurm
 def test_a_lost_pass_makes_no_second_job_and_a_killed_run_no_second_one_either(slurm, place):
-    run = submit(slurm, place, "lost", steps=100_000)
+    run = submit(slurm, place, "lost", "--sbatch-options=--hold", steps=100_000)
     job = place.record("lost").job
     # As after a kill between sbatch and the note of its number, twice.
     for _ in range(2):
@@ -88,6 +88,7 @@ def test_a_lost_pass_makes_no_second_job_and_a_killed_run_no_second_one_either(s
         slurm.slipstream("status")
         assert place.record("lost").job == job
     assert len(slurm.run("squeue", "--noheader").splitlines()) == 1
+    slurm.run("scontrol", "release", run["job"])
     until_state(slurm, "lost", "running")
     slurm.rank_0().kill()
     until(lambda: len(place.record("lost").attempts) == 2, LONG_S)
@@ -105,19 +106,18 @@ def test_a_lost_pass_makes_no_second_job_and_a_killed_run_no_second_one_either(s
 def test_what_happens_to_jobs_outside_is_seen(slurm, place):
     """A waiting job is cancelled by scancel. A killed supervisor's job is followed by another. A job that Slurm has
     forgotten without a start is a failure."""
-    slurm.run("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test")
-    first, second = (submit(slurm, place, name, steps=5) for name in ("first", "second"))
+    held = "--sbatch-options=--hold"
+    first, second = (submit(slurm, place, name, held, steps=5) for name in ("first", "second"))
     assert until_state(slurm, "first", "queued")["reason"].startswith(f"job {first['job']} of Slurm: PENDING")
     slurm.run("scancel", first["job"])
     until_state(slurm, "first", "cancelled")
     forgotten = msgspec.structs.replace(place.record("second").job, name="no-such", id="99999", submitted=1.0)
     slurm.slipstream("cancel", "second")
     assert second["job"] not in slurm.run("squeue", "--noheader", "--format=%i")
-    third = submit(slurm, place, "third", steps=5)
+    third = submit(slurm, place, "third", held, steps=5)
     update(place.folder / "third", lambda r: msgspec.structs.replace(r, job=forgotten))
     assert "no longer knows job 99999" in until_state(slurm, "third", "failed")["reason"]
     slurm.run("scancel", third["job"])
-    slurm.run("scontrol", "update", "NodeName=n1,n2", "State=RESUME")
     fourth = submit(slurm, place, "fourth", steps=400)
     until_state(slurm, "fourth", "running")
     (supervisor,) = (each for each in slurm.ours() if "slipstream.service.slurm_job" in each.cmdline())
@@ -160,10 +160,8 @@ def test_one_option_makes_a_run_an_actor_of_ray_with_equal_losses(ray, place, sl
     place.until(here, "done")
     assert losses(place.folder / "there") == losses(place.folder_of(here))
     ray.check_as_before()
-    assert (
-        "CPUs, 0 GPUs are asked for"
-        in slipstream("submit", place.run_file(), *given[:4], "--nodes", 3, code=2)["message"]
-    )
+    large = slipstream("submit", place.run_file(), *given[:4], "--nodes", 3, "--training.ranks", 3, code=2)
+    assert "CPUs and 0 GPUs are asked for, and Ray has 1 CPUs, 0 GPUs; 1 CPUs, 0 GPUs" in large["message"]
     lost = slipstream("submit", place.run_file(), "--to", "ray", "--ray-address", "127.0.0.1:1", code=2)
     assert "no Ray cluster answers at 127.0.0.1:1" in lost["message"]
 

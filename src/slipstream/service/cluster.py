@@ -1,7 +1,7 @@
-"""What providers of clusters have in common: each run is a job, and the cluster's own queue decides on its start.
+"""The common part of providers of clusters: each run is a job, and the cluster's own queue decides on its start.
 
 Guarantees: a job's name is stored before the job is submitted, and looked up before another is: a pass that was killed
-between loses no job and makes no second run. A job that the cluster has forgotten is judged by the run folder.
+between loses no job and makes no second run. The run folder tells the end of a job without a trace in the cluster.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shape:
     cpus: int
     gpus: int
     kind: str = ""
-    """Of its GPUs, as the cluster names it."""
+    """The GPUs' kind, as the cluster names it."""
 
 
 class Cluster(ABC):
@@ -87,7 +87,7 @@ class Cluster(ABC):
         """Have the cluster end a job. Raises ConfigError."""
 
     def accounted(self, job: Job) -> Seen | None:
-        """A job that is not in the list, by the cluster's accounting."""
+        """A job by the cluster's accounting."""
         return None
 
     def capacity(self, records: Sequence[Record]) -> Capacity | None:
@@ -110,7 +110,7 @@ class Cluster(ABC):
         return seen is not None and not seen.has_ended
 
     def cancel(self, folder: Path) -> Record:
-        """See `Provider`. A run that has started saves a checkpoint first: its supervisor sees the request."""
+        """See `Provider`. A started run saves a checkpoint first: its supervisor sees the request."""
         before = record_of(folder)
         record = update(folder, lambda record: cancelled(record, time.time()))
         has_changed = before is not None and not before.has_ended and record.has_ended
@@ -130,7 +130,7 @@ class Cluster(ABC):
             return self._watched(folder, record, seen)
         if seen is None and (not job.id or time.time() - job.submitted < _SETTLED_S):
             return record  # not submitted so far, or too new for the list
-        if seen is not None:  # a job that starts again may look ended for a moment
+        if seen is not None:  # before another start a job may look ended for a moment
             time.sleep(_LOOK_AGAIN_S)
             self._list(record)
             seen = self._seen(record, job)
@@ -170,7 +170,7 @@ class Cluster(ABC):
         if has_begun or (seen is not None and seen.was_lost):
             return msgspec.structs.replace(record, job=msgspec.structs.replace(job, is_over=True))
         if seen is None:
-            reason = f"{self.title} no longer knows job {job.id}, which had not started: submit it again"
+            reason = f"{self.title} no longer knows job {job.id}, and it had not started: submit it again"
         else:
             reason = f"job {job.id} ended ({seen.state}) before it started the run: look at {LOG} in the run folder"
         return msgspec.structs.replace(record, state="failed", reason=reason)
@@ -187,10 +187,10 @@ class Cluster(ABC):
         return self.accounted(job) if found is None and job.id else found
 
     def planned(self, folder: Path, loaded: Loaded, asked: Asked, kind: str) -> Preflight:
-        """The plan for a node with GPUs of a kind, or without; without a plan where nobody knows the kind."""
+        """The plan for a node with GPUs of a kind, or without any. No plan for an unknown kind."""
         gpus, kind = asked.gpus_per_node or 0, kind.lower().replace("_", "-")
         if gpus and kind not in MEMORY_GIB:
-            why = f"{self.title} calls the GPUs {kind!r}, which is no known kind"
+            why = f"{self.title} calls the GPUs {kind!r}, an unknown kind"
             found = preflight.unplanned(loaded, why, gpus * loaded.config.cluster.nodes)
         else:
             cards: Gpus | None = chosen_gpus(kind, None, gpus) if gpus else None
@@ -219,7 +219,7 @@ def _numbered(record: Record, name: str, number: str) -> Record:
 
 def filled_in(config: RunConfig, asked: Asked, shape: Shape | None) -> Asked:
     """The options with nodes, and GPUs and cores of each: by default the GPUs that the run uses, if the cluster has
-    any, and their share of the cores. `shape` is None where no cluster is here."""
+    any, and their share of the cores. `shape` is None without a cluster here."""
     from slipstream.config.traits import engine_workers, shares_weights, starts_engines, starts_teacher
 
     nodes, gpus, cpus = config.cluster.nodes, asked.gpus_per_node, asked.cpus_per_task

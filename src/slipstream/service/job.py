@@ -1,7 +1,7 @@
-"""The supervisor of a run inside a job of a cluster: it makes all attempts that fit in the job.
+"""The supervisor of a run inside a job of a cluster. It makes all attempts of the job.
 
-Guarantees: as in `supervisor.py`. A job starts the run only if the record names this job, so of two jobs of one name
-the first one runs. Retries need nobody outside the job.
+Guarantees: as in `supervisor.py`. A job starts the run only if the record names this job: the first of two jobs with
+one name runs. Retries need nobody outside the job.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class JobSupervisor(Supervisor):
         return child
 
     def leave_job(self) -> None:
-        """Note that this job starts the run no further time: another one will, if there is a retry."""
+        """Note the end of this job. Another one makes a retry."""
 
         def change(record: Record) -> Record:
             job = record.job

@@ -40,8 +40,8 @@ class Provider(Protocol):
         ...
 
     def submit(self, folder: Path, record: Record) -> None:
-        """Start a supervisor of the run: here for the newest attempt, which it has claimed when this returns, or never
-        will; on a cluster as a job, whose name is stored before and whose number is when this returns."""
+        """Start a supervisor of the run. Here it has claimed the newest attempt when this returns, or never will. On a
+        cluster it is a job: its name is stored before, and its id when this returns."""
         ...
 
     def poll(self, folder: Path, record: Record) -> bool:

@@ -11,8 +11,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,14 +21,15 @@ from slipstream.errors import ConfigError
 from slipstream.nodes.places import OWNER_VARIABLE
 from slipstream.nodes.protocol import TOKEN_VARIABLE
 from slipstream.processes import exits
-from slipstream.processes.child import Child, LocalChild
-from slipstream.processes.files import open_own, write_whole
+from slipstream.processes.files import write_whole
+from slipstream.processes.launchers import LOCAL, Child
 from slipstream.runlog.files import LOCK_FILE
 from slipstream.service.ending import conclude
 from slipstream.service.job import JobSupervisor
 from slipstream.service.records import ACTIVE, Record
 from slipstream.service.store import OUTPUT, RUN_FILE, record_of
 
+_STEP = "slipstream.service.slurm_step"
 _TIME_IS_OVER = "the job's time is over"
 
 
@@ -83,23 +82,8 @@ class SlurmSupervisor(JobSupervisor):
         python = [sys.executable, "-P", "-m", "slipstream.cli"]
         command = [*python, "train", str(self._folder / RUN_FILE), "--resume=auto", "--plain"]
         environment = {**os.environ, **exits.SAFE_PATH, TOKEN_VARIABLE: secrets.token_urlsafe(32)}
-        own, theirs = socket.socketpair()
-        output = open_own(self._folder / OUTPUT, os.O_WRONLY | os.O_APPEND)
-        try:
-            process = subprocess.Popen(
-                srun(record.asked.cpus_per_task, command),
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=record.cwd,
-                bufsize=0,
-                start_new_session=True,
-            )
-        finally:
-            os.close(output)
-            theirs.close()
-        child = LocalChild(process, own, has_session=True)
+        arguments = [record.cwd, *srun(record.asked.cpus_per_task, command)]
+        child = LOCAL.launch(_STEP, arguments, environment, output=self._folder / OUTPUT)
         self._store_worker(child)
         return child
 
