@@ -22,7 +22,6 @@ from slipstream.cli.service import (
     queued_runs,
     submit_to,
 )
-from slipstream.errors import ConfigError
 
 
 def submit(
@@ -42,6 +41,8 @@ def submit(
     ray_address: Annotated[
         str, Parameter(help="HOST:PORT of the Ray cluster; default: RAY_ADDRESS, or the cluster of this host.")
     ] = "",
+    accelerator: Annotated[str, Parameter(help="Kind of GPU for --to sky, as H100.")] = "",
+    infra: Annotated[str, Parameter(help="Cloud for --to sky, as lambda; default: the cheapest.")] = "",
     store: Annotated[
         str, Parameter(env_var="SLIPSTREAM_STORE", help="Upload the artifacts there: a folder, or s3://bucket/prefix.")
     ] = "",
@@ -52,22 +53,19 @@ def submit(
     dry_run: Annotated[bool, Parameter(negative="", help="Print the choice, and submit nothing.")] = False,
     json: Json = False,
 ) -> int:
-    """Submit a run to this machine's queue, or to Slurm on one node or several.
+    """Submit a run: to this machine's queue, or as a job to a cluster of Slurm or Ray.
 
-    In the queue it starts as soon as the GPUs of its plan are free (docs/service.md). A job of Slurm saves a
-    checkpoint before its time limit, and is requeued until the run is complete; the options for nodes, time and sbatch
-    are Slurm's. An impossible run is refused. Prints the run's name and folder. With SLIPSTREAM_SERVICE=URL the queue
-    is a service's.
+    Here it starts as soon as the GPUs of its plan are free (docs/service.md). A job of Slurm saves a checkpoint before
+    its time limit, and is requeued until the run is complete. An impossible run is refused. Prints the run's name and
+    folder. With SLIPSTREAM_SERVICE=URL the queue is a service's. With --to sky it prints a task of SkyPilot, and its
+    price, and starts nothing.
     """
     to = to or default_place()
-    given = {"--nodes": nodes, "--time": time, "--partition": partition, "--account": account}
-    given |= {"--gpus-per-node": gpus_per_node, "--cpus-per-task": cpus_per_task, "--sbatch-options": sbatch_options}
-    if to == "local" and (wrong := [name for name, value in given.items() if value]):
-        raise ConfigError(f"{wrong[0]} is for clusters: add --to slurm, say, or leave it out")
-    from slipstream.service.records import Asked
+    from slipstream.service.records import Asked, refuse_others
 
-    options = tuple(shlex.split(sbatch_options))
-    asked = Asked(nodes, gpus_per_node, cpus_per_task, time, partition, account, options, ray_address)
+    site = (time, partition, account, tuple(shlex.split(sbatch_options)))
+    asked = Asked(nodes, gpus_per_node, cpus_per_task, *site, ray_address, accelerator, infra)
+    refuse_others(to, asked)
     return submit_to(
         to,
         asked,

@@ -18,10 +18,11 @@ from slipstream.cli.output import Json, print_json, print_table, tell
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.config import Loaded
     from slipstream.service.records import Asked
     from slipstream.service.runs import Runs, Shown
 
-Where = Literal["local", "slurm", "ray"]
+Where = Literal["local", "slurm", "ray", "sky"]
 _POLL_S, _ASK_S = 0.5, 5.0
 
 
@@ -155,6 +156,8 @@ def submit_to(
         os.environ.update(secrets_of(loaded.config, Path.cwd()))
     for text in loaded.warnings:
         tell(f"warning: {text}", file=sys.stderr)
+    if to == "sky":
+        return _show_task(loaded, run_file.stem, asked, store, prints_json=prints_json)
     if dry_run and to == "slurm":
         from slipstream.service.slurm import dry_script
 
@@ -181,6 +184,24 @@ def submit_to(
         need = _need_line(run.estimate.gpus, run.estimate.memory_gib) if run.estimate.shape else run.estimate.how
         tell(f"estimate:   {time}, {need}{cost}", flush=True)
     return follow_queued(queue, run.id, Output(as_json=prints_json)) if follow else 0
+
+
+def _show_task(loaded: Loaded, name: str, asked: Asked, store: str, *, prints_json: bool) -> int:
+    """Print a task of SkyPilot, and its price."""
+    import msgspec
+
+    from slipstream.service.sky import offers_for, task_of
+
+    task = task_of(loaded, name, asked, store)
+    offers = offers_for(task)
+    if prints_json:
+        print_json({"task": task, "offers": msgspec.to_builtins(offers)})
+        return 0
+    tell(task, end="")
+    best = offers[0]
+    tell(f"{best.machine} of {best.cloud} is the cheapest, at {best.hour:g} dollars an hour", file=sys.stderr)
+    tell("start it: sky launch -c NAME TASK.yaml", file=sys.stderr)
+    return 0
 
 
 def untested(model: str) -> str:

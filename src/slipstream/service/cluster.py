@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config import Loaded, RunConfig
-from slipstream.errors import ConfigError
 from slipstream.plan.memory.cards import MEMORY_GIB, Gpus, chosen_gpus
 from slipstream.runlog.files import SERVICE_FOLDER
 from slipstream.service import preflight
@@ -235,11 +234,3 @@ def filled_in(config: RunConfig, asked: Asked, shape: Shape | None) -> Asked:
     elif cpus is None and shape is not None:
         cpus = max(1, shape.cpus * min(gpus, shape.gpus) // shape.gpus) if gpus and shape.gpus else shape.cpus
     return msgspec.structs.replace(asked, nodes=nodes, gpus_per_node=gpus, cpus_per_task=cpus)
-
-
-def refuse_foreign(title: str, asked: Asked, *allowed: str) -> None:
-    """Raises ConfigError for options of another cluster."""
-    for name in asked.__struct_fields__:
-        if name not in allowed and getattr(asked, name):
-            flag = {"options": "sbatch-options", "address": "ray-address"}.get(name, name.replace("_", "-"))
-            raise ConfigError(f"--{flag} does not go with {title}: leave it out")

@@ -24,7 +24,7 @@ from slipstream.service.ending import conclude
 from slipstream.service.gpus import read_gpus
 from slipstream.service.preflight import Preflight
 from slipstream.service.provider import Capacity
-from slipstream.service.records import ACTIVE, NO_OPTIONS, Asked, Record, cancelled
+from slipstream.service.records import ACTIVE, Asked, Record, cancelled, refuse_others
 from slipstream.service.store import record_of, update
 
 _CLAIM_S, _PAUSE_S = 60.0, 0.02
@@ -43,8 +43,7 @@ class Local:
         """See `Provider`."""
         if loaded.config.cluster.nodes > 1:
             raise ConfigError(f"cluster.nodes = {loaded.config.cluster.nodes} needs a cluster: add --to slurm")
-        if asked != NO_OPTIONS:
-            raise ConfigError("options of a cluster do not go with this machine's queue: leave them out")
+        refuse_others("local", asked)
         return preflight.ask(folder) if self._plans_apart else preflight.plan_ahead(loaded)
 
     def capacity(self, records: Sequence[Record]) -> Capacity:

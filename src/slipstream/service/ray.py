@@ -11,11 +11,9 @@ from slipstream.clusters import ray_jobs
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError
 from slipstream.runlog import is_running
-from slipstream.service.cluster import LOG, Cluster, Seen, Shape, filled_in, refuse_foreign
+from slipstream.service.cluster import LOG, Cluster, Seen, Shape, filled_in
 from slipstream.service.preflight import Preflight
-from slipstream.service.records import ACTIVE, Asked, Record
-
-_OPTIONS = ("nodes", "gpus_per_node", "cpus_per_task", "address")
+from slipstream.service.records import ACTIVE, Asked, Record, refuse_others
 
 
 class Ray(Cluster):
@@ -25,7 +23,7 @@ class Ray(Cluster):
 
     def preflight(self, folder: Path, loaded: Loaded, asked: Asked) -> Preflight:
         """See `Provider`."""
-        refuse_foreign("Ray", asked, *_OPTIONS)
+        refuse_others(self.name, asked)
         address = asked.address or os.environ.get("RAY_ADDRESS", "")
         found = ray_jobs.nodes(address)
         with_gpus = [node for node in found if node.gpus]

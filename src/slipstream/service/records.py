@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from slipstream.errors import ConfigError
 from slipstream.plan.times import Estimate
 from slipstream.processes.identity import Handle
 
@@ -66,9 +67,29 @@ class Asked(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of sbatch."""
     address: str = ""
     """Of a Ray cluster."""
+    kind: str = ""
+    """Of GPUs that SkyPilot looks for."""
+    infra: str = ""
+    """A cloud as SkyPilot names it."""
 
 
 NO_OPTIONS = Asked()
+_OF_NODES = ("nodes", "gpus_per_node", "cpus_per_task")
+_OPTIONS = {
+    "local": (),
+    "slurm": (*_OF_NODES, "time", "partition", "account", "options"),
+    "ray": (*_OF_NODES, "address"),
+    "sky": ("gpus_per_node", "kind", "infra"),
+}
+_FLAGS = {"options": "sbatch-options", "address": "ray-address", "kind": "accelerator"}
+
+
+def refuse_others(to: str, asked: Asked) -> None:
+    """Raises ConfigError for options of another provider."""
+    for name in asked.__struct_fields__:
+        if name not in _OPTIONS[to] and getattr(asked, name):
+            flag = _FLAGS.get(name, name.replace("_", "-"))
+            raise ConfigError(f"--{flag} does not go with --to {to}: leave it out")
 
 
 class Job(msgspec.Struct, frozen=True):

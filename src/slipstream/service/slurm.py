@@ -11,12 +11,11 @@ from slipstream.clusters.batch_script import Request, batch_script
 from slipstream.clusters.slurm import JobState
 from slipstream.config import Loaded, RunConfig
 from slipstream.errors import ConfigError
-from slipstream.service.cluster import LOG, Cluster, Seen, Shape, filled_in, refuse_foreign
+from slipstream.service.cluster import LOG, Cluster, Seen, Shape, filled_in
 from slipstream.service.preflight import Preflight
-from slipstream.service.records import Asked, Job, Record
+from slipstream.service.records import Asked, Job, Record, refuse_others
 from slipstream.service.store import name_from
 
-_OPTIONS = ("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "options")
 _LOST = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED")
 
 
@@ -27,7 +26,7 @@ class Slurm(Cluster):
 
     def preflight(self, folder: Path, loaded: Loaded, asked: Asked) -> Preflight:
         """See `Provider`."""
-        refuse_foreign("Slurm", asked, *_OPTIONS)
+        refuse_others(self.name, asked)
         shape = _shape(asked)
         asked = filled_in(loaded.config, asked, shape)
         slurm.check(script_of(folder, name_from(folder.name), asked, loaded.config.run.grace_s))
