@@ -172,14 +172,22 @@ def assert_no_path_is_a_name(url, run, deployment):
 
 
 @needs_browser
+async def test_a_browser_submits_follows_compares_and_cancels(place, write):  # noqa: F811
+    add_ended(place.store, write)
+    settings = RUN.format(model=place.model).replace("rows.jsonl", str(place.folder / "data.jsonl"))
+    with place.serve() as service:
+        async with browser(find()) as page:
+            await follows_and_compares(page, service.url, settings)
+            await cancels(page, service.url, settings)
+            assert_clean(page)
+
+
+@needs_browser
 @pytest.mark.service
 async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, tmp_path, monkeypatch):  # noqa: F811
     """Submit, follow, look at rollouts, compare, deploy, chat, cancel."""
     monkeypatch.chdir(tmp_path)
-    store = Store()
-    for number, folder in enumerate((write("crafted"), write("second", steps=300, total=400))):
-        (folder / "service").mkdir()
-        store.add(folder, record(folder.name, owner=unix_user(), host="elsewhere", state="done", submitted=number))
+    add_ended(Store(), write)
     settings = RUN.format(model=base).replace("rows.jsonl", str(trained("adapters", rank=2).parent / "rows.jsonl"))
     there.deploy(str(trained("adapters", rank=2)), 1)  # its server stays up
     with Served(tmp_path, {}) as service:
@@ -188,12 +196,23 @@ async def test_a_browser_from_submission_to_a_chat(there, base, trained, write, 
             name = await deploys_and_chats(page, service.url, mine)
             assert_answers_by_command(name, service.url)
             await cancels(page, service.url, settings)
-            page.errors = [each for each in page.errors if "400 (Bad Request)" not in each]
-            assert page.errors == []
-            assert {url.partition(":")[0] for url in page.requests} <= {"http", "data", "about"}
+            assert_clean(page)
         service.kill()
         talk = {"model": name, "messages": [{"role": "user", "content": "7"}], "max_tokens": 2}
         assert httpx.post(f"{there.near_address()}/chat/completions", json=talk, timeout=60).status_code == 200
+
+
+def add_ended(store, write):  # noqa: F811
+    """Two ended runs with rollouts."""
+    for number, folder in enumerate((write("crafted"), write("second", steps=300, total=400))):
+        (folder / "service").mkdir()
+        store.add(folder, record(folder.name, owner=unix_user(), host="elsewhere", state="done", submitted=number))
+
+
+def assert_clean(page):
+    """Nothing failed but the form that was wrong, and nothing was asked of elsewhere."""
+    assert [each for each in page.errors if "400 (Bad Request)" not in each] == []
+    assert {url.partition(":")[0] for url in page.requests} <= {"http", "data", "about"}
 
 
 async def follows_and_compares(page, url, settings):

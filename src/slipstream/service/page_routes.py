@@ -22,7 +22,6 @@ _CSP = (
     "base-uri 'none'"
 )
 HEADERS = {"Content-Security-Policy": _CSP, "Referrer-Policy": "same-origin", "X-Content-Type-Options": "nosniff"}
-_MAX_TOKENS = 1024
 _MAX_MESSAGES = 200
 
 
@@ -111,7 +110,7 @@ def page_routes(
         if not text:
             return html(deployment_pages.chat_page(found, messages))
         asked = [*messages, {"role": "user", "content": text.replace("\r\n", "\n")}]
-        answer, fault = await run_in_threadpool(say, there, name, asked, _MAX_TOKENS)
+        answer, fault = await run_in_threadpool(say, there, name, asked)
         if fault:
             return html(deployment_pages.chat_page(found, messages, text, fault))
         return html(deployment_pages.chat_page(found, [*asked, {"role": "assistant", "content": answer}]))

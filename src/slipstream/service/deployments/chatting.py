@@ -19,6 +19,7 @@ from slipstream.service.deployments.deployments import LocalDeployments
 from slipstream.service.runs import NoSuchRun
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+_MAX_TOKENS = 1024
 _GIVEN_BACK = frozenset({"content-type", "retry-after"})
 
 
@@ -53,10 +54,11 @@ async def answered(there: LocalDeployments, body: bytes) -> Response:
     return StreamingResponse(pieces(), answer.status_code, given, background=BackgroundTask(close))
 
 
-def say(there: LocalDeployments, name: str, messages: list[dict[str, str]], max_tokens: int) -> tuple[str, str]:
-    """The answer to a conversation, and why it failed; one of them is empty. Raises NoSuchRun."""
+def say(there: LocalDeployments, name: str, messages: list[dict[str, str]]) -> tuple[str, str]:
+    """The answer to a conversation, and its fault; one of them is empty. It leaves room for more of them. Raises
+    NoSuchRun."""
     url, key = _place(there, name)
-    body = {"model": name, "messages": messages, "max_tokens": max_tokens}
+    body = {"model": name, "messages": messages, "max_tokens": min(_MAX_TOKENS, max(1, there.one(name).context // 4))}
     headers = {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=_TIMEOUT, trust_env=False)

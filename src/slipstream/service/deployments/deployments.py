@@ -56,6 +56,8 @@ class ShownDeployment(msgspec.Struct, frozen=True):
     digest: str
     owner: str
     system_prompt: str
+    context: int
+    """Most tokens of a conversation."""
     changed: float
 
 
@@ -237,6 +239,7 @@ class LocalDeployments:
             digest=record.digest,
             owner=record.owner,
             system_prompt=record.system_prompt,
+            context=record.context,
             changed=record.changed,
         )
 

@@ -80,6 +80,7 @@ def make(store: Store, asked: Asked) -> Deployment:
         registry.put_spec(spec)
         if record.kind == "adapter":
             _copy(Path(record.source), registry.adapters(spec.key), record.served)
+        record = msgspec.structs.replace(record, context=spec.context)
         registry.put(record)
     return record
 
@@ -200,6 +201,7 @@ def _settled(store: Store, registry: Registry, found: _Found, options: Options) 
         options=Options(room, options.max_model_len, share),
         max_rank=max_rank,
         with_tower=found.with_tower,
+        context=int(arguments[arguments.index("--max-model-len") + 1]),
         gpus=gpus,
     )
 

@@ -38,6 +38,8 @@ class ServerSpec(msgspec.Struct, frozen=True):
     max_rank: int = 0
     """The largest rank of an adapter; 0: a whole model."""
     with_tower: bool = False
+    context: int = 0
+    """Most tokens of a conversation."""
     gpus: tuple[str, ...] = ()
 
 
@@ -65,6 +67,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """Fields of each chat request, unless the client sends them: the run's template settings and end tokens."""
     system_prompt: str = ""
     """The run's."""
+    context: int = 0
+    """Most tokens of a conversation."""
 
     @property
     def served(self) -> str:
