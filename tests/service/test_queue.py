@@ -117,6 +117,19 @@ def test_ctrl_c_while_following_leaves_the_run_alone(place, command):
     assert not place.record(name).cancel_requested
 
 
+def test_a_dry_run_shows_the_choice_and_why(place, slipstream):
+    code, out = slipstream("submit", place.run_file(5), "--to", "local", "--dry-run", "--json")
+    found = json.loads(out)
+    assert (code, found["places"], found["why"]) == (0, ["cpu"], "no run has it")
+    assert found["need"]["gpus"] == 0
+    place.submit("first", ticks=False)
+    name = place.submit("second", ticks=False)
+    out = slipstream("submit", place.run_file(5), "--to", "local", "--dry-run")[1]
+    assert "choice:   waits for the CPU; 1 before it" in out
+    assert place.record(name).state == "queued"
+    assert len(place.store.all()) == 2
+
+
 @pytest.mark.parametrize("name", ["../state", "/etc", "..", ".", "", "a/b", "a\0b", "a" * 200, "-x"])
 def test_a_name_is_no_path(place, name):
     assert place.store.folder_of(name) is None

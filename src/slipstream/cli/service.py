@@ -142,7 +142,7 @@ def submit_to(
 ) -> int:
     """Queue a run, and follow it if asked to; the exit code of the command."""
     from slipstream.config import load_config
-    from slipstream.service.preflight import implied_by, launched_by, plan_ahead
+    from slipstream.service.preflight import implied_by, launched_by
     from slipstream.view.text import as_duration
 
     implied = implied_by(to) | launched_by(to, asked.nodes)
@@ -166,12 +166,7 @@ def submit_to(
         print_json({"script": script}) if prints_json else tell(script, end="")
         return 0
     if dry_run:
-        import msgspec
-
-        found = plan_ahead(loaded)
-        need = _need_line(found.need.gpus, found.estimate.memory_gib)
-        print_json(msgspec.to_builtins(found)) if prints_json else tell(f"{need}; {found.estimate.how}")
-        return 0
+        return _show_choice(to, loaded, asked, prints_json=prints_json)
     if not is_remote() and (kind := untested(loaded.config.model.path)):
         tell(f"warning: {kind} has no test here: slipstream smoke {run_file} makes a few steps first", file=sys.stderr)
     run = queue.submit(loaded, run_file.stem, resume=resume, store=store, to=to, asked=asked)
@@ -184,6 +179,31 @@ def submit_to(
         need = _need_line(run.estimate.gpus, run.estimate.memory_gib) if run.estimate.shape else run.estimate.how
         tell(f"estimate:   {time}, {need}{cost}", flush=True)
     return follow_queued(queue, run.id, Output(as_json=prints_json)) if follow else 0
+
+
+def _show_choice(to: Where, loaded: Loaded, asked: Asked, *, prints_json: bool) -> int:
+    """Print a run's need, and where it would start now and why."""
+    import msgspec
+
+    from slipstream.service.dispatch import would_start
+    from slipstream.service.providers import all_providers
+    from slipstream.service.store import Store
+
+    providers = all_providers()
+    found = providers[to].preflight(Path(), loaded, asked)
+    if to == "local":
+        places, why = would_start(Store(), providers[to], found.need)
+    else:
+        places, why = (
+            (),
+            f"each node needs {found.asked.cpus_per_task} CPUs and {found.asked.gpus_per_node} GPUs of Ray",
+        )
+    if prints_json:
+        print_json({**msgspec.to_builtins(found), "places": places, "why": why})
+        return 0
+    need = _need_line(found.need.gpus, found.estimate.memory_gib)
+    tell(f"need:     {need}\nestimate: {found.estimate.how}\nchoice:   {', '.join([*places, why])}")
+    return 0
 
 
 def _show_task(loaded: Loaded, name: str, asked: Asked, store: str, *, prints_json: bool) -> int:

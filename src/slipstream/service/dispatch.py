@@ -16,10 +16,12 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import SlipstreamError
+from slipstream.plan.memory.sizes import gib
+from slipstream.plan.times import Estimate
 from slipstream.service.allocation import Start, choose
 from slipstream.service.provider import Provider
 from slipstream.service.providers import Providers
-from slipstream.service.records import Attempt, Record
+from slipstream.service.records import Attempt, Need, Record
 from slipstream.service.store import Store, update
 
 
@@ -36,6 +38,23 @@ def tick(store: Store, providers: Providers) -> None:
                     swept[record.to][record.id] = (folder, providers[record.to].sweep(folder, record))
         for name, provider in providers.items():
             _place(provider, swept[name])
+
+
+def would_start(store: Store, provider: Provider, need: Need) -> tuple[list[str], str]:
+    """The places that a run with this need would get now in this machine's queue, and why these; or none, and why it
+    would wait. Starts nothing."""
+    host, now = socket.gethostname(), time.time()
+    records = [each for _, each in store.records() if each.host == host and each.to == "local" and not each.has_ended]
+    capacity = provider.capacity(records)
+    assert capacity is not None
+    new = Record("this run", "", host, now, "", "", "", 0, 0.0, need, Estimate("", 0, 0.0))
+    choice = choose([*(each for each in records if each.state == "queued"), new], capacity.free, now)
+    for start in choice.starts:
+        if start.id == new.id:
+            free = ", ".join(gib(lease.granted_bytes) for lease in start.leases if lease.granted_bytes)
+            why = f"the most free memory: {free}" if free else "no run has it"
+            return [lease.place for lease in start.leases], why
+    return [], choice.waits[new.id]
 
 
 def _place(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
