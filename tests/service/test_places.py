@@ -93,6 +93,7 @@ def test_a_lost_pass_makes_no_second_job_and_a_killed_run_no_second_one_either(s
     slurm.rank_0().kill()
     until(lambda: len(place.record("lost").attempts) == 2, LONG_S)
     until_state(slurm, "lost", "running")
+    until(lambda: losses(place.folder / "lost"), LONG_S)
     assert json.loads(slurm.slipstream("cancel", "lost", "--json"))["cancelled"]
     found = until_state(slurm, "lost", "cancelled")
     assert found["attempts"][0]["kind"] == "infrastructure"
@@ -177,6 +178,7 @@ def test_a_killed_actor_is_one_more_job_and_cancel_saves_a_checkpoint(ray, place
     until(lambda: place.runs.keep_going() or place.record("there").job.number == 2, LONG_S)
     place.until("there", "running")
     assert [each.kind for each in place.record("there").attempts] == ["infrastructure", None]
+    until(lambda: losses(folder), LONG_S)
     place.runs.cancel("there")
     place.until("there", "cancelled")
     assert [*folder.glob("checkpoints/step-*/state")]
