@@ -57,6 +57,7 @@ ATTEMPT = {
     "failure_class": "",
     "message": "",
     "decision": "",
+    "saved": 0,
 }
 RECORD = {
     "steps": STEPS,
@@ -100,6 +101,8 @@ def of_run(folder, **changes):
         "actual": None,
         "cancel_requested": False,
         "store": str,
+        "to": "local",
+        "job": "",
         **changes,
     }
 
@@ -125,7 +128,7 @@ def test_every_command_prints_all_its_fields(place, asked, monkeypatch, tmp_path
     file = place.run_file(STEPS, more=f'folder = "{folder}"\n{MORE}')
     same(asked("submit", file, "--to", "local", "--store", store), of_run(folder))
     *pieces, last = asked("logs", "-f", "run", is_one=False)
-    finished = {"ended": positive, "exit_code": 0, "kind": "finished", "decision": "finished"}
+    finished = {"ended": positive, "exit_code": 0, "kind": "finished", "decision": "finished", "saved": STEPS}
     done = of_run(folder, state="done", step=STEPS, places=[], attempts=[ATTEMPT | finished], actual=RECORD)
     same(last, done)
     assert "made all 4 steps" in "".join(piece["output"] for piece in pieces)
