@@ -31,13 +31,13 @@ threads = 1
 
 @pytest.fixture
 def write(model, tmp_path):
-    """Writes a run file with rows of sums, right and wrong; a tenth of the pairs is much longer than the others."""
+    """Writes a run file with rows of short and long answers; a tenth of the prompts is much longer than the others."""
 
     def write(kind):
         draw, rows = random.Random(0), []
         for number in range(96):
             left, right = draw.randrange(10), draw.randrange(10)
-            good, bad = str(left + right), str(left + right + 1)
+            good, bad = f"{left}", f"{left}{right}"  # the shorter answer is preferred
             row = {"prompt": f"{left}+{right}=" + " " * (20 if number % 10 == 0 else 0)}
             labelled = {"completion": good if number % 2 else bad, "label": bool(number % 2)}
             rows.append(row | ({"chosen": good, "rejected": bad} if kind == "dpo" else labelled))
@@ -55,9 +55,12 @@ def rows_of(folder):
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_a_model_learns_what_is_preferred(kind, command, write, tmp_path):
-    command("train", write(kind), "--run.folder", tmp_path / "run").ok()
-    rows = rows_of(tmp_path / "run")
-    first, last = rows[0], rows[-1]
+    options = ("--data.eval_fraction", "0.2", "--run.folder", tmp_path / "run")
+    command("train", write(kind), *options).ok()
+    before, first, *_, last = rows_of(tmp_path / "run")
+    assert before["eval/loss"] == pytest.approx(0.6931 if kind == "dpo" else 0.5, abs=1e-3)
+    assert last["eval/loss"] < before["eval/loss"]
+    assert last["eval/preference_chosen_reward"] > last["eval/preference_rejected_reward"]
     assert first["train/loss"] == pytest.approx(0.6931 if kind == "dpo" else 0.5, abs=1e-3)
     assert last["train/loss"] < first["train/loss"]
     assert last["preference/chosen_reward"] > last["preference/rejected_reward"] + 0.05
@@ -104,7 +107,7 @@ def test_an_adapter_is_its_own_reference(command, write, tmp_path):
 @pytest.mark.parametrize(
     ("options", "setting"),
     [
-        (("--data.eval_fraction", "0.1"), "algorithm.kind"),
+        (("--data.eval_fraction", "0.1", "--environment.name", "letters.py"), "algorithm.kind"),
         (("--algorithm.train_on", "last"), "algorithm.train_on"),
         (("--algorithm.kind", "kto", "--algorithm.pair_loss", "ipo"), "algorithm.pair_loss"),
         (("--algorithm.kind", "sft", "--algorithm.kl_coef", "0.2"), "algorithm.kl_coef"),

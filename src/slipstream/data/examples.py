@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 
 from slipstream.config.sft import TrainOn
-from slipstream.data.preferences import parts_of, rewards_of
+from slipstream.data.preferences import Judged, parts_of, rewards_of
 from slipstream.errors import DataError
 from slipstream.records import Batch, Media, Message, Rollout, Stream, Version
 from slipstream.records import Sequence as TokenSequence
@@ -35,6 +35,8 @@ class Examples(Collection[TokenSequence]):
         self._token_ids = array("i")
         self._mask = bytearray()
         self._ends = array("q", [0])
+        self.rewards = array("d")
+        """Judgements of all, under DPO and KTO; otherwise empty."""
         self._media: dict[int, tuple[Media, ...]] = {}
         self._streams: dict[int, dict[str, Stream]] = {}
 
@@ -153,6 +155,8 @@ def tokenized(
             kept.append(conversation)
             for sequence in parts:
                 examples.append(sequence)
+            if isinstance(conversation, Judged):
+                examples.rewards.extend(rewards_of(conversation))
     if conversations and not kept and too_long == "truncate":
         raise DataError(
             f"the first {limit} tokens of all {len(conversations)} conversations carry no loss, and {bound} cuts them "

@@ -27,26 +27,52 @@ def weigh(step: StepBatch, algorithm: SFTConfig, learner: Learner, reference: Sc
     sequences alternate. `reference`: the start model.
     """
     assert step.advantages is not None
-    lengths_S = torch.tensor([sequence.num_trainable for sequence in step.sequences])
-    log_ratios_S = _log_ratios(step.sequences, learner, reference)
-    is_good_S = torch.tensor([judgement > 0.0 for judgement in step.advantages])
-    leaf_S = log_ratios_S.clone().requires_grad_()
+    lengths = [sequence.num_trainable for sequence in step.sequences]
+    leaf_S = _log_ratios(step.sequences, learner, reference).requires_grad_()
+    loss, metrics = _judged(step.sequences, step.advantages, leaf_S, algorithm, learner, reference)
+    weights_S = -derivatives(loss, leaf_S)
+    step.fill("advantages", [weight.expand(length) for weight, length in zip(weights_S, lengths, strict=True)])
+    return {"loss": loss.item()} | {f"preference/{name}": value for name, value in metrics.items()}
+
+
+def held_out_preferences(
+    sequences: Sequence[records.Sequence],
+    judgements: Sequence[float],
+    algorithm: SFTConfig,
+    learner: Learner,
+    reference: Scorer,
+) -> dict[str, float]:
+    """The same loss and metrics of held-out completions, without a gradient."""
+    log_ratios_S = _log_ratios(sequences, learner, reference)
+    loss, metrics = _judged(sequences, judgements, log_ratios_S, algorithm, learner, reference)
+    return {"eval/loss": loss.item()} | {f"eval/preference_{name}": value for name, value in metrics.items()}
+
+
+def _judged(
+    sequences: Sequence[records.Sequence],
+    judgements: Sequence[float],
+    log_ratios_S: Tensor,
+    algorithm: SFTConfig,
+    learner: Learner,
+    reference: Scorer,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mean loss, differentiable in `log_ratios_S`, and further metrics."""
+    is_good_S, known_S = torch.tensor([judgement > 0.0 for judgement in judgements]), log_ratios_S.detach()
     if algorithm.kind == "dpo":
-        own_S = leaf_S / lengths_S if algorithm.pair_loss == "ipo" else leaf_S
+        own_S = log_ratios_S
+        if algorithm.pair_loss == "ipo":
+            own_S = log_ratios_S / torch.tensor([sequence.num_trainable for sequence in sequences])
         loss = PAIR_LOSSES[algorithm.pair_loss](own_S[0::2], own_S[1::2], algorithm.kl_coef).mean()
-        margins_P = log_ratios_S[0::2] - log_ratios_S[1::2]
+        margins_P = known_S[0::2] - known_S[1::2]
         metrics = {"accuracy": (margins_P > 0).double().mean(), "margin": algorithm.kl_coef * margins_P.mean()}
     else:
-        baseline = kto_baseline(_log_ratios(_exchanged(step.sequences), learner, reference))
-        loss = kto_loss(leaf_S, is_good_S, baseline, algorithm.kl_coef).mean()
+        baseline = kto_baseline(_log_ratios(_exchanged(sequences), learner, reference))
+        loss = kto_loss(log_ratios_S, is_good_S, baseline, algorithm.kl_coef).mean()
         metrics = {"reference_point": baseline}
-    rewards_S = algorithm.kl_coef * log_ratios_S
     for name, chosen_S in (("chosen", is_good_S), ("rejected", ~is_good_S)):
         if chosen_S.any():
-            metrics[f"{name}_reward"] = rewards_S[chosen_S].mean()
-    weights_S = -derivatives(loss, leaf_S)
-    step.fill("advantages", [weight.expand(int(length)) for weight, length in zip(weights_S, lengths_S, strict=True)])
-    return {"loss": loss.item()} | {f"preference/{name}": value.item() for name, value in metrics.items()}
+            metrics[f"{name}_reward"] = algorithm.kl_coef * known_S[chosen_S].mean()
+    return loss, {name: value.item() for name, value in metrics.items()}
 
 
 def _log_ratios(sequences: Sequence[records.Sequence], learner: Learner, reference: Scorer) -> Tensor:

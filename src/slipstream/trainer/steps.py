@@ -18,8 +18,10 @@ from typing import Any, Protocol
 from slipstream import records
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import RLConfig
+from slipstream.config.sft import SFTConfig
 from slipstream.config.traits import num_engines, update_phase
 from slipstream.data.curriculum import Change, MixtureCurriculum
+from slipstream.data.examples import Examples
 from slipstream.errors import MismatchError, TrainingError
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, sample_of
@@ -42,6 +44,7 @@ from slipstream.trainer.metrics import (
     skipped_batch,
     worst_engine_mean,
 )
+from slipstream.trainer.preferences import held_out_preferences
 from slipstream.trainer.signal_watch import SignalWatch
 
 _ROWS_AT_ONCE = 16
@@ -252,13 +255,21 @@ class Steps:
         if self.config.inference.sleep is True:
             tokens = max(map(len, self.held_out))
         self.progress.phase("evaluate", len(self.held_out))
+        algorithm = self.config.algorithm
         with self.log.phase("held_out_loss"):
-            self.held_out_loss = held_out_loss(
-                partial(self.learner.forward, micro_batch_tokens=tokens),
-                self.held_out,
-                _ROWS_AT_ONCE * tokens * self.config.training.ranks,
-                self.progress.advance,
-            )
+            if isinstance(algorithm, SFTConfig) and algorithm.judges:
+                assert isinstance(self.held_out, Examples)
+                assert self.reference is not None
+                given = ([*self.held_out], self.held_out.rewards)
+                self.held_out_loss = held_out_preferences(*given, algorithm, self.learner, self.reference)
+                self.progress.advance(len(self.held_out))
+            else:
+                self.held_out_loss = held_out_loss(
+                    partial(self.learner.forward, micro_batch_tokens=tokens),
+                    self.held_out,
+                    _ROWS_AT_ONCE * tokens * self.config.training.ranks,
+                    self.progress.advance,
+                )
         if self.engine is None:
             self.evaluations.done_step = self.step
         return dict(self.held_out_loss)

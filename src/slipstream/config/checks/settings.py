@@ -366,8 +366,8 @@ def _preferences(config: RunConfig) -> Problems:
     what = f'algorithm.kind = "{algorithm.kind}"'
     if config.data is None:
         yield f"{what} learns from judged rows, and there are none: give them in data.path"
-    elif config.data.has_eval:
-        yield f"{what} measures no held-out rows: remove data.eval_path, eval_split and eval_fraction"
+    elif config.data.has_eval and config.environment is not None:
+        yield f"{what} measures held-out rows or the tasks of [environment], not both: remove one of them"
 
 
 def _teacher(config: RunConfig) -> Problems:
