@@ -110,7 +110,8 @@ class SlurmSupervisor(JobSupervisor):
         return conclude(self._folder, self._launch, code, 0, stopped=how if self._stop else "")
 
     def _has_time(self, record: Record) -> bool:
-        return not self._is_stuck and super()._has_time(record)
+        # Slurm may have started the job again elsewhere, after this node's daemon had died.
+        return not self._is_stuck and super()._has_time(record) and not self._begins.is_over(self._folder)
 
 
 def main() -> None:
