@@ -37,9 +37,8 @@ def _section(section: str, model: dict[str, Any]) -> str:
     kind = properties.get("kind", {}).get("const")
     if kind:
         del properties["kind"]
-    title = f"## [{section}]" + (
-        f' with kind = "{kind}"' if kind else " for reinforcement learning" * ("kind" in properties)
-    )
+    learns = " for reinforcement learning" if "group_size" in properties else " for learning from rows"
+    title = f"## [{section}]" + (f' with kind = "{kind}"' if kind else learns * ("kind" in properties))
     text = _joined(model.get("description", ""))
     if section in optional_sections():
         text += f" `{section} = false` turns it off."

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.algo.surrogate_losses import LossInputs
+from slipstream import LossInputs
 
 
 def loss(inputs: LossInputs) -> Tensor:

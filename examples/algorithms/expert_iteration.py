@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from slipstream.algo.surrogate_losses import LossInputs
-from slipstream.records import Rollout
+from slipstream import LossInputs, Rollout
 
 
 def credit(group: list[Rollout]) -> list[float]:

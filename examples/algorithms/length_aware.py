@@ -1,6 +1,6 @@
 """A length-aware advantage: of two right answers the shorter one is better."""
 
-from slipstream.records import Rollout
+from slipstream import Rollout
 
 WEIGHT = 0.2
 

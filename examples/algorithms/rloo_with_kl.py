@@ -7,8 +7,8 @@ from slipstream import Algorithm, Rollout
 
 def penalty(rollout: Rollout) -> float:
     """The log-ratio of policy and initial model, summed over the sampled tokens."""
-    values = [sequence.values(name) or [] for sequence in rollout.sequences for name in RLOO.reads]
-    return sum(map(sum, values[::2])) - sum(map(sum, values[1::2]))
+    policy, initial = ([sum(each.values(name)) for each in rollout.sequences] for name in RLOO.reads)
+    return sum(policy) - sum(initial)
 
 
 class RLOO(Algorithm):

@@ -6,7 +6,7 @@ from tests.algo.problem import make_problem
 from tests.algo.test_group_credit import group_of, trained
 
 from slipstream import Algorithm
-from slipstream.algo.algorithm import algorithm_of, custom_metrics, write_credit
+from slipstream.algo.algorithm import algorithm_of, check_reads, custom_metrics, write_credit
 from slipstream.algo.trial import check_algorithm
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
@@ -59,6 +59,8 @@ class Raises(Algorithm):
 class Few(Algorithm):
     def credit_batch(self, rollouts):
         return [[1.0]] * len(rollouts)
+class Typo(Algorithm):
+    reads = ("reference_logprob",)
 class Credit(Algorithm):
     def credit(self, group):
         return [1.0] * len(group)
@@ -127,6 +129,7 @@ def test_the_loss_is_tried_with_the_streams_of_credit_and_those_that_it_reads(ow
             "Raises.credit_batch raised AttributeError: 'Rollout' object has no attribute 'nothing' (line",
         ),
         ("Few", "Few.credit_batch: ValueError: 1 advantages for the 3 sampled tokens of 0.0.0 (group 0.0)"),
+        ("Typo", "Typo.reads names 'reference_logprob': did you mean 'reference_logprobs'?"),
         ("Other", "is no subclass of slipstream.Algorithm"),
         ("Missing", "has no class 'Missing'"),
     ],
@@ -156,6 +159,14 @@ def test_errors_in_training_name_file_hook_and_line(own):
         problem.ours(own("Short"))
     with pytest.raises(TrainingError, match=r"own.py:Undeclared.loss raised LookupError: .* \(line \d+ of .*own.py\)"):
         problem.ours(own("Undeclared"))
+
+
+def test_a_stream_that_no_rollout_has_is_named(own):
+    read, group = algorithm_of(own("Read")), group_of(1.0)
+    for name in ("old_logprobs", "reference_logprobs"):
+        group[0].sequences[0].put(name, [-0.5] * len(group[0].sequences[0]))
+    with pytest.raises(TrainingError, match=r"own.py:Read.reads names 'theirs', and rollouts have old_logprobs, ref"):
+        check_reads(read, group)
 
 
 def test_without_a_class_functions_are_hooks():

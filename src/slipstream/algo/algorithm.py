@@ -107,6 +107,15 @@ def algorithm_of(settings: PlannedRL) -> Algorithm:
     return made
 
 
+def check_reads(algorithm: Algorithm, rollouts: Iterable[Rollout]) -> None:
+    """Raise TrainingError for a name in `reads` without a stream in any of the rollouts' sequences."""
+    found = {name for rollout in rollouts for sequence in rollout.sequences for name in sequence.streams}
+    for name in algorithm.reads:
+        if name not in found:
+            place, known = f"algorithm.hooks: {algorithm.settings.hooks}", ", ".join(sorted(found))
+            raise TrainingError(f"{place}.reads names {name!r}, and rollouts have {known}: correct it")
+
+
 def call(algorithm: Algorithm, hook: str, argument: Any) -> Any:
     """The result of a hook; raises TrainingError for an exception in the user's code."""
     try:

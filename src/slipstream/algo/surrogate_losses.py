@@ -22,7 +22,7 @@ class Streams(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise LookupError(
-            f"there is no stream {name!r}, only {', '.join(sorted(self))}: name it in `reads`, or write it in `credit`"
+            f"there is no stream {name!r}, only {', '.join(sorted(self))}: write it in `credit`, or let `reads` name it"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,10 @@ def _try_hooks(algorithm: Algorithm) -> None:
     """Call every hook of the user's. Raises TrainingError for unusable results."""
     rollouts = made_up_group()
     write_credit(algorithm, "credit", rollouts)
+    for name in algorithm.reads:
+        if name not in READABLE and (close := get_close_matches(name, READABLE, cutoff=0.8)):
+            hooks = algorithm.settings.hooks
+            raise TrainingError(f"algorithm.hooks: {hooks}.reads names {name!r}: did you mean {close[0]!r}?")
     for rollout in rollouts:
         for name in algorithm.reads:
             _fill(rollout, name)

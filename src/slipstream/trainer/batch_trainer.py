@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from slipstream import records
-from slipstream.algo.algorithm import Algorithm, algorithm_of, custom_metrics, terms_of, write_credit
+from slipstream.algo.algorithm import Algorithm, algorithm_of, check_reads, custom_metrics, terms_of, write_credit
 from slipstream.algo.readiness import CONTEXT_ADVICE
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.config.sft import SFTConfig
@@ -123,6 +123,7 @@ class BatchTrainer:
         is_full = metrics.get("rollout/stop_context_full_fraction", 0.0) > 0.5
         no_variance = NoSignal.CONTEXT_FULL if is_full else NoSignal.NO_VARIANCE
         fill_read(batch, hooks.reads, self.learner, self.reference, self.sampling)
+        check_reads(hooks, batch.rollouts)
         write_credit(hooks, "credit_batch", batch.rollouts)
         metrics |= custom_metrics(hooks, batch.rollouts)
         penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
