@@ -94,7 +94,7 @@ def test_echo_learns_the_environments_tokens_though_rewards_agree(ranks, scripte
         4,
         *talk,
         HOOKS,
-        f"{EXAMPLES}/echo_hooks.py:Echo",
+        f"{EXAMPLES}/echo.py:Echo",
         "--algorithm.arguments.weight",
         "1.0",
         "--training.learning_rate",

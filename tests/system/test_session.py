@@ -119,18 +119,12 @@ def test_a_notebook_whose_event_loop_runs(run_file, tmp_path, monkeypatch):
     assert [read_exit(tmp_path / name).status for name in "ab"] == ["finished", "finished"]
 
 
-ECHOES = str(Path(__file__).with_name("echoes.py"))
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["best_of_n", "self_play", "echo"])
+@pytest.mark.parametrize("name", ["best_of_n", "self_play"])
 def test_an_example_trains(name, command, model, run_file, tmp_path):
     text = run_file.read_text()
-    if name == "echo":
-        run_file.write_text(text.replace(text.split('name = "')[1].split('"')[0], ECHOES))
-    else:
-        run_file.write_text(text.replace("reward_timeout_s = 60", "reward_timeout_s = 60\nsettings = {parity = true}"))
-    small = {"best_of_n": ("--rounds", 2, "--tasks", 4, "--answers", 4), "self_play": ("--steps", 2), "echo": ()}[name]
+    run_file.write_text(text.replace("reward_timeout_s = 60", "reward_timeout_s = 60\nsettings = {parity = true}"))
+    small = {"best_of_n": ("--rounds", 2, "--tasks", 4, "--answers", 4), "self_play": ("--steps", 2)}[name]
     file = model if name == "self_play" else run_file
     command(file, "--folder", tmp_path / "s", *small, module=(f"examples.algorithms.{name}",)).ok()
     folders = [tmp_path / "s" / player for player in ("matcher", "hider")] if name == "self_play" else [tmp_path / "s"]
