@@ -106,13 +106,16 @@ def test_ctrl_c_while_following_leaves_the_run_alone(place, command):
     words = command.format(name=first, file=place.run_file(100_000)).split()
     command = [sys.executable, "-P", "-m", "slipstream.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline().startswith(("so far", "run:"))
-        name = first if "logs" in words else until(lambda: next((n for n in place.store.all() if n != first), None))
-        if name != first:
-            place.until(name, "running", ticks=False)
-        child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 130
-        assert f"{name} continues: slipstream status {name}" in child.stderr.read()
+        try:
+            assert child.stdout.readline().startswith(("so far", "run:"))
+            name = first if "logs" in words else until(lambda: next((n for n in place.store.all() if n != first), None))
+            if name != first:
+                place.until(name, "running", ticks=False)
+            child.send_signal(signal.SIGINT)
+            assert child.wait(60) == 130
+            assert f"{name} continues: slipstream status {name}" in child.stderr.read()
+        finally:
+            child.kill()  # a shell's background job ignores Ctrl-C, and so do its children
     assert place.record(name).state == ("queued" if name == first else "running")
     assert not place.record(name).cancel_requested
 

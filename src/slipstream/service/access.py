@@ -163,6 +163,7 @@ def _kernel_form(address: tuple[str, int], size: int) -> str:
 
 async def _refuse(send: Any, status: int, text: str, headers: list[tuple[bytes, bytes]] | None = None) -> None:
     body = msgspec.json.encode({"error": "Refused", "message": text})
-    whole = [(b"content-type", b"application/json"), *(headers or [])]
+    # The body of the request was not read: a further request on this connection would begin in it.
+    whole = [(b"content-type", b"application/json"), (b"connection", b"close"), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": whole})
     await send({"type": "http.response.body", "body": body})
