@@ -29,7 +29,7 @@ from slipstream.processes import stacks
 from slipstream.runlog import RunLog, read_exit, read_samples
 from slipstream.runlog.ledger import balance
 from slipstream.shared_kernels import products
-from slipstream.trainer import batch_trainer, loop
+from slipstream.trainer import batch_trainer, steps
 from slipstream.trainer.metrics import refuse_difference
 from slipstream.trainer.model import policy
 from slipstream.view import make_view
@@ -375,8 +375,8 @@ def test_under_exact_any_difference_ends_the_run(scripted, monkeypatch, where):
     monkeypatch.setattr(policy, "pin_products", lambda: None)
     asked = []
     monkeypatch.setattr(products, "be_deterministic", lambda: asked.append(where))
-    monkeypatch.setattr(loop, "refuse_difference", lambda mean, where: refuse_difference(round(mean, 4), where))
-    monkeypatch.setattr(batch_trainer, "refuse_difference", loop.refuse_difference)
+    monkeypatch.setattr(steps, "refuse_difference", lambda mean, where: refuse_difference(round(mean, 4), where))
+    monkeypatch.setattr(batch_trainer, "refuse_difference", steps.refuse_difference)
     how = far_off(0.001)(scripted) if where == "version 0" else {"on_request": off_by(0.001)}
     words = f"differ by 0.001 in log-probability per token at {where}, and run.exact = true allows no"
     scripted.fail(("MismatchError", 7), words, *WITHOUT_EVALUATION, "--run.exact", "true", **how)

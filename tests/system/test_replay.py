@@ -287,7 +287,7 @@ class TestRefused:
         maker = batches.made_by("cpu")
         kept = batches._Kept(batches._digest(maker, other), maker, msgspec.Raw(other))
         path.write_bytes(msgspec.msgpack.encode(kept))
-        assert "a batch of schema 7, and this Slipstream reads 1 and 2): use the version of Slip" in refused(run, 1, 3)
+        assert "a batch of schema 7, and this Slipstream reads 1 to 3): use the version of Slip" in refused(run, 1, 3)
 
     @pytest.mark.parametrize("line", ["", "shared_kernels = true\n"])
     def test_a_run_that_does_not_say_or_whose_kernels_are_not_here(self, run, slipstream, line):

@@ -15,7 +15,7 @@ from slipstream.errors import ZeroGradientError
 from slipstream.trainer.critic import ValueModel
 from slipstream.trainer.distributed import learner as module
 from slipstream.trainer.distributed.learner import ShardedLearner
-from slipstream.trainer.distributed.worker import Answer, Describe, Gather, Negate, RankModel
+from slipstream.trainer.distributed.worker import Answer, Describe, Gather, Negate, Objectives, RankModel
 from slipstream.trainer.learner import Learner, Reference, Sums
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
@@ -156,7 +156,8 @@ def test_what_two_ranks_found_is_added_up(make, make_batch, monkeypatch):
         return even_rows(batch, most, parts, **options)
 
     monkeypatch.setattr(module, "even_rows", dealt)
-    local = SimpleNamespace(model=plain.model, optimizer=plain.optimizer, group=SimpleNamespace(size=2), do=None)
+    group, objectives = SimpleNamespace(size=2), Objectives()
+    local = SimpleNamespace(model=plain.model, optimizer=plain.optimizer, group=group, objectives=objectives, do=None)
     first = {"loss": torch.tensor(2.0), "clipped": torch.tensor(3.0)}
     second = {"loss": torch.tensor(0.25), "clipped": torch.tensor(-1.0)}
     others = Two(
