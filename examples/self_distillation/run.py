@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--hint", choices=["right", "shuffled"], default="right")
     parser.add_argument("--folder", type=Path, default=Path("runs/self-distillation"))
     parser.add_argument("--sft-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     own, held_out = words(options.seed)[200:], words(options.seed)[:200]
     folder = options.folder
@@ -98,7 +98,7 @@ def main() -> None:
         reward=is_next,
         algorithm={"kind": "grpo", "group_size": 2},
         steps=options.steps,
-        training={"prompts_per_batch": 64, "learning_rate": 1e-3},
+        training={"prompts_per_batch": 64, "learning_rate": 1e-3, "schedule": "linear"},
         sampling={"max_tokens": 8},
         evaluation={"num_tasks": 200},
         folder=folder / options.hint,
