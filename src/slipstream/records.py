@@ -240,8 +240,8 @@ class Likeliest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, places: Iterable[Mapping[int, float] | None], number: int) -> Likeliest:
-        """The `number` likeliest tokens of each place, from log-probabilities of these and perhaps of more; zeros where
-        there are none. Raises ValueError for too few."""
+        """The `number` likeliest tokens of each place, from log-probabilities of at least as many. A place without any
+        has zeros. Raises ValueError for too few."""
         token_ids, logprobs = array("q"), array("f")
         for place in places:
             ranked = sorted(place.items(), key=lambda each: -each[1]) if place is not None else [(0, 0.0)] * number

@@ -43,12 +43,12 @@ def mask_and_streams(
 
 @dataclass
 class RowBoxes:
-    """What rollout matching needs to know of a row besides its tokens."""
+    """Weights and boxes of a row, beside its tokens."""
 
     weights_N: Tensor
-    """Of each trainable token's cross-entropy."""
+    """Weight of each trainable token's cross-entropy."""
     index_M: Tensor
-    """Which of the N trainable tokens each coordinate is: its logits are those that predict this token."""
+    """Each coordinate's number among the N trainable tokens. Its logits predict this token."""
     slots_M: Tensor
     """Row position of each coordinate's own token, an input of those after it."""
     true_B4: Tensor

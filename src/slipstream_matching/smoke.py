@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Health:
-    """What came of one run; figures are None where it had no step of that channel."""
+    """The figures of one run; None for a channel without a step."""
 
     channels: Channels
     num_steps: int
@@ -78,8 +78,7 @@ def _of_one_order(loss_a: float | None, loss_b: float | None) -> str:
 
 
 def across(found: Sequence[Health]) -> list[str]:
-    """What speaks against the runs together: losses of channel B that are far from those of channel A in another
-    run."""
+    """Faults of the runs together: losses of channel B far from those of channel A in another run."""
     of_a = next((each.loss_a for each in found if each.channels == "a_only"), None)
     others = (each.loss_b for each in found if each.channels == "b_only")
     return [text for loss_b in others if (text := _of_one_order(of_a, loss_b))]

@@ -1,4 +1,4 @@
-"""A place for runs: this machine, or a cluster with a queue of its own.
+"""A provider of machines for runs: this machine, or a cluster with its own queue.
 
 The queue's records, states, retries and artifacts are the same everywhere; a provider starts supervisors, and tells
 whether they live. Guarantees of each: whatever it starts is stored in the record before anything waits for it, and a

@@ -131,7 +131,7 @@ def _longest(config: RunConfig, facts: Facts) -> int:
 
 def _top_bytes_per_token(config: RunConfig, facts: Facts) -> int:
     """Under `teacher.top_k`: the teacher's tokens, and eight tensors of as many float32 numbers of both distributions
-    and their divergence. Where there are advantages, too, another gradient of the logits."""
+    and their divergence. With advantages there is another gradient of the logits, too."""
     if config.teacher is None or not config.teacher.top_k or not isinstance(config.algorithm, RLConfig):
         return 0
     has_other = resolved(config.algorithm).advantage != "none"
