@@ -30,8 +30,8 @@ _LEAST_TEMPERATURE = 0.01
 class MatchingConfig(MethodSection):
     """Rollout matching: SFT of a vision-language model that answers with the objects of an image as JSON whose
     coordinates are tokens, `<|coord_0|>` to `<|coord_999|>` (docs/detection.md). Tasks come from an environment that
-    has their objects, `environment.name = "detection"`. Steps of channel A train on the true objects alone; steps of
-    channel B on greedy rollouts, which are matched to the true objects, with those appended that they missed."""
+    has their objects, `environment.name = "detection"`. Channel A trains on the true objects alone. Channel B
+    trains on greedy rollouts matched to the true objects; missed objects are appended."""
 
     implementation: ClassVar[str] = "slipstream_matching.method:Matching"
 
@@ -40,8 +40,8 @@ class MatchingConfig(MethodSection):
     b_ratio: Share | None = None
     """In the place of `pattern`: the share of channel B; of the first n steps exactly `floor(n * b_ratio)`."""
     softctx_iterations: Annotated[int, Field(ge=1, le=16)] = 1
-    """Channel A: forwards of a row. In each but the first the coordinates that the tokens after them read are those
-    that the forward before expects, not the true ones. 1: plain teacher forcing."""
+    """Channel A: forwards of a row. From the second one on, tokens read the coordinates expected by the forward
+    before, not the true ones. 1: plain teacher forcing."""
     softctx_temperature: Factor = 1.0
     """Logits of coordinate tokens are divided by it before expectations are taken."""
     softctx_unrolled: bool = False
@@ -60,8 +60,8 @@ class MatchingConfig(MethodSection):
     nothing keeps text out of boxes."""
     soft_ce_weight: NonNegativeFactor = 0.0
     """Weight of the cross-entropy of a coordinate's token, among coordinate tokens, against a Gaussian around the true
-    one. The losses of boxes look at expectations alone, and a greedy answer has the likeliest token: a model that was
-    not trained on coordinates before, by plain SFT, needs this."""
+    one. Losses of boxes look at expectations alone, and greedy answers at the likeliest token: a model without plain
+    SFT on coordinates needs this."""
     soft_ce_sigma: Annotated[float, Field(gt=0.0, le=500.0)] = 2.0
     """Standard deviation of that Gaussian, in bins."""
     object_order: Literal["sorted", "as_given"] = "sorted"

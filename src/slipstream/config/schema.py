@@ -217,9 +217,9 @@ class TeacherConfig(Section):
     coef: bounds.Factor = 1.0
     """Weight of the teacher's part of an advantage; with `top_k`, of the divergence in the loss."""
     top_k: bounds.Items | None = None
-    """The teacher's so many likeliest tokens come with each sampled one. In the place of advantages there is then the
-    divergence of the two distributions in the loss: over these tokens, and all others as one more outcome. With the
-    size of the vocabulary it is exact. Not set: the sampled tokens alone."""
+    """Number of the teacher's likeliest tokens at each place. The loss is then the divergence of both distributions:
+    over these tokens, and the rest as one more outcome. The vocabulary's size is exact. Not set: the sampled tokens
+    alone."""
     jsd_beta: bounds.Share = 1.0
     """With `top_k`, which divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them there is
     the generalized Jensen-Shannon divergence (GKD)."""
