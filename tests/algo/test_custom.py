@@ -124,6 +124,12 @@ def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correc
     assert needs_engine_logprobs(final) == (final.importance_sampling != "none")
 
 
+def test_a_class_of_hooks_is_named_beside_what_it_may_replace():
+    found = {each.name: each.reason for each in choices(RLConfig(hooks="own.py:Mine"))}
+    replaced = {name for name, reason in found.items() if reason.endswith("; unless own.py:Mine has its own")}
+    assert replaced == {"advantage", "scale_rewards", "loss"}
+
+
 def test_the_recipe_of_this_project_is_what_it_was():
     final = resolved(RLConfig())
     assert (final.advantage, final.scale_rewards, final.loss, final.normalize) == ("group_mean", "std", "clip", "token")

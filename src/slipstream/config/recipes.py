@@ -97,7 +97,8 @@ def choices(algorithm: RLConfig) -> Iterator[Choice]:
         set_value = getattr(algorithm, name)
         values[name] = value if set_value == "auto" else set_value
         if set_value == "auto":
-            yield Choice(name, value, reason)
+            is_replaced = algorithm.hooks is not None and name in ("advantage", "scale_rewards", "loss")
+            yield Choice(name, value, f"{reason}; unless {algorithm.hooks} has its own" if is_replaced else reason)
 
     for name, value in (_GRPO | dict(recipe.changes)).items():
         if name == "scale_rewards" and values["advantage"] not in BUILT_IN["advantage"]:
