@@ -72,6 +72,13 @@ def test_its_advantages_are_trained_on_instead_of_those_of_rewards(own):
     assert trained(group)[0] == [[0.0], [0.0, 1.0]]
 
 
+def test_a_sample_has_no_advantage_of_the_rollout_beside_those_of_its_tokens(own):
+    group = group_of(1.0, 0.0)
+    give(own("shorter"), group)
+    credit = credit_of(records.Batch(5, records.Version(0, 5), group))
+    assert [credit.of(place) for place in range(2)] == [{"carries_loss": True}] * 2
+
+
 def test_zeros_are_no_signal_though_rewards_differ(own):
     group = group_of(1.0, 0.0)
     assert group_has_signal(group)

@@ -1,5 +1,5 @@
-"""Credit assignment: from a batch's rewards to one advantage per rollout, or with a critic per token, and which
-rollouts contribute to the loss.
+"""Credit assignment: from a batch's rewards to one advantage per rollout, or with a critic per token, and the
+rollouts that contribute to the loss.
 
 Guarantees: rollouts' rewards are not modified; rollouts that may not be trained on enter no baseline. A critic's
 advantages are the stream `advantages` of sequences, which takes precedence over the rollout's; `old_values` and
@@ -51,10 +51,13 @@ class Credit:
     """Whether any advantage is nonzero because of the rewards; a KL term alone does not count."""
     is_per_token: bool = False
     """Whether tokens have advantages of their own: from a critic, or by turns."""
+    with_own: frozenset[int] = frozenset()
+    """Rollouts with advantages of tokens from elsewhere."""
 
     def of(self, place: int) -> dict[str, Any]:
         """What samples record of rollout number `place`; without an advantage if its tokens have their own."""
-        whole = {} if self.is_per_token else {"advantage": self.advantages[place]}
+        has_own = self.is_per_token or place in self.with_own
+        whole = {} if has_own else {"advantage": self.advantages[place]}
         return {**whole, "carries_loss": self.carries_loss[place]}
 
 
@@ -104,15 +107,17 @@ def assign_credit(
         has_signal = bool((advantages_K if of_usable is None else of_turns()).any())
         advantages_S = torch.zeros_like(advantages_S)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
+    with_own: set[int] = set()
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
         of_rollout = batch.rollouts[i].sequences
         has_own = bool(of_rollout) and all("advantages" in sequence.streams for sequence in of_rollout)
+        with_own |= {i} if has_own else set()
         advantages[i], carries_loss[i] = advantage if carries and not has_own else 0.0, carries
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     has_own = any(any(sequence.values("advantages") or ()) for sequence in sequences)
     taught = any("teacher_logprobs" in sequence.streams for sequence in sequences) or (has_own and not gives_turns)
     has_signal &= any(advantages) or (has_own and gives_turns)
-    return Credit(advantages, carries_loss, metrics, taught or has_signal, is_per_token=gives_turns)
+    return Credit(advantages, carries_loss, metrics, taught or has_signal, gives_turns, frozenset(with_own))
 
 
 def _carries_loss(rollouts: list[records.Rollout], rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
