@@ -245,16 +245,22 @@ async def test_a_worker_that_cannot_be_replaced_ends_every_call(tmp_path):
             await pool.score(task("4"), "4")
 
 
-async def test_many_quick_rewards_travel_together(monkeypatch):
+async def test_the_only_worker_gets_its_next_requests_before_it_has_answered(monkeypatch):
     """One by one, each would wait for the answer to the one before."""
-    sizes = []
-    send = Worker.send
-    monkeypatch.setattr(Worker, "send", lambda self, *data: sizes.append(len(data)) or send(self, *data))
-    monkeypatch.setattr(workers, "_BATCH_S", 60.0)  # none is slow, however busy the machine is
+    ahead = []
+    send, receive = Worker.send, Worker.receive
+
+    async def received(self, *given):
+        sent, _ = ahead[-1]
+        ahead.append((sent - 1, sent))
+        return await receive(self, *given)
+
     async with ScorerPool(config()) as pool:
-        sizes.clear()
-        await asyncio.gather(*(pool.score(task("4"), "4") for _ in range(4000)))
-    assert len(sizes) < 4000 / 4
+        ahead.append((0, 0))
+        monkeypatch.setattr(Worker, "send", lambda self, data: ahead.append((ahead[-1][0] + 1, 0)) or send(self, data))
+        monkeypatch.setattr(Worker, "receive", received)
+        await asyncio.gather(*(pool.score(task("4"), "4") for _ in range(100)))
+    assert max(open_ones for _, open_ones in ahead) == workers._MAX_NOT_BEGUN
 
 
 def test_a_reward_has_no_second_way_to_the_answers():

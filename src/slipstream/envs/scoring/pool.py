@@ -59,7 +59,6 @@ class ScorerPool:
                 # neither.
                 config_json=config.model_dump_json(exclude={"num_train_tasks", "reward_workers"}),
                 timeout_s=timeout_s,
-                concurrency=concurrency,
                 memory_limit_bytes=int(config.reward_memory_gib * GIB),
                 max_processes=config.reward_processes,
                 user_namespace=config.user_namespace,
@@ -70,7 +69,7 @@ class ScorerPool:
                 setup,
                 role=role,
                 num_workers=1 if config.reward_workers == "auto" else config.reward_workers,
-                one_by_one=config.fresh_worker,
+                concurrency=1 if config.fresh_worker else concurrency,  # a fork sees none but its own
                 variables=config.variables,
                 stacks=stacks,
             )

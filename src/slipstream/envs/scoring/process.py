@@ -45,8 +45,6 @@ class Setup(msgspec.Struct, frozen=True):
 
     config_json: str
     timeout_s: float
-    concurrency: int
-    """Coroutines that it runs at once."""
     memory_limit_bytes: int
     max_processes: int
     """Most processes that it may have started and that live."""

@@ -1,7 +1,7 @@
 """Worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
 
 It constructs the environment from its config, carries out requests one after another (`worker_calls.py`), and ends
-when its input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function
+when its input closes. Coroutines run concurrently, as many as the pool sends, on one event loop, which a plain function
 blocks. A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
 carried out in a fork of this process, which keeps its initial state.
 
@@ -21,7 +21,6 @@ import resource
 import signal
 import sys
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -74,7 +73,7 @@ def main() -> int:
     if config.fresh_worker:
         _work_apart(environment, requests, answers)
     else:
-        _Work(environment, requests, answers, setup.timeout_s, setup.concurrency).run()
+        _Work(environment, requests, answers, setup.timeout_s).run()
     return 0
 
 
@@ -96,18 +95,13 @@ class _Answers:
 class _Work:
     """Carries out requests in this process."""
 
-    def __init__(
-        self, environment: Environment, requests: Channel, answers: _Answers, timeout_s: float, concurrency: int
-    ) -> None:
+    def __init__(self, environment: Environment, requests: Channel, answers: _Answers, timeout_s: float) -> None:
         self._environment = environment
         self._requests = requests
         self._answers = answers
         self._timeout_s = timeout_s
-        self._concurrency = concurrency
         self._loop = asyncio.new_event_loop()
         self._under_way: dict[str, asyncio.Task[Answer]] = {}
-        self._held: deque[Request] = deque()
-        """Requests that were read for what may come after them, while there was no room."""
         self._readable = False
         self._broken: BaseException | None = None
 
@@ -116,23 +110,14 @@ class _Work:
         while True:
             if self._under_way:
                 self._go_on()
-            if self._held and self._has_room:
-                self._take(self._held.popleft())
-                continue
             data = _next(self._requests)
             if data is None:
                 return self._end()
             request = decode(data, Request)
             if request.kind == "cancel":
                 self._cancel(request.id)
-            elif self._has_room:
-                self._take(request)
             else:
-                self._held.append(request)
-
-    @property
-    def _has_room(self) -> bool:
-        return len(self._under_way) < self._concurrency
+                self._take(request)
 
     def _cancel(self, id_: str) -> None:
         """Cancels a coroutine whose caller gave it up; it is answered when it ends, at its deadline at the latest."""
@@ -162,7 +147,7 @@ class _Work:
             timer.cancel()
             if self._under_way.pop(request.id, None) is not None:
                 self._answer(request.id, lambda: _CANCELLED if task.cancelled() else task.result())
-            self._look_up()
+            self._stop_if_idle()
 
         task.add_done_callback(ended)
 
@@ -174,7 +159,7 @@ class _Work:
             del self._under_way[id_]
             self._answer(id_, lambda: Answer("timeout", details=details))
             task.cancel()
-            self._look_up()
+            self._stop_if_idle()
 
     def _answer(self, id_: str, made: Callable[[], Answer]) -> None:
         try:
@@ -183,18 +168,18 @@ class _Work:
             self._broken = error
             self._loop.stop()
 
-    def _look_up(self) -> None:
-        """Goes back to the requests if none is under way, or if there is room for one more."""
-        if len(self._under_way) in (0, self._concurrency - 1):
+    def _stop_if_idle(self) -> None:
+        """Goes back to the requests if none is under way."""
+        if not self._under_way:
             self._loop.stop()
 
     def _go_on(self) -> None:
-        """Runs coroutines until there is a request to read, or room for one that was read, or none is left."""
+        """Runs coroutines until there is a request to read, or none is left."""
         self._loop.call_soon(self._loop.stop)  # each a little, however many requests there are
         self._loop.run_forever()
         self._readable = False
         while self._under_way and not self._readable and self._broken is None:
-            if self._requests.has_message or (self._held and self._has_room):
+            if self._requests.has_message:
                 return
             self._loop.add_reader(self._requests, self._stop_to_read)
             self._loop.run_forever()

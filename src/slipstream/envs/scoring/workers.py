@@ -1,9 +1,8 @@
 """Worker processes that carry out calls, and are killed at a call's deadline; see `pool.py` for what is guaranteed.
 
-A worker holds several requests at once and answers each as soon as it is done, so the first request without an answer
-is the one that hangs. This does not hold for coroutines, which a worker runs concurrently and cancels at their
-deadlines, or when their callers are cancelled: if such a worker hangs or dies, each of its coroutines is run again,
-alone.
+A worker answers each request as soon as it is done, so the first request without an answer is the one that hangs. This
+does not hold for coroutines, which a worker runs concurrently and cancels at their deadlines, or when their callers are
+cancelled: if such a worker hangs or dies, each of its coroutines is run again, alone.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from slipstream.envs.scoring.process import Answer, Request, Setup, Worker, Work
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Task, ToolCall
 
-_MAX_IN_FLIGHT = 16
-_BATCH_S = 0.02  # slower calls are sent one by one, so that no worker idles while another has a queue
-_MAX_NOT_BEGUN = 8  # sent to a worker that runs coroutines: how many it has not looked at yet
-_MAX_IN_FLIGHT_BYTES = 32 * 1024  # half of a pipe: requests reach the worker even if this loop is busy
+_MAX_NOT_BEGUN = 8  # how many a worker has not looked at yet
 _PATIENCE_S = 0.25  # a job that waits longer starts another worker
 START_TIMEOUT_S = 120.0
 _GRACE_S = 1.0  # how late a worker may cancel coroutines after their deadline
@@ -69,7 +65,6 @@ class _Slot:
         """It gets no more jobs, because a coroutine has passed its deadline here."""
         self.heard_at = 0.0
         """When it last answered, or was sent a job while it had none to look at, by the loop's clock."""
-        self.sent_at = 0.0
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.begun)
@@ -104,21 +99,20 @@ class Workers:
         *,
         role: str,
         num_workers: int,
-        one_by_one: bool,
+        concurrency: int,
         variables: Sequence[str],
         stacks: Path | None,
     ) -> None:
-        """`role`: what its messages call a worker. `one_by_one`: a worker gets a call when it has answered the last."""
+        """`role`: what its messages call a worker. `concurrency`: most requests that a worker has at once."""
         self._name = name
         self._setup = setup
         self._role = role
         self._num_workers = num_workers
-        self._one_by_one = one_by_one
+        self._concurrency = concurrency
         self._variables = variables
         self._stacks = stacks
         self._waiting: deque[_Job] = deque()
         self._work = asyncio.Event()
-        self._share = 1
         self._slots: list[_Slot] = []
         self._num_starting = 0
         self._servers: list[asyncio.Task[None]] = []
@@ -253,7 +247,7 @@ class Workers:
         return slot
 
     async def _go_on(self, slot: _Slot) -> bool:
-        """Sends as many jobs as fit and handles the next answer; false if the worker was killed."""
+        """Sends the jobs that it has room for, and handles the next answer; false if the worker was killed."""
         self._send(slot)
         if not slot:
             return not slot.ends
@@ -291,42 +285,22 @@ class Workers:
         return True
 
     def _send(self, slot: _Slot) -> None:
-        batch = self._take(self._num_free(slot), beside=len(slot))
-        if batch:
-            now = asyncio.get_running_loop().time()
+        while self._waiting and self._has_room(slot, self._waiting[0]):
+            job = self._waiting.popleft()
+            if job.future.done():  # the caller has given up
+                continue
             if not slot.queue:
-                slot.heard_at = now
-            if not slot:
-                slot.sent_at = now
-            slot.queue |= {job.id: job for job in batch}
-            slot.worker.send(*[job.data for job in batch])
+                slot.heard_at = asyncio.get_running_loop().time()
+            slot.queue[job.id] = job
+            slot.worker.send(job.data)
 
-    def _num_free(self, slot: _Slot) -> int:
-        """How many more jobs the worker may get."""
-        if slot.ends or slot.is_reserved:
-            return 0
-        if slot.runs_coroutines:
-            return max(0, min(self._setup.concurrency - len(slot), _MAX_NOT_BEGUN - len(slot.queue)))
-        if slot:
-            return 0
-        return 1 if self._one_by_one else self._share
-
-    def _take(self, num_free: int, *, beside: int) -> list[_Job]:
-        """Takes a fair share of the waiting jobs, within the limits."""
-        share = min(num_free, -(-len(self._waiting) // len(self._slots)))
-        batch: list[_Job] = []
-        num_bytes = 0
-        while self._waiting and len(batch) < share:
-            job = self._waiting[0]
-            num_bytes += len(job.data)
-            if (batch and num_bytes > _MAX_IN_FLIGHT_BYTES) or ((batch or beside) and job.alone):
-                break
-            self._waiting.popleft()
-            if not job.future.done():  # the caller may have given up
-                batch.append(job)
-                if job.alone:
-                    break
-        return batch
+    def _has_room(self, slot: _Slot, job: _Job) -> bool:
+        """Whether the worker may get a job now."""
+        if not slot or slot.ends or slot.is_reserved or job.alone:
+            return not slot and not slot.ends
+        # A plain function keeps those behind it waiting, which another worker might do meanwhile.
+        most = _MAX_NOT_BEGUN if slot.runs_coroutines or self._num_workers == 1 else 1
+        return len(slot) < self._concurrency and len(slot.queue) < most
 
     def _settle(self, slot: _Slot, job: _Job, answer: Answer) -> None:
         if answer.kind == "timeout":
@@ -337,9 +311,6 @@ class Workers:
             job.settle(msgspec.structs.replace(answer, message=message, details=slot.worker.stderr_tail))
         else:
             job.settle(answer)
-        if not slot and not slot.runs_coroutines:
-            quick = asyncio.get_running_loop().time() - slot.sent_at < _BATCH_S
-            self._share = min(_MAX_IN_FLIGHT, self._share * 2) if quick else max(1, self._share // 2)
 
     def _blame(self, slot: _Slot, kind: Literal["timeout", "died"], message: str) -> None:
         """Fails the job that caused the worker's death, or has every job that may have caused it run again, alone."""
