@@ -2,11 +2,11 @@
 
 import pytest
 
+from slipstream.atropos.entrance import token_of
 from slipstream.config import load_config
 from slipstream.config.atropos import atropos_settings
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.atropos import token_of
 
 FILE = """
 evaluation = false

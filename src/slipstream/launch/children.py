@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+from slipstream.atropos.entrance import Entrance
 from slipstream.clusters.opening import open_nodes
 from slipstream.config import PlannedConfig
 from slipstream.doctor.nodes import examine_nodes
@@ -44,14 +45,6 @@ from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
 from slipstream.runlog import EventLog, RunLog, exit_code_of
 from slipstream.weights.bridges.single_copy import SharedWeights
-
-
-class Stops(Protocol):
-    """Ends with the event loop."""
-
-    async def stop(self) -> None:
-        """End."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class Children:
         self.teacher: RunTeacher | None = None
         self.gateway = gateway_of(run.config, run.prepared.images_of_agents)
         """Of agents, if there are any; it ends with the event loop."""
-        self.entrance: Stops | None = None
+        self.entrance: Entrance | None = None
         """Lets groups of rollouts in from outside."""
         self.model_urls: list[str] = []
         """Addresses of the engines for foreign clients, if there are any."""

@@ -14,14 +14,15 @@ from typing import Any
 
 from slipstream.algo.algorithm import algorithm_of, write_credit
 from slipstream.algo.readiness import signal_rule
+from slipstream.atropos.entrance import Entrance
 from slipstream.config import PlannedConfig, SFTConfig, needs_engine_logprobs
+from slipstream.config.atropos import atropos_settings
 from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
 from slipstream.engine_protocols import Generates
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.inference.replicas import EngineReplicas
-from slipstream.launch.atropos import open_entrance
 from slipstream.launch.children import Children, Context
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.collect import code_digest
@@ -73,7 +74,7 @@ class _Generation:
         num_places = config.inference.max_num_seqs * num_replicas(config)
         self._idle = IdleTime(lambda: self._engine.is_up, num_places=num_places)
         self._runner = self._make_runner()
-        self._entrance = open_entrance(context, children, self._versions, self._count_dropped)
+        self._entrance = children.entrance = self._open_entrance()
         self._ledger: Ledger | None = None
         self._asked: Batcher | None = None
         """Makes batches on request."""
@@ -95,6 +96,19 @@ class _Generation:
             change_weights=self._order.change,
             teacher_digest=children.teacher.digest if children.teacher is not None else "",
             idle=self._idle,
+        )
+
+    def _open_entrance(self) -> Entrance | None:
+        """The way in for groups from outside, in a run with the environment `atropos`."""
+        context, config, prepared = self._context, self._context.config, self._context.prepared
+        if (settings := atropos_settings(config.environment)) is None:
+            return None
+        return Entrance(
+            *(config, settings, self._engine, self._versions, context.log, context.progress),
+            servers=prepared.facts.servers,
+            vocab_size=prepared.facts.model.vocab_size,
+            decode=prepared.tokenizer.decode,
+            count=self._count_dropped,
         )
 
     def _count_dropped(self, reason: str, rollouts: Sequence[Rollout]) -> None:

@@ -1,8 +1,8 @@
 """Worker processes that carry out calls, and are killed at a call's deadline; see `pool.py` for what is guaranteed.
 
-A worker answers each request as soon as it is done, so the first request without an answer is the one that hangs. This
-does not hold for coroutines, which a worker runs concurrently and cancels at their deadlines, or when their callers are
-cancelled: if such a worker hangs or dies, each of its coroutines is run again, alone.
+A worker answers each request as soon as it is done, so a hang is the first unanswered request's. This does not hold for
+coroutines: they run concurrently, and end at their deadlines, or with their callers. If their worker hangs or dies,
+each of them is run again, alone.
 """
 
 from __future__ import annotations

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 from slipstream.atropos.environments import Environments, Holding
 from slipstream.atropos.groups import Refused, Terms, rollouts_of
 from slipstream.atropos.protocol import Registration, ScoredData
-from slipstream.config import SFTConfig, needs_engine_logprobs
+from slipstream.config import PlannedConfig, SFTConfig, needs_engine_logprobs
 from slipstream.config.addresses import url_of
-from slipstream.config.atropos import AtroposSettings, atropos_settings
+from slipstream.config.atropos import AtroposSettings
 from slipstream.config.traits import asks_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import RunEngine
-from slipstream.inference.lending import KEY_VARIABLE
-from slipstream.launch.children import Children, Context
+from slipstream.inference.lending import KEY_VARIABLE, ServerFacts
 from slipstream.orchestrator.batches.arrivals import Arrivals
 from slipstream.orchestrator.concurrency import task_group
 from slipstream.orchestrator.versions import Versions
+from slipstream.progress import Progress
 from slipstream.records import Rollout
+from slipstream.runlog import EventLog
 
 if TYPE_CHECKING:
     from slipstream.http_listener import Listener
@@ -36,14 +37,26 @@ class Entrance:
     """The way in: `open` it with the engine, `run` it during the run, `stop` it at the end."""
 
     def __init__(
-        self, context: Context, engine: RunEngine, versions: Versions, settings: AtroposSettings, count: Count
+        self,
+        config: PlannedConfig,
+        settings: AtroposSettings,
+        engine: RunEngine,
+        versions: Versions,
+        log: EventLog,
+        progress: Progress,
+        *,
+        servers: Sequence[ServerFacts],
+        vocab_size: int,
+        decode: Callable[[Sequence[int]], str],
+        count: Count,
     ) -> None:
-        """`count` gets the reason and the rollouts of each dropped group."""
-        config, prepared = context.config, context.prepared
+        """`servers`: those of the plan. `decode`: the text of tokens. `count` gets the reason and the rollouts of each
+        dropped group."""
         assert config.environment is not None
         assert not isinstance(config.algorithm, SFTConfig)
-        self._context, self._versions, self._settings, self._count = context, versions, settings, count
-        self._engine = engine
+        self._config, self._settings, self._servers = config, settings, servers
+        self._engine, self._versions, self._log, self._progress, self._count = engine, versions, log, progress, count
+        self._patience_s = config.environment.run_timeout_s
         self._token = token_of(settings)
         self._api: Listener | None = None
         self._told = set[str]()
@@ -53,7 +66,7 @@ class Entrance:
         self.arrivals = Arrivals(
             lambda: versions.current,
             capacity=(config.training.staleness + 1) * size,
-            patience_s=config.environment.run_timeout_s,
+            patience_s=self._patience_s,
             whom=f"from {settings.url}: look at its environments"
             if settings.url
             else "to the run's API: start an environment (`python PROGRAM serve`) with the printed addresses",
@@ -61,18 +74,18 @@ class Entrance:
         )
         self._terms = Terms(
             max_tokens=config.inference.max_model_len,
-            vocab_size=prepared.facts.model.vocab_size,
+            vocab_size=vocab_size,
             temperature=config.sampling.temperature,
             needs_logprobs=needs_engine_logprobs(config.algorithm),
             needs_teacher=config.teacher is not None and not asks_teacher(config),
-            decode=prepared.tokenizer.decode,
+            decode=decode,
         )
         self._registration = Registration(
-            wandb_group=config.run.name or context.folder.name,
+            wandb_group=config.run.name or log.folder.name,
             wandb_project="slipstream",
             batch_size=size * group_size,
             max_token_len=config.inference.max_model_len,
-            checkpoint_dir=str(context.folder / "atropos"),
+            checkpoint_dir=str(log.folder / "atropos"),
             save_checkpoint_interval=-1,
             starting_step=0,
             num_steps=config.training.steps,
@@ -81,8 +94,7 @@ class Entrance:
 
     async def open(self, model_urls: Sequence[str]) -> None:
         """Listen, unless a `run-api` does, and tell the addresses. Environments wait for `run`."""
-        settings, log = self._settings, self._context.log
-        url = settings.url
+        settings, url = self._settings, self._settings.url
         if not url:
             from slipstream.atropos.api import Desk, serve
 
@@ -93,22 +105,21 @@ class Entrance:
             self._api = await serve(self._desk, host=settings.host, port=settings.port, token=self._token)
             url = url_of(settings.host, self._api.port)
         command = self._command(url, model_urls)
-        log.event("atropos", api=url, models=list(model_urls), command=command)
-        self._context.progress.message(f"to start an environment of Atropos: {command}")
+        self._log.event("atropos", api=url, models=list(model_urls), command=command)
+        self._progress.message(f"to start an environment of Atropos: {command}")
 
     def _command(self, url: str, model_urls: Sequence[str]) -> str:
         """The command for a program, with the first engine."""
-        config = self._context.config
-        model, variable = config.model.path, self._settings.token_variable
+        model, variable = self._config.model.path, self._settings.token_variable
         if variable and not self._settings.url:
             url = url.replace("://", f"://:${variable}@")
         names = model
-        if servers := self._context.prepared.facts.servers:
+        if servers := self._servers:
             names, variable = servers[0].model, KEY_VARIABLE if servers[0].needs_key else ""
             names += f" --openai.tokenizer_name {model}"  # by default it is the model's name
         return (
             f"python PROGRAM serve --env.rollout_server_url {url} --env.tokenizer_name {model} "
-            f"--env.total_steps {config.training.steps} --openai.server_type vllm --openai.model_name {names} "
+            f"--env.total_steps {self._config.training.steps} --openai.server_type vllm --openai.model_name {names} "
             f"--openai.api_key {f'${variable}' if variable else 'none'} --openai.base_url {model_urls[0]}/v1"
         )
 
@@ -118,7 +129,7 @@ class Entrance:
         if self._api is not None:
             self._desk.has_started = True
         async with task_group() as tasks:
-            if self._context.config.inference.servers:
+            if self._servers:
                 tasks.create_task(self._keep_servers())
             if self._api is None:
                 tasks.create_task(self._poll(first))
@@ -142,15 +153,14 @@ class Entrance:
     async def _poll(self, first: int) -> None:
         from slipstream.atropos.run_api import RunApi
 
-        assert self._context.config.environment is not None
         await RunApi(
             self._settings.url,
             self._registration.model_copy(update={"starting_step": first}),
             token=self._token,
-            patience_s=self._context.config.environment.run_timeout_s,
+            patience_s=self._patience_s,
             is_wanted=lambda: self.arrivals.num_wanted > 0,
             take_in=self._take_in,
-            warn=self._context.log.warning,
+            warn=self._log.warning,
         ).run()
 
     async def stop(self) -> None:
@@ -175,7 +185,7 @@ class Entrance:
         self.arrivals.offer(rollouts, data.env_id)
 
     def _drop(self, reason: str, rollouts: Sequence[Rollout]) -> None:
-        staleness = self._context.config.training.staleness
+        staleness = self._config.training.staleness
         self._count(reason, rollouts)
         self._warn_once(
             reason,
@@ -186,7 +196,7 @@ class Entrance:
     def _warn_once(self, reason: str, text: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            self._context.log.warning(f"{text} (later ones are counted as dropped_groups/{reason})")
+            self._log.warning(f"{text} (later ones are counted as dropped_groups/{reason})")
 
     def _held(self) -> tuple[list[Holding], int]:
         held = [(each.maker, len(each.rollouts)) for each in self.arrivals.held]
@@ -198,16 +208,7 @@ class Entrance:
         return step + (self._is_ending and step >= self._registration.num_steps)
 
     def _tell_change(self, name: str, change: str) -> None:
-        self._context.log.event("atropos_environment", name=name, change=change)
-
-
-def open_entrance(context: Context, children: Children, versions: Versions, count: Count) -> Entrance | None:
-    """The entrance of a run with the environment `atropos`. It ends with the event loop. None for another one."""
-    settings = atropos_settings(context.config.environment)
-    if settings is None:
-        return None
-    children.entrance = Entrance(context, children.create_engine(), versions, settings, count)
-    return children.entrance
+        self._log.event("atropos_environment", name=name, change=change)
 
 
 def token_of(settings: AtroposSettings) -> str:
