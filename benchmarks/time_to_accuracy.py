@@ -301,7 +301,7 @@ def trl_child(options: argparse.Namespace) -> None:
         "vllm_max_model_length": case["max_model_len"],
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": algorithm["importance_cap"],
+        "vllm_importance_sampling_clip_max": algorithm["arguments"]["importance_cap"],
     }
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"),

@@ -28,7 +28,11 @@ def reference() -> str:
     parts = [HEAD]
     for section, spec in schema["properties"].items():
         for name in _references(spec):
-            parts.append(_section(section, schema["$defs"][name]))
+            model = schema["$defs"][name]
+            parts.append(_section(section, model))
+            for key, inner in model["properties"].items():
+                if "$ref" in inner:
+                    parts.append(_section(f"{section}.{key}", schema["$defs"][_references(inner)[0]]))
     return "\n".join(parts) + "\n"
 
 
@@ -46,7 +50,7 @@ def _section(section: str, model: dict[str, Any]) -> str:
     for name, spec in properties.items():
         takes = all_keys()[f"{section}.{name}"].requirement.replace("|", "\\|")
         is_required = all_keys()[f"{section}.{name}"].required or name in model.get("required", ())
-        default = "required" if is_required else _default(spec.get("default"))
+        default = "required" if is_required else _default({} if "$ref" in spec else spec.get("default"))
         lines.append(f"| `{name}` | {takes} | {default} | {_joined(spec.get('description', ''))} |")
     return "\n".join([*lines, ""])
 

@@ -11,10 +11,10 @@ import torch
 from slipstream import records
 from slipstream.algo.logprobs import processed_logprobs
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches
 from tests.algo.problem import LENGTHS, VOCABULARY, FixedPolicy
+from tests.recipe_settings import rl
 
 from .programs import program
 
@@ -107,7 +107,7 @@ def test_twin_and_trainer_have_the_same_loss_and_gradients(twin, is_first_update
     loss = twins_loss(twin, batch, logits_of_sequence, twin.Settings(**chosen))
     gradients = torch.autograd.grad(loss, logits_of_sequence)
 
-    objective = PolicyObjective(resolved(RLConfig(**chosen)), records.SamplingParams(max_tokens=8))
+    objective = PolicyObjective(resolved(rl(**chosen)), records.SamplingParams(max_tokens=8))
     divisors = objective.counts(batch)
     micros = list(micro_batches(batch, max_tokens=12))
     assert len(micros) > 1
@@ -121,9 +121,10 @@ def test_twin_and_trainer_have_the_same_loss_and_gradients(twin, is_first_update
 
 
 def test_twin_and_run_file_have_the_same_defaults(twin):
-    settings, config = vars(twin.Settings()), resolved(RLConfig()).model_dump()
+    settings, config = vars(twin.Settings()), resolved(rl()).model_dump()
+    config |= config["arguments"]
     shared = settings.keys() & config.keys()
-    assert len(shared) >= 7
+    assert len(shared) >= 8
     assert {name: settings[name] for name in shared} == {name: config[name] for name in shared}
 
 

@@ -62,7 +62,7 @@ def main() -> None:
         sft.weights,
         steps=60,
         # This task gives partial credit; train on right or wrong.
-        algorithm={"kind": "grpo", "group_size": 8, "reward_threshold": 1.0},
+        algorithm={"kind": "grpo", "group_size": 8, "arguments": {"reward_threshold": 1.0}},
         training={
             "prompts_per_batch": 96,
             "updates_per_batch": 2,

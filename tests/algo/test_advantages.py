@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 
 from slipstream.algo.advantages import (
     BASELINES,
-    best_of_group,
     group_advantages,
-    length_reward,
-    overlong_punishment,
     signal_fraction,
 )
+from slipstream.algo.shaping import best_of_group, length_reward, overlong_punishment
 
 GROUPS = st.lists(st.lists(st.integers(-20, 20), min_size=1, max_size=6), min_size=1, max_size=5)
 

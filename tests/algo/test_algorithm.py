@@ -59,6 +59,9 @@ class Raises(Algorithm):
 class Few(Algorithm):
     def credit_batch(self, rollouts):
         return [[1.0]] * len(rollouts)
+class Taken(Algorithm):
+    def __init__(self, best_of=2):
+        pass
 class Typo(Algorithm):
     reads = ("reference_logprob",)
 class Credit(Algorithm):
@@ -145,9 +148,11 @@ def test_what_is_wrong_is_found_before_a_run(own, name, says):
 def test_arguments_that_it_does_not_take_and_two_that_give_advantages(own):
     with pytest.raises(ConfigError, match=r"Half cannot be made with algorithm.arguments = {'a': 1} "):
         check_algorithm(own("Half", arguments={"a": 1}))
+    with pytest.raises(ConfigError, match=r"Taken takes best_of, and .* is the recipe's: rename it"):
+        check_algorithm(own("Taken"))
     for fields, says in (
         ({"advantage": "gae"}, "algorithm.advantage = 'gae' does, too"),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, "a KL term in the reward would change them"),
+        ({"kl_coef": 0.1, "arguments": {"kl_in": "reward"}}, "a KL term in the reward would change them"),
     ):
         with pytest.raises(ConfigError, match=says):
             check_algorithm(own("Credit", **fields))

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.algo.problem import make_problem
+from tests.recipe_settings import rl
 
 from slipstream.algo.advantages import BASELINES
 from slipstream.algo.custom import user_function
 from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.algo.trial import check_algorithm
 from slipstream.config.recipes import BUILT_IN, RECIPES, choices, needs_engine_logprobs, resolved
-from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 
 OWN = """
@@ -37,7 +37,7 @@ CONSTANT = 3
 
 
 def check_user_function(kind, name):
-    check_algorithm(resolved(RLConfig(**{kind: name})))
+    check_algorithm(resolved(rl(**{kind: name})))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_tables_hold_what_a_run_file_can_name():
     assert {*BASELINES, "gae"} == set(BUILT_IN["advantage"])
     assert tuple(LOSSES) == BUILT_IN["loss"]
     for name in RECIPES:
-        check_user_function("loss", resolved(RLConfig(kind=name)).loss)
+        check_user_function("loss", resolved(rl(kind=name)).loss)
 
 
 @pytest.mark.parametrize("of_package", [True, False])
@@ -67,12 +67,12 @@ def test_a_loss_and_an_advantage_of_another_package_or_from_a_file(of_package, o
     check_user_function("loss", half)
     check_user_function("advantage", centred)
     problem = make_problem()
-    value, gradients, _ = problem.ours(RLConfig(loss=half))
-    built_in = problem.ours(RLConfig(loss="policy_gradient"))
+    value, gradients, _ = problem.ours(rl(loss=half))
+    built_in = problem.ours(rl(loss="policy_gradient"))
     assert value == pytest.approx(built_in[0] / 2)
     torch.testing.assert_close(gradients, built_in[1] / 2)
     assert user_function("advantage", centred)(torch.tensor([1.0, 3.0]), None).tolist() == [-1.0, 1.0]
-    assert resolved(RLConfig(advantage=centred)).scale_rewards == "none"
+    assert resolved(rl(advantage=centred)).scale_rewards == "none"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_unknown_names(kind, name, says):
 
 @given(st.sampled_from(sorted(RECIPES)), st.booleans(), st.sampled_from(["auto", "masked", "none"]))
 def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correction):
-    given = RLConfig(kind=kind, clip_high=0.5, importance_sampling=correction, kl_in="reward" if in_reward else "auto")
+    given = rl(kind=kind, clip_high=0.5, importance_sampling=correction, kl_in="reward" if in_reward else "auto")
     final = resolved(given)
     assert "auto" not in final.model_dump().values()
     assert resolved(final) == final
@@ -125,16 +125,17 @@ def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correc
 
 
 def test_a_class_of_hooks_is_named_beside_what_it_may_replace():
-    found = {each.name: each.reason for each in choices(RLConfig(hooks="own.py:Mine"))}
+    found = {each.name: each.reason for each in choices(rl(hooks="own.py:Mine"))}
     replaced = {name for name, reason in found.items() if reason.endswith("; unless own.py:Mine has its own")}
     assert replaced == {"advantage", "scale_rewards", "loss"}
 
 
 def test_the_recipe_of_this_project_is_what_it_was():
-    final = resolved(RLConfig())
+    final = resolved(rl())
     assert (final.advantage, final.scale_rewards, final.loss, final.normalize) == ("group_mean", "std", "clip", "token")
-    assert (final.clip_low, final.clip_high, final.kl_estimator, final.kl_in) == (0.2, 0.28, "k3", "loss")
-    assert (final.importance_sampling, final.importance_cap, final.importance_floor) == ("truncated", 2.0, 0.0)
+    assert (final.clip_low, final.clip_high, final.importance_sampling) == (0.2, 0.28, "truncated")
+    assert (final.arguments.kl_estimator, final.arguments.kl_in) == ("k3", "loss")
+    assert (final.arguments.importance_cap, final.arguments.importance_floor) == (2.0, 0.0)
 
 
 def test_the_made_up_tokens_are_as_in_a_training(tmp_path):

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem, stream
+from tests.recipe_settings import rl
 
 from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_shares
 from slipstream.algo.surrogate_losses import LOSSES, LossInputs
 from slipstream.config.recipes import RECIPES, resolved
-from slipstream.config.schema import RLConfig
 
 NUM_TOKENS = sum(LENGTHS)
 
@@ -39,9 +39,9 @@ def paper(problem, config):
         for t in range(length):
             term = token_loss(config, new, old, advantage, t)
             term = term * correction(config, old, behaviour, t)
-            if config.kl_coef and config.kl_in == "loss":
+            if config.kl_coef and config.arguments.kl_in == "loss":
                 d = reference[t] - new[t]
-                estimate = {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - 1 - d}[config.kl_estimator]
+                estimate = {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - 1 - d}[config.arguments.kl_estimator]
                 term = term + config.kl_coef * estimate
             share = {"token": NUM_TOKENS, "sequence": len(LENGTHS) * length, "constant": len(LENGTHS) * MAX_TOKENS}
             total = total + term / share[config.normalize] - config.entropy_coef * entropy[t] / NUM_TOKENS
@@ -67,8 +67,9 @@ def token_loss(config, new, old, advantage, t):
         ratio = value * torch.exp(new[t]) / torch.exp(new[t]).detach()
     clipped = torch.clamp(ratio, low, high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
-    if config.clip_dual is not None and advantage < 0 and objective.item() < config.clip_dual * advantage:
-        objective = torch.tensor(config.clip_dual * advantage, dtype=torch.float64)
+    dual = config.arguments.clip_dual
+    if dual is not None and advantage < 0 and objective.item() < dual * advantage:
+        objective = torch.tensor(dual * advantage, dtype=torch.float64)
     return -objective
 
 
@@ -79,32 +80,32 @@ def correction(config, old, behaviour, t):
     ratios = [math.exp(a - b) for a, b in zip(old, behaviour, strict=True)]
     weight = math.prod(ratios) if kind.startswith("sequence") else ratios[t]
     if kind.endswith("masked"):
-        return weight if config.importance_floor <= weight <= config.importance_cap else 0.0
-    return min(max(weight, config.importance_floor), config.importance_cap)
+        return weight if config.arguments.importance_floor <= weight <= config.arguments.importance_cap else 0.0
+    return min(max(weight, config.arguments.importance_floor), config.arguments.importance_cap)
 
 
 CONFIGS = {
-    **{f"recipe {kind}": RLConfig(kind=kind) for kind in RECIPES},
+    **{f"recipe {kind}": rl(kind=kind) for kind in RECIPES},
     **{
-        f"{loss} {normalize}": RLConfig(loss=loss, normalize=normalize)
+        f"{loss} {normalize}": rl(loss=loss, normalize=normalize)
         for loss, normalize in itertools.product(LOSSES, ("token", "sequence", "constant"))
     },
     **{
-        f"{kind} floor {floor}": RLConfig(importance_sampling=kind, importance_floor=floor, importance_cap=1.5)
+        f"{kind} floor {floor}": rl(importance_sampling=kind, importance_floor=floor, importance_cap=1.5)
         for kind in ("truncated", "masked", "sequence_truncated", "sequence_masked")
         for floor in ("auto", 0.7)
     },
-    "IcePop": RLConfig(importance_sampling="masked"),
-    "no correction": RLConfig(importance_sampling="none"),
-    "symmetric clip": RLConfig(clip_low=0.2, clip_high=0.2),
-    "dual clip": RLConfig(clip_dual=1.5),
-    "decoupled PPO": RLConfig(importance_cap=1e9),
-    "ratio to the engine": RLConfig(old_policy="engine"),
-    "policy gradient to the engine": RLConfig(old_policy="engine", loss="policy_gradient"),
-    **{f"kl {k}": RLConfig(kl_coef=0.3, kl_estimator=k, normalize="sequence") for k in ("k1", "k2", "k3")},
-    "kl in the reward": RLConfig(kl_coef=0.3, kl_in="reward"),
-    "entropy": RLConfig(entropy_coef=0.2, normalize="sequence"),
-    "all at once": RLConfig(
+    "IcePop": rl(importance_sampling="masked"),
+    "no correction": rl(importance_sampling="none"),
+    "symmetric clip": rl(clip_low=0.2, clip_high=0.2),
+    "dual clip": rl(clip_dual=1.5),
+    "decoupled PPO": rl(importance_cap=1e9),
+    "ratio to the engine": rl(old_policy="engine"),
+    "policy gradient to the engine": rl(old_policy="engine", loss="policy_gradient"),
+    **{f"kl {k}": rl(kl_coef=0.3, kl_estimator=k, normalize="sequence") for k in ("k1", "k2", "k3")},
+    "kl in the reward": rl(kl_coef=0.3, kl_in="reward"),
+    "entropy": rl(entropy_coef=0.2, normalize="sequence"),
+    "all at once": rl(
         loss="gspo", kl_coef=0.1, entropy_coef=0.1, importance_sampling="sequence_truncated", normalize="constant"
     ),
 }
@@ -132,7 +133,7 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(name):
 
 def test_metrics_by_value(problem):
     batch = problem.batch
-    _, _, metrics = problem.ours(RLConfig(importance_sampling="masked", clip_dual=1.5))
+    _, _, metrics = problem.ours(rl(importance_sampling="masked", clip_dual=1.5))
     old = torch.cat(stream(batch, "old_logprobs")).double()
     behaviour = torch.tensor([x for s in batch.sequences for x in s.logprobs[2:]], dtype=torch.float64)
     targets = [torch.tensor(s.token_ids[2:]) for s in batch.sequences]

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.recipe_settings import rl
 
 from slipstream.algo.readiness import (
     GroupStatistics,
@@ -15,7 +16,6 @@ from slipstream.algo.readiness import (
     turn_returns,
     turns_have_signal,
 )
-from slipstream.config import RLConfig
 from slipstream.records import Rollout, Sequence
 
 
@@ -52,7 +52,7 @@ def test_the_figures():
 def test_a_threshold_of_rewards_decides_which_groups_differ():
     rollouts = [rollout(0, 0.2), rollout(0, 0.4), rollout(1, 0.2), rollout(1, 0.9)]
     assert group_statistics(rollouts, 1.0).signal_fraction == 1.0
-    rule = signal_rule(RLConfig(reward_threshold=0.5))
+    rule = signal_rule(rl(reward_threshold=0.5))
     assert group_statistics(rollouts, 1.0, rule).signal_fraction == 0.5
 
 
@@ -60,8 +60,8 @@ def test_a_group_in_which_no_completion_is_trained_on_has_no_signal():
     """Under `train_on_truncated = false` all of it must not be truncated."""
     cut = [rollout(0, reward, outcome="truncated") for reward in (0.0, 1.0)]
     for one, expected in ((rollout(0, 0.0, outcome="reward_error"), False), (rollout(0, 0.0), True)):
-        assert signal_rule(RLConfig(train_on_truncated=False))([*cut, one]) is expected
-        assert signal_rule(RLConfig())([*cut, one])
+        assert signal_rule(rl(train_on_truncated=False))([*cut, one]) is expected
+        assert signal_rule(rl())([*cut, one])
 
 
 def test_without_a_usable_rollout_there_is_nothing_to_say():

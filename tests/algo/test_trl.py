@@ -7,12 +7,13 @@ import types
 import pytest
 import torch
 from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem, stream
+from tests.recipe_settings import rl
 from tests.trainer.test_credit_assignment import batch_of
 
-from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
+from slipstream.algo.advantages import group_advantages, leave_one_out
 from slipstream.algo.importance_sampling import importance_weights
+from slipstream.algo.shaping import overlong_punishment
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
 from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.old_logprobs import kl_penalties_of
 
@@ -157,7 +158,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, problem):
     ours, theirs = LOSSES[name]
-    config = RLConfig(**ours)
+    config = rl(**ours)
     trainer = MinimalGRPO(problem, **{"epsilon_low": 0.2, "epsilon_high": 0.28} | theirs)
     loss = trainer._compute_loss(trainer.model, inputs_of(problem, config))
     loss.backward()
@@ -202,7 +203,7 @@ def test_rloos_kl_in_the_reward(problem):
     penalties, _ = kl_penalties_of(
         rollouts, stream(batch, "old_logprobs"), stream(batch, "reference_logprobs"), "k1", 0.1
     )
-    credit = assign_credit(rollouts, resolved(RLConfig(kind="rloo", kl_coef=0.1)), MAX_TOKENS, penalties)
+    credit = assign_credit(rollouts, resolved(rl(kind="rloo", kl_coef=0.1)), MAX_TOKENS, penalties)
     torch.testing.assert_close(torch.tensor(credit.advantages), output["advantages"], rtol=1e-5, atol=1e-5)
 
 
@@ -239,7 +240,7 @@ def test_importance_corrections(ours, theirs, floor, problem):
     torch.testing.assert_close(weights, ratio[mask])
     assert (weights == 1.4).any() or (weights == 0.0).any(), "the bounds must be at work"
 
-    config = RLConfig(importance_sampling=ours, importance_cap=1.4, importance_floor=floor or 0.0)
+    config = rl(importance_sampling=ours, importance_cap=1.4, importance_floor=floor or 0.0)
     loss = trainer._compute_loss(trainer.model, inputs_of(problem, config) | {"importance_sampling_ratio": ratio})
     loss.backward()
     value, gradients, _ = problem.ours(config)

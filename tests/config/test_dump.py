@@ -1,3 +1,4 @@
+import re
 import tomllib
 
 import pytest
@@ -20,6 +21,7 @@ from slipstream.config import (
     load_config,
 )
 from slipstream.config.parse.dump import toml_value
+from slipstream.config.schema import ArgumentsConfig
 
 from .conftest import MINIMAL
 
@@ -51,7 +53,7 @@ def test_each_line_says_where_its_value_came_from(run_file):
     assert "top_p = 1.0 # default" in lines
     assert "max_tokens = 12 # derived: 1.25 x the longest" in lines
     assert "prompts_per_batch = 3 # derived: few" in lines
-    assert '# kl_estimator = "auto" # has no effect while algorithm.kl_coef is 0' in lines
+    assert '# arguments.kl_estimator = "auto" # has no effect while algorithm.kl_coef is 0' in lines
     assert "# folder is not set # default" in lines
 
 
@@ -70,6 +72,7 @@ def round_trip(path, loaded, derived=()):
         ["--algorithm.kind", "sft", "--no-evaluation"],
         ["--algorithm.kind", "sft", "--data.path", "rows.jsonl"],
         ["--algorithm.importance_sampling", "none", "--algorithm.kl_coef", "0.1"],
+        ["--algorithm.hooks", "own", "--algorithm.arguments.weight", "0.5", "--algorithm.arguments.best_of", "2"],
         ["--run.folder", "runs/x", "--sampling.stop", '["\\n", "#"]'],
         ["--inference.options.a.b", "[{x = 1}]", "--environment.name", "a/b.py:C"],
     ],
@@ -84,6 +87,18 @@ def test_round_trip(run_file, overrides):
     given.write_text(dump_given(loaded), encoding="utf-8")
     assert load_config(given).config == loaded.config
     assert "gradient_checkpointing" not in given.read_text()  # a default
+
+
+def test_a_run_of_before_the_arguments_reads_back(run_file):
+    path = run_file(name="resolved.toml")
+    overrides = ("--algorithm.kl_coef", "0.1", "--algorithm.arguments.best_of", "2")
+    loaded = load_config(path, [*overrides, "--algorithm.hooks", "own", "--algorithm.arguments.weight", "0.5"])
+    moved = rf"^arguments[.]({'|'.join(ArgumentsConfig.model_fields)}) "
+    old = re.sub(moved, r"\1 ", dump_resolved(loaded), flags=re.MULTILINE)
+    assert "\nbest_of = 2 " in old
+    assert "arguments.weight = 0.5" in old
+    path.write_text(old, encoding="utf-8")
+    assert load_config(path).config == loaded.config
 
 
 def test_round_trip_without_environment(run_file):

@@ -18,6 +18,9 @@ def test_keys_know_what_they_take():
     assert keys["run.sinks"].requirement == 'a list of "tensorboard", "wandb" or "trackio"'
     assert keys["environment.settings"].is_free
     assert keys["algorithm.group_size"].kinds == tuple(RECIPES)
+    assert keys["algorithm.arguments"].is_free
+    assert keys["algorithm.arguments.kl_in"].choices == ("auto", "loss", "reward")
+    assert len([key for key in keys_of("algorithm") if "grpo" in key.kinds or key.name == "kind"]) == 16
     assert keys["algorithm.train_on"].kinds == ("sft", "dpo", "kto")
     assert keys["algorithm.kind"].choices == ("sft", "dpo", "kto", *RECIPES)
     assert keys["evaluation.temperature"].requirement == 'a number of at least 0 and at most 2 or "auto"'
@@ -32,7 +35,7 @@ def test_keys_know_what_they_take():
 
 @pytest.mark.parametrize("path", sorted(all_keys()))
 def test_a_slip_of_the_finger_finds_its_key(path):
-    section, name = path.split(".")
+    section, _, name = path.rpartition(".")
     if len(name) < 5:
         return
     slip = name[:2] + name[3:]

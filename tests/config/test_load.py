@@ -1,10 +1,13 @@
 import os
+import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from slipstream.config import RLConfig, SFTConfig, load_config
+from slipstream.config import RLConfig, SFTConfig, load_config, load_settings
+from slipstream.config.schema import ArgumentsConfig
 from slipstream.errors import ConfigError
 from tests.refusals import refuses
 
@@ -166,26 +169,26 @@ BASES = {"grpo": MINIMAL, "sft": SFT, "ppo": PPO, "data": SFT_FROM_DATA}
 REFUSED = """
 sft  --algorithm.group_size 4
 grpo --algorithm.train_on last
-grpo --algorithm.kl_estimator k3 -> algorithm.kl_coef
-grpo --algorithm.kl_in reward -> algorithm.kl_coef
-grpo --algorithm.importance_sampling none --algorithm.importance_cap 2.0
+grpo --algorithm.arguments.kl_estimator k3 -> algorithm.kl_coef
+grpo --algorithm.arguments.kl_in reward -> algorithm.kl_coef
+grpo --algorithm.importance_sampling none --algorithm.arguments.importance_cap 2.0
 grpo --algorithm.loss policy_gradient --algorithm.clip_low 0.1
-grpo --algorithm.kind gspo --algorithm.clip_dual 3
-grpo --algorithm.clip_dual 1.2 -> 1.28
+grpo --algorithm.kind gspo --algorithm.arguments.clip_dual 3
+grpo --algorithm.arguments.clip_dual 1.2 -> 1.28
 grpo --algorithm.old_policy engine --algorithm.importance_sampling masked
-grpo --algorithm.importance_floor 2.0
-grpo --algorithm.length_penalty 0.1 -> algorithm.reward_threshold
+grpo --algorithm.arguments.importance_floor 2.0
+grpo --algorithm.arguments.length_penalty 0.1 -> algorithm.arguments.reward_threshold
 grpo --teacher.path teacher --algorithm.kind distill --algorithm.max_refills 9
-grpo --algorithm.best_of 9 -> algorithm.group_size = 8
+grpo --algorithm.arguments.best_of 9 -> algorithm.group_size = 8
 grpo --critic.gamma 0.9 -> algorithm.advantage
 sft  --critic.gamma 0.9 -> algorithm.advantage
 ppo  --algorithm.scale_rewards std
 grpo --training.overprovision 0.5 -> training.order
 grpo --training.order data --training.overprovision 0.5
 ppo  --critic.warmup_steps 20 -> training.steps = 20
-grpo --algorithm.thinking_penalty 2 -> algorithm.thinking_budget
+grpo --algorithm.arguments.thinking_penalty 2 -> algorithm.arguments.thinking_budget
 grpo --algorithm.group_size 1 -> at least 2
-grpo --algorithm.overlong_penalty 2.0 -> algorithm.overlong_buffer
+grpo --algorithm.arguments.overlong_penalty 2.0 -> algorithm.arguments.overlong_buffer
 grpo --algorithm.kind rloo --data.path x
 grpo --data.path x
 sft  --no-evaluation --sampling.top_k 3
@@ -235,9 +238,35 @@ class TestKnobsWithoutEffect:
         assert "\n" not in message
 
     def test_names_the_flag_or_the_line(self, run_file):
-        path = run_file(with_line('kl_estimator = "k1"', "[algorithm]"))
+        path = run_file(with_line('arguments.kl_estimator = "k1"', "[algorithm]"))
         assert refusal(path).endswith("(run.toml:8)")
-        assert refusal(run_file(), "--algorithm.kl-estimator", "k1").endswith("(--algorithm.kl-estimator)")
+        flag = "--algorithm.arguments.kl-estimator"
+        assert refusal(run_file(), flag, "k1").endswith(f"({flag})")
+
+    @pytest.mark.parametrize("name", ArgumentsConfig.model_fields)
+    def test_a_key_of_before_is_refused_with_the_argument(self, run_file, name):
+        hint = f"did you mean algorithm.arguments.{name}?"
+        for sentence in (
+            refusal(run_file(with_line(f"{name} = 2", "[algorithm]"))),
+            refusal(run_file(), f"--algorithm.{name}", "2"),
+            refusal(run_file(), f"--algorithm.no-{name}"),
+        ):
+            assert hint in sentence
+            assert "\n" not in sentence
+        tables = tomllib.loads(with_line(f"{name} = 2", "[algorithm]"))
+        with pytest.raises(ConfigError, match=re.escape(f"{hint} (Python call)")):
+            load_settings(tables)
+
+    def test_arguments_of_nobody_are_refused(self, run_file):
+        file = run_file(with_line("arguments.best_off = 2", "[algorithm]"))
+        says = "algorithm.arguments.best_off is not a known key: did you mean algorithm.arguments.best_of? (run.toml:8)"
+        assert refusal(file) == says
+        assert "did you mean algorithm.kl_coef?" in refusal(run_file(), "--algorithm.arguments.kl_coef", "0.1")
+        overrides = ["--algorithm.hooks", "own", "--algorithm.arguments.best_off", "2"]
+        assert load_config(run_file(), overrides).config.algorithm.arguments.model_extra == {"best_off": 2}
+        assert "(--algorithm.arguments.best_of)" in refusal(run_file(), "--algorithm.arguments.best_of", "0")
+        sft = ("--algorithm.kind", "sft", "--algorithm.arguments.best_of", "2")
+        assert "algorithm.arguments applies to grpo, not to sft" in refusal(run_file(), *sft)
 
     def test_lora_is_a_section_of_its_own(self, run_file):
         assert load_config(run_file()).config.lora is None
@@ -248,8 +277,8 @@ class TestKnobsWithoutEffect:
         assert load_config(run_file(text)).config.lora.target_modules == ("q_proj", "v_proj")
 
     def test_may_be_set_when_it_has_one(self, run_file):
-        overrides = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_estimator", "k1"]
-        assert load_config(run_file(), overrides).config.algorithm.kl_estimator == "k1"
+        overrides = ["--algorithm.kl_coef", "0.1", "--algorithm.arguments.kl_estimator", "k1"]
+        assert load_config(run_file(), overrides).config.algorithm.arguments.kl_estimator == "k1"
 
     def test_every_key_of_a_section_is_told(self, run_file):
         text = SFT + "[sampling]\ntop_k = 3\ntop_p = 0.5\n"

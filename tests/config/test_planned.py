@@ -36,7 +36,7 @@ def test_what_is_decided_stays_and_a_recipe_is_resolved():
     assert isinstance(planned, PlannedConfig)
     assert planned.model.path == "auto", "a name that a user gave"
     assert (planned.training.learning_rate, planned.algorithm.clip_high) == (1e-3, 0.4)
-    assert (planned.algorithm.loss, planned.algorithm.kl_estimator) == ("clip", "k3")
+    assert (planned.algorithm.loss, planned.algorithm.arguments.kl_estimator) == ("clip", "k3")
     assert planned_config(planned) == planned
     assert PlannedConfig.model_validate_json(planned.model_dump_json()) == planned
 

@@ -739,15 +739,15 @@ def test_a_recipe_is_shown_with_its_source(kind):
     assert told["algorithm.advantage"] == RECIPES[kind].source
     assert "arXiv" in told["algorithm.loss"]
     assert "algorithm.clip_high" not in told
-    assert "algorithm.kl_in" not in told, "it has no effect while kl_coef is 0"
+    assert "algorithm.arguments.kl_in" not in told, "it has no effect while kl_coef is 0"
     assert autos(made, config) == []
     assert any("never act with one update" in text for text in made.warnings)
 
 
 def test_an_estimator_that_holds_nothing_back_is_a_warning():
-    values = {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k1"}
+    values = {"algorithm.kl_coef": 0.1, "algorithm.arguments.kl_estimator": "k1"}
     assert any("zero on average" in text for text in plan(values).warnings)
-    assert not plan({**values, "algorithm.kl_in": "reward"}).warnings
+    assert not plan({**values, "algorithm.arguments.kl_in": "reward"}).warnings
 
 
 def test_deltas_cost_a_copy_of_the_weights():
@@ -785,8 +785,8 @@ def test_an_adapter_in_float32_is_for_vllm_on_cpus():
 
 
 def test_a_thinking_budget_that_never_acts_is_a_warning():
-    assert any("never acts" in text for text in plan({"algorithm.thinking_budget": 19}).warnings)
-    assert not plan({"algorithm.thinking_budget": 18}).warnings
+    assert any("never acts" in text for text in plan({"algorithm.arguments.thinking_budget": 19}).warnings)
+    assert not plan({"algorithm.arguments.thinking_budget": 18}).warnings
 
 
 def test_a_critic_is_counted_and_gets_the_policys_rate():

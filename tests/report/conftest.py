@@ -18,7 +18,7 @@ name = "reasoning_gym/{task}"  # run.toml:4
 api_key = "hunter2-secret"     # command line
 [algorithm]
 kind = "grpo"             # run.toml:7
-# kl_estimator = "k3"     # has no effect while algorithm.kl_coef is 0
+# arguments.kl_estimator = "k3"     # has no effect while algorithm.kl_coef is 0
 [training]
 steps = {steps}           # command line
 # max_seconds is not set  # default

@@ -175,7 +175,7 @@ def test_settings_keep_their_origins(write):
     found = {item.name: item for item in read_run(write("one")).settings}
     assert (found["model.path"].value, found["model.path"].origin) == ('"models/tiny"', "run.toml:2")
     assert found["environment.api_key"].value == '"<redacted>"'
-    assert not found["algorithm.kl_estimator"].applies
+    assert not found["algorithm.arguments.kl_estimator"].applies
     assert (found["training.max_seconds"].value, found["training.max_seconds"].applies) == ("", False)
 
 

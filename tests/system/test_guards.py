@@ -95,7 +95,7 @@ def test_an_engine_that_samples_no_tokens(scripted, limit, error, step, words):
 
 def test_steps_of_truncated_completions_only_are_skipped_where_these_are_not_trained_on(scripted):
     settings = ("--environment.settings", "{coin = true}", "--sampling.max_tokens", "2")
-    settings += ("--run.max_steps_without_signal", "2", "--algorithm.train_on_truncated", "false")
+    settings += ("--run.max_steps_without_signal", "2", "--algorithm.arguments.train_on_truncated", "false")
     words = "truncated ones are not trained on, in 2 consecutive steps"
     scripted.fail(("TrainingError", 7, 1), words, *settings, script=lambda prompt, seed: scripted.say("aaaaaa"))
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]

@@ -45,9 +45,12 @@ def test_recipes_train(kind, scripted, model):
     "settings",
     [
         ("--algorithm.loss", "policy_gradient", "--algorithm.old_policy", "engine"),
-        ("--algorithm.importance_sampling", "sequence_masked", "--algorithm.clip_dual", "3.0"),
+        ("--algorithm.importance_sampling", "sequence_masked", "--algorithm.arguments.clip_dual", "3.0"),
         ("--algorithm.loss", "gspo_token", "--algorithm.entropy_coef", "0.01", "--training.staleness", "1"),
-        ("--algorithm.best_of", "2", "--algorithm.reward_threshold", "1.0", "--algorithm.length_penalty", "0.1"),
+        (
+            *("--algorithm.arguments.best_of", "2", "--algorithm.arguments.reward_threshold", "1.0"),
+            *("--algorithm.arguments.length_penalty", "0.1"),
+        ),
         ("--algorithm.scale_rewards", "batch", "--algorithm.importance_sampling", "masked"),
     ],
     ids=["engine ratio", "sequence mask, dual clip", "gspo token, entropy, stale", "best of, length", "batch, IcePop"],

@@ -115,7 +115,7 @@ def test_a_batch_without_variance_trains_nothing():
 
 def test_a_batch_of_truncated_rollouts_trains_nothing_where_these_are_left_out():
     batch = batch_of(0, outcome="truncated")
-    left_out = make_trainer(planned(algorithm={"train_on_truncated": False})).train(batch)
+    left_out = make_trainer(planned(algorithm={"arguments": {"train_on_truncated": False}})).train(batch)
     assert left_out.no_signal is NoSignal.ALL_TRUNCATED
     assert not any(left_out.credit.carries_loss)
     assert make_trainer(planned()).train(batch).no_signal is None
@@ -190,7 +190,7 @@ def test_a_critic_learns_from_rewards_that_teach_the_policy_nothing():
 
 
 def test_a_kl_term_in_the_reward_is_measured_and_no_signal():
-    config = planned("reinforce_pp", algorithm={"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"})
+    config = planned("reinforce_pp", algorithm={"kl_coef": 0.5, "arguments": {"kl_in": "reward", "kl_estimator": "k1"}})
     reference = Learner([])
     reference.logprob = -1.0
     trainer = make_trainer(config, reference=reference)
@@ -233,7 +233,7 @@ def test_a_full_context_is_the_reason_where_it_cut_most_episodes():
         rollout.stop = "context_full"
     assert make_trainer(planned()).train(same).no_signal is NoSignal.CONTEXT_FULL
     cut = batch_of(0, outcome="truncated")
-    left_out = planned(algorithm={"train_on_truncated": False})
+    left_out = planned(algorithm={"arguments": {"train_on_truncated": False}})
     for stop, reason in (("length", NoSignal.ALL_TRUNCATED), ("context_full", NoSignal.CONTEXT_FULL)):
         for rollout in cut.rollouts:
             rollout.stop = stop

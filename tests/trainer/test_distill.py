@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tests.recipe_settings import rl
 
 from slipstream import records
 from slipstream.algo.divergences import divergence, tail_logprob, top_divergence
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig, TeacherConfig
+from slipstream.config.schema import TeacherConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.loss import PolicyObjective
 from slipstream.trainer.packing import StepBatch, micro_batches, stream_of
@@ -45,7 +46,7 @@ def sequence(tokens, teacher_PV, temperature):
 
 
 def objective(temperature=1.0, coef=1.0, top_k=None, beta=1.0, **algorithm):
-    config = RLConfig(kind="distill", importance_sampling="none", **algorithm)
+    config = rl(kind="distill", importance_sampling="none", **algorithm)
     sampling = records.SamplingParams(max_tokens=POSITIONS, temperature=temperature)
     return PolicyObjective(resolved(config), sampling, TeacherConfig(coef=coef, top_k=top_k, jsd_beta=beta))
 
@@ -117,7 +118,7 @@ def test_it_is_added_to_what_rewards_say():
     gradients = []
     for kind, coef, advantage in (("grpo", 0.3, 0.8), ("grpo", None, 0.8), ("distill", 0.3, 0.0)):
         batch = StepBatch([sequence(tokens, teacher, 1.0)], [advantage])
-        config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
+        config = rl(kind=kind, loss="policy_gradient", importance_sampling="none")
         teacher_config = None if coef is None else TeacherConfig(coef=coef)
         ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), teacher_config)
         gradients.append(by_objective(ours, batch, student)[0])
@@ -128,7 +129,7 @@ def test_samples_of_another_distribution_are_corrected_by_their_weights():
     """Tokens of an engine that is not quite the policy: with importance weights the expectation is the same."""
     student, teacher, engine = logits_of(8).requires_grad_(), logits_of(9), logits_of(10)
     reverse_kl(student, teacher, 1.0).backward()
-    config = RLConfig(kind="distill", importance_cap=1e9)
+    config = rl(kind="distill", importance_cap=1e9)
     ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=1), TeacherConfig())
     drawn_PV, total = engine.log_softmax(-1), torch.zeros_like(student)
     for place in range(POSITIONS):
@@ -183,7 +184,7 @@ def test_the_divergence_is_added_to_what_rewards_say():
     gradients = []
     for kind, has_teacher, advantage in (("grpo", True, 0.8), ("grpo", False, 0.8), ("distill", True, 0.0)):
         batch = StepBatch([with_likeliest(tokens, teacher, 1.0, 2)], [advantage])
-        config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
+        config = rl(kind=kind, loss="policy_gradient", importance_sampling="none")
         teaches = TeacherConfig(coef=0.3, top_k=2) if has_teacher else None
         ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), teaches)
         gradients.append(by_objective(ours, batch, student)[0])

@@ -210,7 +210,7 @@ def test_a_run_that_learned_nothing_is_an_error(tmp_path, collected):
 
 def test_what_a_run_lacked_is_named(tmp_path):
     batches = [batch_of(step, outcome="truncated") for step in range(3)]
-    run = make_run(tmp_path, batches, config=planned(algorithm={"train_on_truncated": False}))
+    run = make_run(tmp_path, batches, config=planned(algorithm={"arguments": {"train_on_truncated": False}}))
     with pytest.raises(TrainingError, match="trained in 3 steps: no completion ended before the limit, and"):
         run.loop.run()
 

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.recipe_settings import rl
 
 from slipstream import records
 from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig, TeacherConfig
+from slipstream.config.schema import TeacherConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.packing import StepBatch, dummy_micro_batch, micro_batches
@@ -46,7 +47,7 @@ def of(batch, temperature=1.0, max_tokens=4, teacher_coef=None, **config):
     """Loss, metrics and the gradient of the logits."""
     sampling = records.SamplingParams(max_tokens=max_tokens, temperature=temperature)
     teacher = None if teacher_coef is None else TeacherConfig(coef=teacher_coef)
-    objective = PolicyObjective(resolved(RLConfig(**config)), sampling, teacher)
+    objective = PolicyObjective(resolved(rl(**config)), sampling, teacher)
     logits = LOGITS.clone().requires_grad_()
     (micro,) = micro_batches(batch, 100)
     divisors = objective.counts(batch)
@@ -237,7 +238,7 @@ def test_sft_is_told_as_means_over_tokens():
 def test_a_rank_without_a_row_makes_one_forward_pass():
     blank, rows = dummy_micro_batch("cpu"), []
     model = SimpleNamespace(logits=lambda row: rows.append(row) or LOGITS[:1])
-    for objective in (SFTObjective(), PolicyObjective(resolved(RLConfig()), records.SamplingParams(max_tokens=1))):
+    for objective in (SFTObjective(), PolicyObjective(resolved(rl()), records.SamplingParams(max_tokens=1))):
         assert objective.idle(model, blank, {}) is not None
     assert rows == [blank] * 2
 
@@ -248,7 +249,7 @@ def test_differences_are_told_by_the_place_of_the_token_itself():
     batch, old = StepBatch([sequence], [1.0]), torch.full((size,), -2.0)
     old[62], old[63] = -1.0, -4.0  # of the tokens at 63 and 64
     batch.fill("old_logprobs", [old])
-    objective = PolicyObjective(resolved(RLConfig()), records.SamplingParams(max_tokens=size))
+    objective = PolicyObjective(resolved(rl()), records.SamplingParams(max_tokens=size))
     (micro,) = micro_batches(batch, 100)
     _, sums = objective.terms(Table(torch.zeros(size, 3)), micro, objective.counts(batch))
     metrics = objective.summarize(sums, objective.counts(batch))

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.recipe_settings import rl
 
-from slipstream.config import RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.records import Batch, Rollout, SamplingParams, Sequence, Version
 from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
@@ -36,12 +36,12 @@ def step():
 @pytest.mark.parametrize(("old_policy", "expected"), [("trainer", 2), ("engine", 0)])
 def test_the_trainer_computes_them_unless_they_are_the_engines(old_policy, expected):
     learner = Model(-1.0)
-    fill_logprobs([step(), step()], resolved(RLConfig(old_policy=old_policy)), learner, None, SAMPLING)
+    fill_logprobs([step(), step()], resolved(rl(old_policy=old_policy)), learner, None, SAMPLING)
     assert len(learner.filled) == expected
 
 
 def test_the_reference_is_asked_where_the_loss_has_the_kl_term():
-    first, algorithm = step(), resolved(RLConfig(kl_coef=0.1, kl_in="loss"))
+    first, algorithm = step(), resolved(rl(kl_coef=0.1, kl_in="loss"))
     fill_logprobs([first, first], algorithm, Model(-1.0), Model(-2.0), SAMPLING)
     assert first.sequences[0].values("reference_logprobs") == [-2.0, -2.0]
     assert SEQUENCE.streams == {}
@@ -50,7 +50,7 @@ def test_the_reference_is_asked_where_the_loss_has_the_kl_term():
 
 
 def test_a_kl_term_in_the_reward_is_taken_from_it_and_not_from_the_loss_too():
-    first, algorithm = step(), resolved(RLConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1"))
+    first, algorithm = step(), resolved(rl(kl_coef=0.1, kl_in="reward", kl_estimator="k1"))
     fill_logprobs([first], algorithm, Model(-1.0), Model(-2.0), SAMPLING)
     assert first.sequences[0].streams == {}
     rollout = Rollout("0.0.0", "t", "0.0", [SEQUENCE], 1.0, "done")

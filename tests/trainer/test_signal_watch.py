@@ -136,7 +136,7 @@ def test_a_threshold_of_the_rewards_decides_which_groups_differ(watch):
     partial = rollouts((0.6, 0.2), (0.7, 0.5))
     settings = {"evaluation": {"threshold": 0.5}}
     assert watch(**settings).judge_first(partial).verdict == "ready for RL"
-    one = watch(algorithm={"kind": "grpo", "reward_threshold": 0.1}, **settings)
+    one = watch(algorithm={"kind": "grpo", "arguments": {"reward_threshold": 0.1}}, **settings)
     assert one.judge_first(partial).verdict != "ready for RL"
     refilled = watch(algorithm={"kind": "grpo", "max_refills": 2})
     assert refilled.judge_first(partial) is None

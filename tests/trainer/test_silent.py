@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
+from tests.recipe_settings import rl
 from tests.trainer.credit import batch_from
 
 from slipstream import records
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.packing import make_step_batches
 
@@ -34,12 +34,12 @@ def batch_of(num_groups=6, size=6, seed=0):
 
 
 OBJECTIVES = {
-    "token": RLConfig(),
-    "sequence": RLConfig(normalize="sequence"),
-    "constant": RLConfig(normalize="constant"),
-    "masked": RLConfig(importance_sampling="masked"),
-    "gspo": RLConfig(loss="gspo"),
-    "cispo": RLConfig(loss="cispo"),
+    "token": rl(),
+    "sequence": rl(normalize="sequence"),
+    "constant": rl(normalize="constant"),
+    "masked": rl(importance_sampling="masked"),
+    "gspo": rl(loss="gspo"),
+    "cispo": rl(loss="cispo"),
 }
 
 
@@ -78,14 +78,14 @@ def test_whatever_else_teaches_them_keeps_them():
     (step,) = make_step_batches(batch, advantages, ignores_silent=True)
     assert not step.silent
     for config, coef in (
-        (RLConfig(kl_coef=0.1), None),
-        (RLConfig(entropy_coef=0.1), None),
-        (RLConfig(), 0.5),
+        (rl(kl_coef=0.1), None),
+        (rl(entropy_coef=0.1), None),
+        (rl(), 0.5),
     ):
         assert not PolicyObjective(resolved(config), SAMPLING, coef).ignores_silent
-    assert PolicyObjective(resolved(RLConfig(kl_coef=0.1, kl_in="reward")), SAMPLING).ignores_silent
+    assert PolicyObjective(resolved(rl(kl_coef=0.1, kl_in="reward")), SAMPLING).ignores_silent
     assert not SFTObjective().ignores_silent
-    own = PolicyObjective(resolved(RLConfig(loss=f"{__file__}:own_loss")), SAMPLING)
+    own = PolicyObjective(resolved(rl(loss=f"{__file__}:own_loss")), SAMPLING)
     assert not own.ignores_silent
 
 

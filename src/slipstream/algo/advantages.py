@@ -1,4 +1,4 @@
-"""From rewards to advantages: baselines, scales, and the shaping and choosing of rewards within groups.
+"""From rewards to advantages: baselines and scales.
 
 Pure. The caller decides which rollouts form a group and which contribute to the loss. Computed in float64. `[S]`: one
 element per rollout; group ids are integers, equal within a group, in any order.
@@ -16,7 +16,7 @@ STD_EPSILON = 1e-4
 """Added to the standard deviation, as in TRL."""
 
 
-def _grouped(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor]:
+def grouped(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor]:
     """The index of each reward's group, and the groups' sizes in float64."""
     if rewards_S.shape != group_ids_S.shape or rewards_S.ndim != 1:
         raise ValueError(
@@ -27,16 +27,17 @@ def _grouped(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor]:
     return groups_S, sizes_G.to(torch.float64)
 
 
-def _least(values_S: Tensor, groups_S: Tensor, sizes_G: Tensor) -> Tensor:
+def least(values_S: Tensor, groups_S: Tensor, sizes_G: Tensor) -> Tensor:
+    """The least value of each group, `[G]`."""
     return torch.zeros_like(sizes_G).scatter_reduce(0, groups_S, values_S, "amin", include_self=False)
 
 
 def _centred(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards less their group's mean, the group's index of each, and the groups' sizes; in float64."""
-    groups_S, sizes_G = _grouped(rewards_S, group_ids_S)
+    groups_S, sizes_G = grouped(rewards_S, group_ids_S)
     rewards_S = rewards_S.to(torch.float64)
     # Without the shift equal rewards would not give exactly 0: 0.1 summed n times is not n * 0.1.
-    shifted_S = rewards_S - _least(rewards_S, groups_S, sizes_G)[groups_S]
+    shifted_S = rewards_S - least(rewards_S, groups_S, sizes_G)[groups_S]
     means_G = torch.zeros_like(sizes_G).index_add_(0, groups_S, shifted_S) / sizes_G
     return shifted_S - means_G[groups_S], groups_S, sizes_G
 
@@ -111,35 +112,3 @@ def signal_fraction(rewards_S: Tensor, group_ids_S: Tensor) -> float:
     centred_S, groups_S, sizes_G = _centred(rewards_S, group_ids_S)
     spread_G = torch.zeros_like(sizes_G).scatter_reduce(0, groups_S, centred_S.abs(), "amax")
     return (spread_G > 0).to(torch.float64).mean().item()
-
-
-def overlong_punishment(lengths_S: Tensor, max_tokens: int, buffer: float) -> Tensor:
-    """0 up to `max_tokens - buffer` tokens, falling to -1 at `max_tokens` and staying there (DAPO, arXiv 2503.14476,
-    equation 13). A `buffer` of 0 punishes what is longer than `max_tokens` only."""
-    over_S = lengths_S.to(torch.float64) - (max_tokens - buffer)
-    if buffer == 0.0:
-        return -(over_S > 0).to(torch.float64)
-    return -(over_S / buffer).clamp(0.0, 1.0)
-
-
-def length_reward(lengths_S: Tensor, right_S: Tensor, group_ids_S: Tensor) -> Tensor:
-    """From 0.5 for the shortest of a group to -0.5 for the longest; a wrong answer gets no more than 0, and equal
-    lengths give 0 (Kimi k1.5, arXiv 2501.12599, section 2.3.3)."""
-    groups_S, sizes_G = _grouped(lengths_S, group_ids_S)
-    lengths_S = lengths_S.to(torch.float64)
-    least_S = _least(lengths_S, groups_S, sizes_G)[groups_S]
-    range_S = -_least(-lengths_S, groups_S, sizes_G)[groups_S] - least_S
-    reward_S = 0.5 - (lengths_S - least_S) / range_S.clamp(min=1.0)
-    reward_S = torch.where(right_S, reward_S, reward_S.clamp(max=0.0))
-    return torch.where(range_S > 0, reward_S, torch.zeros_like(reward_S))
-
-
-def best_of_group(rewards_S: Tensor, group_ids_S: Tensor, num_best: int) -> Tensor:
-    """True for the `num_best` highest rewards of each group; of equal ones the first in the batch."""
-    groups_S, sizes_G = _grouped(rewards_S, group_ids_S)
-    order_S = torch.argsort(rewards_S, descending=True, stable=True)
-    order_S = order_S[torch.argsort(groups_S[order_S], stable=True)]
-    starts_G = (sizes_G.cumsum(0) - sizes_G).long()
-    ranks_S = torch.empty_like(order_S)
-    ranks_S[order_S] = torch.arange(len(order_S), device=order_S.device) - starts_G[groups_S[order_S]]
-    return ranks_S < num_best

@@ -6,6 +6,7 @@ Guarantee: every error in a user's code is one sentence with file, hook and line
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from slipstream.algo.custom import user_function
 from slipstream.algo.surrogate_losses import LOSSES, LossInputs, PolicyLoss
 from slipstream.config.planned import PlannedRL
 from slipstream.config.recipes import BUILT_IN
+from slipstream.config.schema import ArgumentsConfig
 from slipstream.config.user_code import place_of
 from slipstream.errors import ConfigError, TrainingError, one_line
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Sequence, Stream
@@ -98,11 +100,14 @@ def algorithm_of(settings: PlannedRL) -> Algorithm:
         own, place = user_function("hooks", settings.hooks), f"algorithm.hooks: {settings.hooks}"
         if not (isinstance(own, type) and issubclass(own, Algorithm)):
             raise ConfigError(f"{place} is no subclass of slipstream.Algorithm: derive it from that class")
+        given = settings.arguments.model_extra or {}
+        for name in inspect.signature(own).parameters.keys() & ArgumentsConfig.model_fields:
+            raise ConfigError(f"{place} takes {name}, and algorithm.arguments.{name} is the recipe's: rename it")
         try:
-            made = own(**settings.arguments)
+            made = own(**given)
         except Exception as error:  # the user's code, whatever it raises
-            given = f"algorithm.arguments = {settings.arguments}"
-            raise ConfigError(f"{place} cannot be made with {given} ({one_line(error)}): correct it") from error
+            found = f"algorithm.arguments = {given}"
+            raise ConfigError(f"{place} cannot be made with {found} ({one_line(error)}): correct it") from error
     made.settings = settings
     return made
 

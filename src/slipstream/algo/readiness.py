@@ -120,7 +120,7 @@ def group_has_signal(
 ) -> bool:
     """Whether a group's rollouts differ in what training compares, before any penalty: their rewards, see `has_signal`,
     or `by_turns` (`algorithm.credit = "turn"`) the returns of their turns. Without `trains_truncated`
-    (`algorithm.train_on_truncated`) one of them must have ended by itself."""
+    (`algorithm.arguments.train_on_truncated`) one of them must have ended by itself."""
     usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
     if not trains_truncated and all(rollout.outcome == "truncated" for rollout in usable):
         return False
@@ -140,9 +140,9 @@ def signal_rule(algorithm: RLConfig) -> SignalRule:
     """`group_has_signal` under the settings of `algorithm`."""
     return partial(
         group_has_signal,
-        reward_threshold=algorithm.reward_threshold,
+        reward_threshold=algorithm.arguments.reward_threshold,
         by_turns=algorithm.credit == "turn",
-        trains_truncated=algorithm.train_on_truncated,
+        trains_truncated=algorithm.arguments.train_on_truncated,
     )
 
 

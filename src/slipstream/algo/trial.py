@@ -44,9 +44,10 @@ def check_algorithm(settings: PlannedRL) -> None:
             f"{own} gives the advantages, and algorithm.advantage = {settings.advantage!r} does, too: "
             "leave one of them out"
         )
-    if own and settings.kl_coef and settings.kl_in == "reward":
+    if own and settings.kl_coef and settings.arguments.kl_in == "reward":
         raise ConfigError(
-            f'{own} gives the advantages, and a KL term in the reward would change them: set algorithm.kl_in = "loss"'
+            f"{own} gives the advantages, and a KL term in the reward would change them: set "
+            'algorithm.arguments.kl_in = "loss"'
         )
     try:
         _try_hooks(algorithm)
@@ -110,7 +111,7 @@ def try_loss(
         3,
         settings.clip_low,
         settings.clip_high,
-        settings.clip_dual,
+        settings.arguments.clip_dual,
         kind(streams),
         torch.linspace(0.2, 1.2, 6, requires_grad=True),
     )

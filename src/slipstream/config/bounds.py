@@ -6,7 +6,7 @@ A bound is where a value is certainly a typing error, or where a library below w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +35,14 @@ def keyed(problems: Iterable[str | tuple[str, str]]) -> Iterator[tuple[str, str]
     """The key of each problem, and the sentence."""
     for problem in problems:
         yield (problem.partition(" ")[0], problem) if isinstance(problem, str) else problem
+
+
+def put(tables: dict[str, Any], path: str, value: Any) -> None:
+    """Replace the value at `path`, such as `section.key`, in nested tables."""
+    *above, key = path.split(".")
+    for name in above:
+        tables = tables[name]
+    tables[key] = value
 
 
 Rule = tuple[bool, str, str]

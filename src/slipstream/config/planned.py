@@ -15,6 +15,7 @@ from pydantic import Field
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.schema import (
+    ArgumentsConfig,
     ClusterConfig,
     Correction,
     CriticConfig,
@@ -53,19 +54,25 @@ class PlannedEnvironment(EnvironmentConfig):
     reward_workers: int = 1
 
 
+class PlannedArguments(ArgumentsConfig):
+    """[algorithm.arguments]."""
+
+    overlong_buffer: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: KLEstimator = "k3"
+    importance_cap: float = 0.0
+    importance_floor: float = 0.0
+
+
 class PlannedRL(RLConfig):
     """[algorithm] of reinforcement learning, as its recipe has it: see `config.recipes.resolved`."""
 
-    overlong_buffer: float = 0.0
     scale_rewards: Scale = "none"
     normalize: Normalize = "token"
     clip_low: float = 0.0
     clip_high: float = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: KLEstimator = "k3"
+    arguments: PlannedArguments = PlannedArguments()
     importance_sampling: Correction = "none"
-    importance_cap: float = 0.0
-    importance_floor: float = 0.0
     max_refills: int = 0
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, get_args
 
+from slipstream.config.bounds import put
 from slipstream.config.planned import PlannedRL
 from slipstream.config.schema import AdvantageName, CreditName, LossName, RLConfig
 
@@ -27,9 +29,9 @@ _GRPO: dict[str, Any] = {
     "normalize": "token",
     "clip_low": 0.2,
     "clip_high": 0.28,
-    "kl_in": "loss",
+    "arguments.kl_in": "loss",
     "importance_sampling": "truncated",
-    "overlong_buffer": 0.0,
+    "arguments.overlong_buffer": 0.0,
     "max_refills": 0,
 }
 
@@ -48,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
         "Dr. GRPO, arXiv 2503.20783", {"scale_rewards": "none", "normalize": "constant", "clip_high": 0.2}
     ),
     # 4,096 of 20,480 tokens; ten rounds in all, as in verl's recipe of it.
-    "dapo": Recipe("DAPO, arXiv 2503.14476", {"overlong_buffer": 0.2, "max_refills": 9}),
+    "dapo": Recipe("DAPO, arXiv 2503.14476", {"arguments.overlong_buffer": 0.2, "max_refills": 9}),
     "gspo": Recipe(
         "GSPO, arXiv 2507.18071", {"loss": "gspo", "normalize": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
     ),
@@ -61,16 +63,16 @@ RECIPES: dict[str, Recipe] = {
             "scale_rewards": "none",
             "normalize": "constant",
             "clip_high": 0.2,
-            "kl_in": "reward",
+            "arguments.kl_in": "reward",
         },
     ),
     "reinforce_pp": Recipe(
         "REINFORCE++, arXiv 2501.03262",
-        {"advantage": "batch_mean", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
+        {"advantage": "batch_mean", "scale_rewards": "whiten", "clip_high": 0.2, "arguments.kl_in": "reward"},
     ),
     "ppo": Recipe(
         "PPO, arXiv 1707.06347, with GAE, arXiv 1506.02438",
-        {"advantage": "gae", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
+        {"advantage": "gae", "scale_rewards": "whiten", "clip_high": 0.2, "arguments.kl_in": "reward"},
     ),
     "distill": Recipe(
         "on-policy distillation, GKD, arXiv 2306.13649, as a policy gradient (Thinking Machines, 2025)",
@@ -94,7 +96,7 @@ def choices(algorithm: RLConfig) -> Iterator[Choice]:
     values: dict[str, Any] = {}
 
     def choose(name: str, value: Any, reason: str) -> Iterator[Choice]:
-        set_value = getattr(algorithm, name)
+        set_value = attrgetter(name)(algorithm)
         values[name] = value if set_value == "auto" else set_value
         if set_value == "auto":
             is_replaced = algorithm.hooks is not None and name in ("advantage", "scale_rewards", "loss")
@@ -109,21 +111,24 @@ def choices(algorithm: RLConfig) -> Iterator[Choice]:
             yield from choose(name, "none", 'the ratio is taken against the engine: old_policy = "engine"')
         else:
             yield from choose(name, value, recipe.source)
-    in_reward = values["kl_in"] == "reward"
+    in_reward = values["arguments.kl_in"] == "reward"
     yield from choose(
-        "kl_estimator",
+        "arguments.kl_estimator",
         "k1" if in_reward else "k3",
         "unbiased, as a reward must be" if in_reward else "never negative, and of low variance",
     )
     masks = values["importance_sampling"] == "masked"
     source = "IcePop (Ling team, 2025)" if masks else "the usual bound of truncated importance sampling"
-    yield from choose("importance_cap", 5.0 if masks else 2.0, source)
-    yield from choose("importance_floor", 0.5 if masks else 0.0, source if masks else "no lower bound")
+    yield from choose("arguments.importance_cap", 5.0 if masks else 2.0, source)
+    yield from choose("arguments.importance_floor", 0.5 if masks else 0.0, source if masks else "no lower bound")
 
 
 def resolved(algorithm: RLConfig) -> PlannedRL:
     """`algorithm` with every `auto` replaced."""
-    return PlannedRL.model_validate(algorithm.model_dump() | {each.name: each.value for each in choices(algorithm)})
+    values = algorithm.model_dump()
+    for choice in choices(algorithm):
+        put(values, choice.name, choice.value)
+    return PlannedRL.model_validate(values)
 
 
 def needs_engine_logprobs(algorithm: PlannedRL) -> bool:

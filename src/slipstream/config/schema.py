@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, create_model
+from pydantic import ConfigDict, Field, PositiveFloat, create_model
 
 from slipstream.config import bounds
 from slipstream.config.bounds import Auto, Section
@@ -84,17 +84,13 @@ OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_paged", "ada
 Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
 
-class RLConfig(Section):
-    """Reinforcement learning on groups of completions. `kind` is a recipe: it only chooses values for the fields that
-    are `auto`, and any of them can be set. The table of recipes is in `config/recipes.py`; `slipstream plan` shows what
-    each field becomes."""
+class ArgumentsConfig(Section):
+    """Arguments of the recipe: what shapes rewards and chooses completions, and details of its terms. Beside them stand
+    the arguments of the class in `algorithm.hooks`, if there is one: numbers, texts and flags."""
 
-    kind: Recipe = "grpo"
-    """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
-    `reinforce_pp`, `ppo` (with a critic, [critic]), `distill` (from a teacher, [teacher])."""
-    group_size: bounds.GroupSize = 8
-    """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
-    `batch_mean`."""
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, bool | int | float | str] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
     reward_threshold: float | None = None
     """Train on right or wrong: a reward of at least this counts as 1, a lower one as 0. Not set: on the reward."""
     overlong_buffer: bounds.Share | Auto = "auto"
@@ -113,6 +109,34 @@ class RLConfig(Section):
     best_of: bounds.GroupSize | None = None
     """Of each group, only so many completions with the highest rewards carry loss; the others count in the baseline
     only. Not set: all."""
+    clip_dual: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
+    """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
+    kl_in: Literal["auto", "loss", "reward"] = "auto"
+    """Add the KL divergence of `kl_coef` to the loss of each token (GRPO), or take its sum over a completion from the
+    reward (RLOO); under `gae` each token's own from that token's."""
+    kl_estimator: Auto | KLEstimator = "auto"
+    """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
+    reward."""
+    importance_cap: bounds.Factor | Auto = "auto"
+    """Largest weight of `importance_sampling`. `auto`: 2, and 5 for `masked`."""
+    importance_floor: bounds.NonNegativeFactor | Auto = "auto"
+    """Smallest one. `auto`: 0, and 0.5 for `masked`."""
+    train_on_truncated: bool = True
+    """Whether completions cut at `sampling.max_tokens`, or at an environment's own limit, carry loss; if
+    not they are in the baseline only."""
+
+
+class RLConfig(Section):
+    """Reinforcement learning on groups of completions. `kind` is a recipe: it only chooses values for the fields that
+    are `auto`, and any of them can be set. The table of recipes is in `config/recipes.py`; `slipstream plan` shows what
+    each field becomes."""
+
+    kind: Recipe = "grpo"
+    """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
+    `reinforce_pp`, `ppo` (with a critic, [critic]), `distill` (from a teacher, [teacher])."""
+    group_size: bounds.GroupSize = 8
+    """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
+    `batch_mean`."""
     advantage: Auto | AdvantageName | str = "auto"
     """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
     `batch_mean` (REINFORCE++), or what a critic expects before each token (`gae`, PPO: arXiv 1506.02438, with the
@@ -134,8 +158,6 @@ class RLConfig(Section):
     """The ratio is clipped below 1 - clip_low."""
     clip_high: bounds.Factor | Auto = "auto"
     """The ratio is clipped above 1 + clip_high."""
-    clip_dual: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
-    """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
     old_policy: Literal["trainer", "engine"] = "trainer"
     """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
     `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`: the
@@ -146,34 +168,22 @@ class RLConfig(Section):
     hooks: str | None = None
     """Your own algorithm: a subclass of `slipstream.Algorithm`, `path/to/file.py:Class` or an entry point of the group
     `slipstream.algorithms`. The recipe does all that the class leaves out."""
-    arguments: dict[str, bool | int | float | str] = {}
-    """Arguments of that class."""
+    arguments: ArgumentsConfig = ArgumentsConfig()
+    """See [algorithm.arguments]."""
     kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial policy, with the adapter of `lora.path` if there is one; 0 keeps no
     reference model."""
-    kl_in: Literal["auto", "loss", "reward"] = "auto"
-    """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO); under `gae`
-    each token's own from that token's."""
-    kl_estimator: Auto | KLEstimator = "auto"
-    """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
-    reward."""
     entropy_coef: bounds.NonNegativeFactor = 0.0
     """Weight of an entropy bonus: the policy's entropy, a mean over tokens, is raised."""
     importance_sampling: Auto | Correction = "auto"
     """Correct for the difference between engine and trainer by weights, which need the engine's log-probabilities: one
-    for each token, cut at `importance_cap` (`truncated`) or set to 0 outside `importance_floor` and `importance_cap`
-    (`masked`, IcePop), or the same with one weight for a whole sequence (`sequence_truncated`, `sequence_masked`)."""
-    importance_cap: bounds.Factor | Auto = "auto"
-    """Largest importance weight. `auto`: 2, and 5 for `masked`."""
-    importance_floor: bounds.NonNegativeFactor | Auto = "auto"
-    """Smallest one. `auto`: 0, and 0.5 for `masked`."""
+    for each token, cut at `arguments.importance_cap` (`truncated`) or set to 0 outside that and
+    `arguments.importance_floor` (`masked`, IcePop), or the same with one weight for a whole sequence
+    (`sequence_truncated`, `sequence_masked`)."""
     max_refills: bounds.UpToThousand | Auto = "auto"
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
     often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
     0."""
-    train_on_truncated: bool = True
-    """Whether completions cut at `sampling.max_tokens`, or at an environment's own limit, carry loss; if
-    not they are in the baseline only."""
 
 
 class CriticConfig(Section):

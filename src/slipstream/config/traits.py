@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from slipstream.config import planned
@@ -19,13 +20,13 @@ BY_BITSANDBYTES = frozenset({"adamw_8bit", "adamw_paged", "adamw_paged_8bit"})
 def planned_config(config: RunConfig) -> PlannedConfig:
     """`config` without any `auto`: its recipe's choices in [algorithm], and the defaults of `config.planned` for every
     other `auto` that is left, which must have no effect."""
-    sections: dict[str, Any] = {}
-    for name in RunConfig.model_fields:
-        section = getattr(config, name)
-        if isinstance(section, RLConfig):
-            section = resolved(section)
-        sections[name] = _decided(section) if isinstance(section, Section) else section
-    return PlannedConfig.model_validate(sections)
+    if isinstance(config.algorithm, RLConfig):
+        config = config.model_copy(update={"algorithm": resolved(config.algorithm)})
+    tables = config.model_dump()
+    for path in undecided(config):
+        section, _, key = path.partition(".")
+        del tables[section][key]
+    return PlannedConfig.model_validate(tables)
 
 
 _NARROWED = {
@@ -36,21 +37,18 @@ _NARROWED = {
 """Of each section as it is written, the fields that cannot be `auto` in its planned class."""
 
 
-def _decided(section: Section) -> dict[str, Any]:
-    """The fields of `section` without those that are still `auto`; other texts "auto", such as a name, stay."""
-    narrowed = next((_NARROWED[kind] for kind in type(section).__mro__ if kind in _NARROWED), {})
-    return {name: value for name, value in section.model_dump().items() if value != "auto" or name not in narrowed}
-
-
 def undecided(config: RunConfig) -> list[str]:
-    """Keys that are still `auto`, those without an effect included."""
-    sections = ((name, getattr(config, name)) for name in RunConfig.model_fields)
-    return [
-        f"{name}.{key}"
-        for name, section in sections
-        if isinstance(section, Section)
-        for key in section.model_dump().keys() - _decided(section).keys()
-    ]
+    """Keys that are still `auto`, those without an effect included; not other texts "auto", such as a name."""
+    return [path.lstrip(".") for path in _undecided("", config)]
+
+
+def _undecided(path: str, section: Section) -> Iterator[str]:
+    narrowed = next((_NARROWED[kind] for kind in type(section).__mro__ if kind in _NARROWED), {})
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _undecided(f"{path}.{name}", value)
+        elif value == "auto" and name in narrowed:
+            yield f"{path}.{name}"
 
 
 def uses_engine(config: RunConfig) -> bool:

@@ -244,22 +244,22 @@ def rl_warnings(config: PlannedConfig, algorithm: PlannedRL) -> Iterator[str]:
     """Settings of [algorithm] that will not do what they seem to."""
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
     usual = resolved(RLConfig(kind=algorithm.kind))
-    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
+    arguments, longest = algorithm.arguments, config.sampling.max_tokens
+    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or arguments.clip_dual
     if one_update and is_set and algorithm.old_policy == "trainer":
         yield (
             "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
             "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
         )
-    budget, longest = algorithm.thinking_budget, config.sampling.max_tokens
-    if budget is not None and budget >= longest:
+    if arguments.thinking_budget is not None and arguments.thinking_budget >= longest:
         yield (
-            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
-            f"{longest}"
+            f"algorithm.arguments.thinking_budget = {arguments.thinking_budget} never acts: no completion is longer "
+            f"than sampling.max_tokens = {longest}"
         )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+    if algorithm.kl_coef and arguments.kl_in == "loss" and arguments.kl_estimator == "k1":
         yield (
-            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
-            ' back: use "k3", or set algorithm.kl_in = "reward"'
+            'algorithm.arguments.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds '
+            'nothing back: use "k3", or set algorithm.arguments.kl_in = "reward"'
         )
 
 

@@ -172,12 +172,16 @@ def plain(name: str) -> float:
 def read_settings(folder: str | Path) -> dict[str, Any]:
     """The settings in `resolved.toml` as `section.key` and value; empty if the file does not exist."""
     tables = read_toml(Path(folder) / "resolved.toml")
-    return {
+    found = {
         f"{section}.{name}": value
         for section, table in tables.items()
         if isinstance(table, dict)
         for name, value in table.items()
     }
+    if isinstance(arguments := found.get("algorithm.arguments"), dict):
+        del found["algorithm.arguments"]
+        found |= {f"algorithm.arguments.{name}": value for name, value in arguments.items()}
+    return found
 
 
 def read_samples(folder: str | Path) -> Rows:

@@ -50,7 +50,7 @@ class NoSignal(Enum):
     )
     ALL_TRUNCATED = (
         "no completion ended before the limit, and truncated ones are not trained on,",
-        "raise sampling.max_tokens, or set algorithm.train_on_truncated = true",
+        "raise sampling.max_tokens, or set algorithm.arguments.train_on_truncated = true",
     )
     CONTEXT_FULL = (
         "most episodes ended as the context was full, and what is left teaches nothing",
@@ -64,7 +64,8 @@ class NoSignal(Enum):
     """Batches of a method with rollouts may be like this."""
     ALL_CLIPPED = (
         "importance sampling and clipping left no token a gradient",
-        "look at mismatch/kl and mismatch/abs_logprob_diff, and raise algorithm.importance_cap or make fewer updates",
+        "look at mismatch/kl and mismatch/abs_logprob_diff, and raise algorithm.arguments.importance_cap or make fewer "
+        "updates",
     )
 
     def __init__(self, reason: str, advice: str) -> None:

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.advantages import (
-    BASELINES,
-    best_of_group,
-    group_advantages,
-    length_reward,
-    overlong_punishment,
-    signal_fraction,
-)
+from slipstream.algo.advantages import BASELINES, group_advantages, signal_fraction
 from slipstream.algo.custom import user_function
 from slipstream.algo.gae import explained_variance, generalized_advantages, whitened
+from slipstream.algo.shaping import carries_loss, shaped_rewards
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
 from slipstream.trainer.critic import Critic
@@ -78,14 +71,14 @@ def assign_credit(
     numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
     group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])
     gives_turns = check_turns(rollouts, config.credit)
-    rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
+    rewards_S, metrics = shaped_rewards(rollouts, group_ids_S, config.arguments, max_tokens)
     metrics["reward/signal_fraction"] = (
         turn_signal_fraction(rollouts, rewards_S, group_ids_S)
         if gives_turns
         else signal_fraction(rewards_S, group_ids_S)
     )
     if critic is not None:
-        carries_S = _carries_loss(rollouts, rewards_S, group_ids_S, config)
+        carries_S = carries_loss(rollouts, rewards_S, group_ids_S, config.arguments)
         rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
         trained = [i for i, carries in zip(usable, carries_S.tolist(), strict=True) if carries]
         return _by_critic(batch, config, critic, rewards, kl_penalties, trained, metrics)
@@ -98,7 +91,7 @@ def assign_credit(
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
         advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     _check_finite(advantages_S, batch, config)
-    carries_S = _carries_loss(rollouts, rewards_S, group_ids_S, config)
+    carries_S = carries_loss(rollouts, rewards_S, group_ids_S, config.arguments)
     if gives_turns:
         of_turns = partial(turn_advantages, rollouts, earned_S, group_ids_S, config.scale_rewards, baseline)
         advantages_K = of_turns(of_usable)
@@ -106,25 +99,18 @@ def assign_credit(
         write_turn_advantages(rollouts, advantages_K, carries_S)
         has_signal = bool((advantages_K if of_usable is None else of_turns()).any())
         advantages_S = torch.zeros_like(advantages_S)
-    advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
+    advantages, carried = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     with_own: set[int] = set()
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
         of_rollout = batch.rollouts[i].sequences
         has_own = bool(of_rollout) and all("advantages" in sequence.streams for sequence in of_rollout)
         with_own |= {i} if has_own else set()
-        advantages[i], carries_loss[i] = advantage if carries and not has_own else 0.0, carries
+        advantages[i], carried[i] = advantage if carries and not has_own else 0.0, carries
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     has_own = any(any(sequence.values("advantages") or ()) for sequence in sequences)
     taught = any("teacher_logprobs" in sequence.streams for sequence in sequences) or (has_own and not gives_turns)
     has_signal &= any(advantages) or (has_own and gives_turns)
-    return Credit(advantages, carries_loss, metrics, taught or has_signal, gives_turns, frozenset(with_own))
-
-
-def _carries_loss(rollouts: list[records.Rollout], rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
-    """Whether each rollout is trained on, bool `[S]`; the others are in the baseline only."""
-    kept = [config.train_on_truncated or rollout.outcome != "truncated" for rollout in rollouts]
-    carries_S = torch.tensor(kept, dtype=torch.bool)
-    return carries_S if config.best_of is None else carries_S & best_of_group(rewards_S, group_ids_S, config.best_of)
+    return Credit(advantages, carried, metrics, taught or has_signal, gives_turns, frozenset(with_own))
 
 
 def _check_finite(advantages: Tensor, batch: records.Batch, config: PlannedRL) -> None:
@@ -182,34 +168,3 @@ def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
     metrics = {"value/mean": values_N.mean().item(), "value/return": returns_N.mean().item()}
     explained = explained_variance(values_N, returns_N)
     return metrics if explained is None else metrics | {"value/explained_variance": explained}
-
-
-def _shaped(
-    rollouts: list[records.Rollout], group_ids_S: Tensor, config: PlannedRL, max_tokens: int
-) -> tuple[Tensor, dict[str, float]]:
-    """Shaped rewards `[S]`, float64, and the mean contribution of each shaping term."""
-    rewards_S = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-    terms: dict[str, tuple[float, Tensor]] = {}
-    right_S = None
-    if config.reward_threshold is not None:
-        right_S = rewards_S >= config.reward_threshold
-        rewards_S = right_S.double()
-    if config.overlong_buffer > 0:
-        longest_S = torch.tensor([max(map(_longest_turn, rollout.sequences), default=0) for rollout in rollouts])
-        punishment_S = overlong_punishment(longest_S, max_tokens, config.overlong_buffer * max_tokens)
-        terms["overlong"] = config.overlong_penalty, punishment_S
-    if config.thinking_budget is not None and config.thinking_budget < max_tokens:
-        thinking_S = torch.tensor([rollout.num_thinking for rollout in rollouts])
-        punishment_S = overlong_punishment(thinking_S, max_tokens, float(max_tokens - config.thinking_budget))
-        terms["thinking"] = config.thinking_penalty, punishment_S
-    if config.length_penalty > 0 and right_S is not None:
-        lengths_S = torch.tensor([rollout.num_sampled for rollout in rollouts])
-        terms["length"] = config.length_penalty, length_reward(lengths_S, right_S, group_ids_S)
-    for weight, term_S in terms.values():
-        rewards_S = rewards_S + weight * term_S
-    return rewards_S, {f"reward/{name}": weight * term_S.mean().item() for name, (weight, term_S) in terms.items()}
-
-
-def _longest_turn(sequence: records.Sequence) -> int:
-    """Tokens of the longest completion in the sequence, which `sampling.max_tokens` bounds."""
-    return max((sum(1 for _ in run) for trained, run in groupby(sequence.mask) if trained), default=0)

@@ -133,7 +133,7 @@ class PolicyObjective(OneForward):
         self.algorithm = algorithm or algorithm_of(config)
         own = any(self.algorithm.defines(hook) for hook in ("credit", "credit_batch", "loss"))
         self._has_advantages = config.advantage != "none" or own or algorithm is not None
-        self._has_kl_term = config.kl_coef > 0.0 and config.kl_in == "loss"
+        self._has_kl_term = config.kl_coef > 0.0 and config.arguments.kl_in == "loss"
 
     def with_algorithm(self, algorithm: Algorithm, chosen: str) -> PolicyObjective:
         """The same with another algorithm; `chosen`: see `OneForward`."""
@@ -195,7 +195,7 @@ class PolicyObjective(OneForward):
         if self._has_kl_term:
             if (reference_N := micro.streams.get("reference_logprobs")) is None:
                 raise TrainingError("kl_coef is above 0 but the batch has no reference log-probabilities")
-            kl_N = kl_estimate(logprobs_N, reference_N, config.kl_estimator)
+            kl_N = kl_estimate(logprobs_N, reference_N, config.arguments.kl_estimator)
             per_token_N = per_token_N + config.kl_coef * kl_N
             sums["kl_reference"] = kl_N.detach().sum()
         weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, config.normalize, micro.rollout_tokens_S)
@@ -226,7 +226,7 @@ class PolicyObjective(OneForward):
             micro.num_sequences,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
-            clip_dual=config.clip_dual,
+            clip_dual=config.arguments.clip_dual,
             streams=Streams(micro.streams),
             entropy_N=entropy_N,
         )
@@ -248,8 +248,8 @@ class PolicyObjective(OneForward):
             micro.sequence_index_N,
             micro.num_sequences,
             weighting,
-            config.importance_floor,
-            config.importance_cap,
+            config.arguments.importance_floor,
+            config.arguments.importance_cap,
         )
 
     def term(self, method: str) -> Objective:

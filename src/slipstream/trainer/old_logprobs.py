@@ -66,7 +66,7 @@ def reward_kl_penalties(
     sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
     ours = learner.forward(sequences, sampling).logprobs
     theirs = reference.forward(sequences, sampling).logprobs
-    penalties, mean = kl_penalties_of(batch, ours, theirs, algorithm.kl_estimator, algorithm.kl_coef)
+    penalties, mean = kl_penalties_of(batch, ours, theirs, algorithm.arguments.kl_estimator, algorithm.kl_coef)
     return penalties, {"train/kl_reference": mean}
 
 
@@ -83,4 +83,4 @@ def kl_penalties_of(
 
 def _kl_in_reward(algorithm: PlannedRL) -> bool:
     """Whether the KL term is subtracted from the rewards rather than added to the loss."""
-    return algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+    return algorithm.kl_coef > 0 and algorithm.arguments.kl_in == "reward"

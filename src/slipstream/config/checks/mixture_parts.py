@@ -49,10 +49,11 @@ def _part(path: str, part: MixturePart, config: RunConfig) -> Problems:
     if part.system_prompt and part.name.startswith("verifiers/"):
         yield f"{path}.system_prompt does not reach {part.name}, which writes its own messages: set it in its settings"
     most, algorithm = config.sampling.max_tokens, config.algorithm
-    if part.max_tokens is not None and isinstance(algorithm, RLConfig) and resolved(algorithm).overlong_buffer:
+    buffer = resolved(algorithm).arguments.overlong_buffer if isinstance(algorithm, RLConfig) else 0.0
+    if part.max_tokens is not None and buffer:
         yield (
-            f"{path}.max_tokens = {part.max_tokens} is not what algorithm.overlong_buffer measures length by, "
-            "which is sampling.max_tokens: set algorithm.overlong_buffer = 0, or leave it out"
+            f"{path}.max_tokens = {part.max_tokens} is not what algorithm.arguments.overlong_buffer measures length "
+            "by, which is sampling.max_tokens: set algorithm.arguments.overlong_buffer = 0, or leave it out"
         )
     if part.max_tokens is not None and most != "auto" and part.max_tokens > most:
         yield (
@@ -61,7 +62,7 @@ def _part(path: str, part: MixturePart, config: RunConfig) -> Problems:
         )
     if part.group_size is None or not isinstance(algorithm, RLConfig):
         return
-    least = max(algorithm.best_of or 1, 2 if algorithm.group_size > 1 else 1)
+    least = max(algorithm.arguments.best_of or 1, 2 if algorithm.group_size > 1 else 1)
     if not least <= part.group_size <= algorithm.group_size:
         yield (
             f"{path}.group_size = {part.group_size} must be {least} to {algorithm.group_size}, the largest of all "

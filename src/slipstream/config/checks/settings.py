@@ -156,12 +156,12 @@ def _under_rl(config: RunConfig, algorithm: RLConfig) -> list[Rule]:
         ),
         (
             final.kl_coef == 0,
-            "algorithm.kl_estimator algorithm.kl_in",
+            "algorithm.arguments.kl_estimator algorithm.arguments.kl_in",
             "has no effect while algorithm.kl_coef is 0",
         ),
         (
             final.importance_sampling == "none",
-            "algorithm.importance_cap algorithm.importance_floor",
+            "algorithm.arguments.importance_cap algorithm.arguments.importance_floor",
             'has no effect while algorithm.importance_sampling is "none"',
         ),
         (
@@ -171,18 +171,18 @@ def _under_rl(config: RunConfig, algorithm: RLConfig) -> list[Rule]:
         ),
         (
             final.loss in BUILT_IN["loss"] and final.loss != "clip",
-            "algorithm.clip_dual",
+            "algorithm.arguments.clip_dual",
             f'has no effect on algorithm.loss = "{final.loss}", only on "clip"',
         ),
         (
-            final.thinking_budget is None,
-            "algorithm.thinking_penalty",
-            "has no effect while algorithm.thinking_budget is not set",
+            final.arguments.thinking_budget is None,
+            "algorithm.arguments.thinking_penalty",
+            "has no effect while algorithm.arguments.thinking_budget is not set",
         ),
         (
-            final.overlong_buffer == 0,
-            "algorithm.overlong_penalty",
-            "has no effect while algorithm.overlong_buffer is 0",
+            final.arguments.overlong_buffer == 0,
+            "algorithm.arguments.overlong_penalty",
+            "has no effect while algorithm.arguments.overlong_buffer is 0",
         ),
     ]
 
@@ -305,10 +305,11 @@ def _policy_gradient(algorithm: RLConfig) -> Problems:
             '"engine" has in its ratio already: remove one of the two'
         )
     final = resolved(algorithm)
-    if float(final.importance_floor) >= float(final.importance_cap):
+    arguments = final.arguments
+    if arguments.importance_floor >= arguments.importance_cap:
         yield (
-            f"algorithm.importance_floor = {final.importance_floor:g} is not below algorithm.importance_cap = "
-            f"{final.importance_cap:g}: lower the first or raise the second"
+            f"algorithm.arguments.importance_floor = {arguments.importance_floor:g} is not below "
+            f"algorithm.arguments.importance_cap = {arguments.importance_cap:g}: lower the first or raise the second"
         )
     if algorithm.group_size == 1 and final.advantage in ("group_mean", "leave_one_out"):
         yield (
@@ -325,25 +326,25 @@ def _policy_gradient(algorithm: RLConfig) -> Problems:
             f"algorithm.max_refills = {final.max_refills} leaves out groups whose rewards agree, and under "
             'algorithm.advantage = "none" rewards teach nothing in any: set it to 0'
         )
-    if algorithm.length_penalty and algorithm.reward_threshold is None:
+    if arguments.length_penalty and arguments.reward_threshold is None:
         yield (
-            f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
-            " the reward that counts as correct is not set: set algorithm.reward_threshold"
+            f"algorithm.arguments.length_penalty = {arguments.length_penalty:g} favours short correct answers, but the "
+            "reward that counts as correct is not set: set algorithm.arguments.reward_threshold"
         )
-    if algorithm.credit == "turn" and algorithm.reward_threshold is not None:
+    if algorithm.credit == "turn" and arguments.reward_threshold is not None:
         yield (
-            'algorithm.credit = "turn" needs the rewards themselves, and algorithm.reward_threshold replaces their sum '
-            "by right or wrong: leave one of them out"
+            'algorithm.credit = "turn" needs the rewards themselves, and algorithm.arguments.reward_threshold replaces '
+            "their sum by right or wrong: leave one of them out"
         )
-    if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
+    if arguments.best_of is not None and arguments.best_of > algorithm.group_size:
         yield (
-            f"algorithm.best_of = {algorithm.best_of} is more than algorithm.group_size = {algorithm.group_size}: use "
-            "less, or leave it out"
+            f"algorithm.arguments.best_of = {arguments.best_of} is more than algorithm.group_size = "
+            f"{algorithm.group_size}: use less, or leave it out"
         )
-    if algorithm.clip_dual is not None and final.loss == "clip" and algorithm.clip_dual <= 1 + float(final.clip_high):
+    if arguments.clip_dual is not None and final.loss == "clip" and arguments.clip_dual <= 1 + final.clip_high:
         yield (
-            f"algorithm.clip_dual = {algorithm.clip_dual:g} is not above 1 + clip_high = {1 + float(final.clip_high):g}"
-            ": use 3, as is usual"
+            f"algorithm.arguments.clip_dual = {arguments.clip_dual:g} is not above 1 + clip_high = "
+            f"{1 + final.clip_high:g}: use 3, as is usual"
         )
 
 

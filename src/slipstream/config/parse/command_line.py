@@ -84,15 +84,18 @@ def _override(flag: str, text: str | None) -> Override:
         raise ConfigError(f"{flag[:60]}... has {len(names)} parts: use at most {MAX_DEPTH}")
     if len(names) == 1:
         return _section_switch(flag, names[0], text)
-    section, name = names[0].replace("-", "_"), names[1].replace("-", "_")
-    key = all_keys().get(f"{section}.{name}")
-    if key is not None and key.is_free and len(names) > 2:
-        return _inside_free_table(flag, (section, name, *names[2:]), text)
+    path = tuple(part.replace("-", "_") for part in names)
+    if key := all_keys().get(".".join(path)):
+        return Override(path, _value(flag, key, text), flag)
+    section, name = path[:2]
     if len(names) > 2:
+        table = all_keys().get(f"{section}.{name}")
+        if table is not None and table.is_free:
+            return _inside_free_table(flag, (section, name, *names[2:]), text)
         # The longest known prefix shows where the path goes wrong.
-        reason = f"{section}.{name} has no keys of its own" if key else suggestion(f"{section}.{name}", names[-1])
+        reason = f"{section}.{name} has no keys of its own" if table else suggestion(f"{section}.{name}", names[-1])
         raise ConfigError(f"{flag[:60]} is not a known setting: {reason}")
-    if key is None and names[1].startswith("no-"):
+    if names[1].startswith("no-"):
         positive = all_keys().get(f"{section}.{name.removeprefix('no_')}")
         if positive is not None and positive.is_flag:
             if text is not None:
@@ -100,9 +103,7 @@ def _override(flag: str, text: str | None) -> Override:
             return Override((section, positive.name), False, flag)
         remedy = f"use --{positive.path} VALUE" if positive else suggestion(f"{section}.{name[3:]}")
         raise ConfigError(f"{flag[:60]} is not a flag that can be turned off: {remedy}")
-    if key is None:
-        raise ConfigError(f"{flag[:60]} is not a known setting: {suggestion(f'{section}.{name}')}")
-    return Override((section, name), _value(flag, key, text), flag)
+    raise ConfigError(f"{flag[:60]} is not a known setting: {suggestion(f'{section}.{name}')}")
 
 
 def _value(flag: str, key: Key, text: str | None) -> Any:

@@ -17,10 +17,7 @@ from slipstream.config.bounds import Section
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.parse.keys import (
     CONTROL,
-    all_keys,
-    as_table,
     dotted,
-    flatten,
     leaves,
     optional_sections,
     quoted,
@@ -52,24 +49,17 @@ def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
         if getattr(config, section) is None:
             lines.append(f"{section} = false  # {_one_line(comments.get(section, DEFAULT))}")
     for section in sections():
-        model = getattr(config, section)
-        if model is None:
+        if getattr(config, section) is None:
             continue
         rows: list[tuple[str, str]] = []
-        for name in type(model).model_fields:
-            path = f"{section}.{name}"
-            value = getattr(model, name)
-            against = reason_against(path, reasons)
+        for path, value in leaves(config, section):
+            name, comment = path.removeprefix(f"{section}."), comments.get(path, DEFAULT)
             if value is None:
-                rows.append((f"# {name} is not set", comments.get(path, DEFAULT)))
-            elif against:
+                rows.append((f"# {name} is not set", comment))
+            elif against := reason_against(path, reasons):
                 rows.append((f"# {name} = {toml_value(value)}", against))
-            elif all_keys()[path].is_free:
-                for leaf, inner in flatten((section, name), as_table(value)):
-                    setting = f"{leaf.removeprefix(section + '.')} = {toml_value(inner)}"
-                    rows.append((setting, comments.get(leaf, DEFAULT)))
             else:
-                rows.append((f"{name} = {toml_value(value)}", comments.get(path, DEFAULT)))
+                rows.append((f"{name} = {toml_value(value)}", comment))
         lines += ["", f"[{section}]", *_aligned(rows)]
     return "\n".join(lines).lstrip("\n") + "\n"
 
@@ -77,13 +67,12 @@ def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
 def dump_given(loaded: Loaded) -> str:
     """The user's own settings as TOML with absolute paths: it loads to the same config in any folder."""
     config, origins = loaded.config, loaded.origins
-    given = {path: value for path, value in leaves(config) if origins.get(path, DEFAULT) != DEFAULT}
     lines = [f"{name} = false" for name in optional_sections() if getattr(config, name) is None]
     for section in sections():
         rows = [
             f"{path.removeprefix(section + '.')} = {toml_value(value)}"
-            for path, value in given.items()
-            if path.startswith(f"{section}.") and value is not None
+            for path, value in leaves(config, section)
+            if origins.get(path, DEFAULT) != DEFAULT and value is not None
         ]
         is_asked_for = section not in optional_sections() and RunConfig.model_fields[section].get_default() is None
         if getattr(config, section) is not None and (rows or is_asked_for):

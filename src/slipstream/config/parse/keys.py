@@ -1,4 +1,4 @@
-"""Lists the keys that a run file may have, and describes the values that each accepts.
+"""Lists the keys of run files, and describes the values of each.
 
 Everything is read from the schema, so a new field needs no change here.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from slipstream.config.bounds import Section
+from slipstream.config.bounds import Section, put
 from slipstream.config.schema import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -66,9 +66,10 @@ def keys_of(section: str) -> list[Key]:
     return [key for key in all_keys().values() if key.section == section]
 
 
-def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Path and value of every leaf; keys inside free tables are leaves, absent sections have none."""
-    for section in sections():
+def leaves(config: RunConfig, *of: str) -> Iterator[tuple[str, Any]]:
+    """Path and value of every leaf, or of those `of` some sections; keys inside free tables are leaves, absent sections
+    have none."""
+    for section in of or sections():
         model = getattr(config, section)
         if model is None:
             continue
@@ -80,8 +81,10 @@ def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{name}", value
 
 
-def as_table(value: Mapping[str, Any]) -> dict[str, Any]:
+def as_table(value: Mapping[str, Any] | Section) -> dict[str, Any]:
     """The value of a free table; of sections inside what differs from their defaults."""
+    if isinstance(value, Section):
+        return value.model_dump()
     return {
         name: inner.model_dump(exclude_defaults=True) if isinstance(inner, Section) else inner
         for name, inner in value.items()
@@ -124,17 +127,20 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     for name in optional_sections():
         data.setdefault(name, None)
     for path, value in values.items():
-        section, _, key = path.partition(".")
-        data[section][key] = value
+        put(data, path, value)
     return type(config).model_validate(data)
 
 
 def _models() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every section with its JSON schema; [algorithm] once for each of its classes."""
+    """Every section with its JSON schema; [algorithm] once for each of its classes, then tables with keys in it."""
     schema = RunConfig.model_json_schema()
     for section, reference in schema["properties"].items():
         for name in _references(reference):
-            yield section, schema["$defs"][name]
+            model = schema["$defs"][name]
+            yield section, model
+            for key, spec in model["properties"].items():
+                if "$ref" in spec:
+                    yield f"{section}.{key}", schema["$defs"][_references(spec)[0]]
 
 
 @cache
@@ -181,7 +187,7 @@ def _references(spec: Mapping[str, Any]) -> list[str]:
 
 def _key(section: str, name: str, spec: Mapping[str, Any], required: bool, kinds: tuple[str, ...]) -> Key:
     parts = [part for part in spec.get("anyOf", (spec,)) if part.get("type") != "null"]
-    types = {part.get("type") for part in parts}
+    types = {part.get("type", "object") for part in parts}
     choices = tuple(choice for part in parts for choice in part.get("enum", [part.get("const")]) if choice)
     return Key(
         section,
@@ -202,7 +208,7 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
         return [f'"{spec["const"]}"']
     if "enum" in spec:
         return [f'"{choice}"' for choice in spec["enum"]]
-    kind = spec["type"]
+    kind = spec.get("type", "object")
     plain = {
         "boolean": ["true", "false"],
         "object": ["a table of keys and values"],

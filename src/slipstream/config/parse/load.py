@@ -138,8 +138,7 @@ class _Origins:
 
     def is_set(self, path: str) -> bool:
         """Whether the user set `path` or anything below it."""
-        below = any(known.startswith(f"{path}.") for known in self.flags)
-        return below or self._flag(path) is not None or self._in_file(path)
+        return self._flag(path) is not None or self._in_file(path)
 
     def origin(self, path: str) -> str:
         """The origin of `path`, see `Loaded`."""
@@ -158,9 +157,9 @@ class _Origins:
         return found
 
     def _flag(self, path: str) -> str | None:
-        # A flag that sets a whole table also sets its keys.
+        # A flag that sets a whole table also sets its keys, and one that sets a key also sets its table.
         for known, flag in self.flags.items():
-            if known == path or ("." in known and path.startswith(f"{known}.")):
+            if f"{known}.".startswith(f"{path}.") or ("." in known and path.startswith(f"{known}.")):
                 return flag
         return None
 
@@ -271,12 +270,15 @@ def _remove_unknown_keys(section: str, content: dict[str, Any], refuse: Callable
     for name in list(content):
         key = all_keys().get(f"{section}.{name}")
         if key is None:
-            refuse(dotted((section, name)), f"is not a known key: {suggestion(f'{section}.{name}')}")
+            refuse(dotted((*section.split("."), name)), f"is not a known key: {suggestion(f'{section}.{name}')}")
             del content[name]
         elif key.kinds and isinstance(kind, str) and (sentence := foreign_key(name, kind)):
             if kind in all_keys()["algorithm.kind"].choices:
                 refuse(f"{section}.{name}", sentence)
             del content[name]
+    arguments = content.get("arguments")
+    if section == "algorithm" and isinstance(arguments, dict) and content.get("hooks") is None:
+        _remove_unknown_keys("algorithm.arguments", arguments, refuse)
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> None:

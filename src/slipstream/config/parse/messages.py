@@ -32,7 +32,7 @@ def rewrite(error: ValidationError, where: Where) -> dict[str, str]:
                 if key.required:
                     sentences[key.path] = missing(key)
             continue
-        key = all_keys().get(path)
+        key = all_keys().get(".".join((section, *names[:2]))) or all_keys().get(path)
         if item["type"].startswith("union_tag"):
             key = all_keys()["algorithm.kind"]
         if key is not None and key.is_free and len(names) > 1 and (inside := keys_inside(key, names[1])):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.parse.keys import dotted, flatten
+from slipstream.config.schema import ArgumentsConfig
 from slipstream.errors import ConfigError
 
 MAX_BYTES = 1 << 22
@@ -25,6 +26,10 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 """Tokens that determine where a statement of a valid TOML document ends: strings, comments, brackets, line ends."""
+
+
+_OLD = re.compile(rf"^({'|'.join(ArgumentsConfig.model_fields)})(?= =)", re.MULTILINE)
+"""Keys of [algorithm] in the `resolved.toml` of runs from before they were arguments."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ def read_run_file(path: Path | str) -> RunFile:
     """The run file at `path`; raises ConfigError when there is none, or when it is not TOML."""
     path = Path(path)
     text = _read_text(path)
+    if path.name == "resolved.toml":
+        text = _OLD.sub(r"arguments.\1", text)
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -38,9 +38,9 @@ OTHER_NAMES: dict[str, str] = {
         "algorithm.kl_coef": "beta kl_loss_coef kl_beta",
         "algorithm.clip_low": "epsilon clip_ratio cliprange",
         "algorithm.clip_high": "epsilon_high",
-        "algorithm.clip_dual": "clip_ratio_c",
+        "algorithm.arguments.clip_dual": "clip_ratio_c",
         "algorithm.normalize": "loss_type loss_agg_mode",
-        "algorithm.train_on_truncated": "mask_truncated_completions overlong_filtering",
+        "algorithm.arguments.train_on_truncated": "mask_truncated_completions overlong_filtering",
         "critic.value_clip": "cliprange_value",
         "critic.gae_lambda": "lam",
         "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length",
@@ -70,15 +70,16 @@ def suggestion(path: str, last: str = "") -> str:
     known = all_keys()
     if ours := OTHER_NAMES.get((last or name).replace("-", "_")):
         return f"did you mean {ours}?"
-    if section and section not in sections():
-        near = closest(section, sections())
+    known_sections = [*dict.fromkeys(key.section for key in known.values())]
+    if section and section not in known_sections:
+        near = closest(section, known_sections)
         if near is not None:
             candidate = f"{near}.{name}"
             return f"did you mean {candidate}?" if candidate in known else f"did you mean the section [{near}]?"
     elsewhere = [key.path for key in known.values() if key.name == name]
     if elsewhere:
         return f"did you mean {_likeliest(elsewhere)}?"
-    if section in sections():
+    if section in known_sections:
         own = [key.name for key in keys_of(section)]
         near = closest(name, own)
         if near is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.config import Loaded, PlannedConfig, RunConfig, with_values
+from slipstream.config.schema import ArgumentsConfig
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message, Task
 from slipstream.runlog import RunLog, read_events, read_exit, read_settings
@@ -129,6 +130,9 @@ _OF_A_START = ("run.folder", "run.allow_changes", "cluster.address", "cluster.ru
 
 def changed_settings(before: dict[str, Any], after: dict[str, Any], missing: str = "not set") -> list[str]:
     """List the settings in which two resolved configs differ, with both values."""
+    # Runs of before [algorithm.arguments] have its keys in [algorithm].
+    moved = {f"algorithm.{name}": f"algorithm.arguments.{name}" for name in ArgumentsConfig.model_fields}
+    before = {moved.get(name, name): value for name, value in before.items()}
     names = [name for name in {**before, **after} if name not in _OF_A_START and before.get(name) != after.get(name)]
     return [f"{name} was {before.get(name, missing)} and is {after.get(name, missing)}" for name in names]
 
