@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from slipstream.artifacts.facts import read_facts
+from slipstream.artifacts.outgoing import has_state
 from slipstream.artifacts.store import RunStore
 from slipstream.cli import main
 from slipstream.commands.push import push
@@ -27,7 +28,7 @@ from tests.s3_server import KEY, SECRET, TOKEN, Server, give_credentials
 from tests.service.hub import Hub
 from tests.waiting import ends, until
 
-from .conftest import Place
+from .conftest import GRPO, Place
 
 pytestmark = pytest.mark.real_start
 FAULTS = Path(__file__).with_name("faults")
@@ -106,7 +107,7 @@ def nothing_runs(place):
 
 
 def losses(folder):
-    return {row["step"]: row["train/loss"] for row in read_metrics(folder)}
+    return {row["step"]: row["train/loss"] for row in read_metrics(folder) if "train/loss" in row}
 
 
 def test_a_run_leaves_its_artifacts_and_is_a_model(place, tmp_path, capsys, monkeypatch, other):
@@ -178,6 +179,36 @@ def test_another_machine_continues_from_s3_with_the_same_losses(place, other, bu
     assert (len(resumed), resumed[:1] > [0]) == ((1, True) if kind == "stopped" else (0, False))
     assert opened == (2 if kind == "stopped" else 1), "a complete run is not run again"
     assert damage(new / "checkpoints/step-006000", whole="") is None
+
+
+@pytest.mark.service
+@pytest.mark.engine
+def test_another_machine_continues_reinforcement_learning_with_the_same_losses(place, other, bucket):
+    """With real vLLM. The ledger of groups stays on the lost machine."""
+    place.template = GRPO
+    whole = place.submit("whole", 200)
+    place.until(whole, "done")
+    more = f'folder = "{{}}/moved"\n{EVERY.format(every=40)}'
+    name = place.submit("moved", 200, store=bucket, more=more.format(place.folder / "runs"))
+    folder = place.folder_of(name)
+    place.until(name, "running")
+    uploaded = RunStore(bucket, name)
+    until(lambda: read_facts(folder).steps and any(map(has_state, uploaded.steps().values())), 240)
+    record = place.record(name)
+    os.kill(record.handle.pid, signal.SIGKILL)
+    assert ends(record.worker.pid)
+    until(lambda: nothing_runs(place))
+    before = losses(folder)
+    assert len(before) < 200
+    shutil.rmtree(folder)
+    there = other()
+    there.template = GRPO
+    again = there.submit("moved", 200, store=bucket, resume=True, more=more.format(there.folder / "runs"))
+    there.until(again, "done")
+    (resumed,) = [event["step"] for event in read_events(there.folder_of(again), kinds=("resume",))]
+    assert resumed in range(40, 200, 40)
+    assert losses(there.folder_of(again)) == losses(place.folder_of(whole))
+    check_store(bucket, again)
 
 
 def check_no_secret(place):

@@ -11,6 +11,7 @@ from slipstream.cli import main
 from slipstream.cli.service import untested
 from slipstream.plan.families import FAMILIES
 
+from .conftest import GRPO
 from .scripted.wandb import URL
 
 pytestmark = pytest.mark.real_start
@@ -180,3 +181,14 @@ def test_smoke_of_a_run_file(place, asked):
     same(found, {"folder": str, "healthy": False, "runs": [run | {
         "num_steps": 0, "loss": None, "grad_norm": None, "problems": [str]}]})  # fmt: skip
     assert asked("smoke", place.run_file(100), "--channels", "a_only", code=2)["error"] == "ConfigError"
+
+
+@pytest.mark.service
+@pytest.mark.engine
+def test_smoke_of_reinforcement_learning(place, asked):
+    """With real vLLM: engine and trainer agree."""
+    place.template = GRPO
+    run = {"num_steps": 2, "loss": float, "grad_norm": positive, "probe": at_least_0, "problems": []}
+    found = asked("smoke", place.run_file(100), "--steps", 2, "--folder", place.folder / "smoke")
+    same(found, {"folder": str, "runs": [run], "healthy": True})
+    assert found["runs"][0]["probe"] < 1e-3

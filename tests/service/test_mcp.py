@@ -4,11 +4,17 @@ import asyncio
 import os
 import sys
 
+import httpx
 import pytest
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
+from slipstream.service.deployments.deployments import LocalDeployments
+from slipstream.service.deployments.registry import Registry
+from slipstream.trainer.model.small.tiny_qwen3 import new_model
+
 from .test_api import paused
+from .test_deployments import end_host
 
 pytestmark = pytest.mark.real_start
 TOOLS = {"plan", "submit", "status", "logs", "cancel", "runs", "checkpoints", "gpus"}
@@ -64,6 +70,43 @@ def test_a_run_without_a_checkpoint_is_not_deployed(place):
         assert await client.ask("deployments") == []
 
     used(work)
+
+
+@pytest.mark.service
+@pytest.mark.engine
+def test_a_client_deploys(place, monkeypatch, tmp_path_factory):
+    """A real vLLM server answers with the adapter of a run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The greedy completion before "ready" needs room in the context.
+    place.model = new_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=32, num_layers=2, context_length=128)
+    run = place.submit("run", 4, more="[lora]\nrank = 2\n")
+    place.until(run, "done")
+
+    async def work(client, _):
+        found = await client.ask("deploy", run=run)
+        assert (found["run"], found["step"], found["kind"]) == (run, 4, "adapter")
+        async with asyncio.timeout(ENDS_S):
+            while (found := (await client.ask("deployments"))[0])["state"] == "deploying":
+                await asyncio.sleep(0.5)
+        assert found["state"] == "ready", found
+        key = deployments.key()
+        asked = {"model": found["name"], "messages": [{"role": "user", "content": "3"}], "max_tokens": 4}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = httpx.post(f"{found['url']}/chat/completions", json=asked, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        await client.ask("undeploy", name=found["name"])
+        async with asyncio.timeout(ENDS_S):
+            while await client.ask("deployments"):
+                await asyncio.sleep(0.5)
+        assert "no run" in await client.refused("deploy", run="../state")
+        assert "no deployment" in await client.refused("undeploy", name="nothing")
+
+    deployments = LocalDeployments(place.store)
+    deployments.listen("127.0.0.1", 0)
+    try:
+        used(work)
+    finally:
+        end_host(Registry(place.store))
 
 
 @pytest.mark.service
