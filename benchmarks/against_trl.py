@@ -261,7 +261,7 @@ def read_slipstream(system: str, folder: Path, began: float) -> Run:
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Path, Path]:
     """The fitted model and Slipstream's run file."""
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
 
     common = {"task": TASK, "threads": options.threads}
     model = options.model

@@ -40,7 +40,7 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 def make_config(options: argparse.Namespace, model: Path, case: str) -> Any:
     """The run, as far as the learner sees it."""
     from slipstream.config import RunConfig
-    from slipstream.config.traits import planned_config
+    from slipstream.plan.decided import planned_config
 
     ranks = 1 if case == "one" else options.ranks
     training: dict[str, Any] = {

@@ -37,9 +37,9 @@ from pathlib import Path
 import psutil
 from rich.progress import track
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 LETTERS = Path(__file__).parents[1] / "tests" / "system" / "letters.py"
 RUN_FILE = """

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from benchmarks.bridges import Bridge, create_bridge
 from benchmarks.event_loop import call
 from benchmarks.weight_sync.process_memory import pids_of
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import EngineError
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
@@ -23,7 +24,6 @@ from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report
 
 TIMEOUT_S, GROUP_TIMEOUT_S = 60.0, 2.0

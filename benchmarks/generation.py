@@ -332,7 +332,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-generation-") as folder:
         model = options.model or Path(folder) / "model"
         if options.shape == "chars":
-            from slipstream.trainer.model.small.tiny_qwen3 import new_model
+            from slipstream.commands.small_models.tiny_qwen3 import new_model
 
             new_model(model, hidden_size=64, num_layers=2)
         elif not model.exists():

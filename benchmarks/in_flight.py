@@ -30,13 +30,13 @@ from shapes import SHAPES, shaped_model
 
 from benchmarks.bridges import create_bridge
 from benchmarks.event_loop import call
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report
 from slipstream.weights.bridges.single_copy import open_weights
 from slipstream.weights.model_files import read_model_folder, stored_parameters

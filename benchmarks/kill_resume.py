@@ -26,9 +26,9 @@ from pathlib import Path
 
 import psutil
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.runlog import read_exit, read_metrics
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 RUN_FILES = {
     "sft": """

@@ -226,7 +226,7 @@ def main() -> int:
         folder = Path(temporary)
         model: Path | None = options.model
         if model is None:
-            from slipstream.trainer.model.small.tiny_qwen3 import new_model
+            from slipstream.commands.small_models.tiny_qwen3 import new_model
 
             model = new_model(folder / "model")
         for dtype in options.dtypes:

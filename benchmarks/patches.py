@@ -284,8 +284,8 @@ def main() -> int:
     import torch
     from shapes import shaped_model
 
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
     from slipstream.plan.measure import read_model
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
     if options.what == "exact" and len(options.settings) != 2:
         parser.error("exact compares two settings")

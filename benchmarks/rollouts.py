@@ -35,6 +35,7 @@ import uvloop
 
 from benchmarks.scripted_engine import ScriptedEngine
 from slipstream.algo.readiness import group_has_signal
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.config import EnvironmentConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
@@ -48,7 +49,6 @@ from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.progress import Progress
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Task, Version
 from slipstream.runlog.ledger import Ledger, balance
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 GROUP_SIZE = 8
 

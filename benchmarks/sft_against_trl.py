@@ -345,7 +345,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not options.model:
-            from slipstream.trainer.model.small.tiny_qwen3 import new_model
+            from slipstream.commands.small_models.tiny_qwen3 import new_model
 
             options.model = str(new_model(folder / "model", context_length=2048))
         results = {kind: compare(kind, options, folder) for kind in options.rows}

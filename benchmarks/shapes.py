@@ -44,7 +44,7 @@ def word_tokenizer(template: str, special: Sequence[str] = (), added: Sequence[s
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from slipstream.trainer.model.small.tiny_qwen3 import DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
+    from slipstream.commands.small_models.tiny_qwen3 import DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
 
     special = (PAD, START, END, *special)
     symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))
@@ -83,8 +83,8 @@ def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     import torch
     from transformers import GenerationConfig, Qwen2ForCausalLM
 
+    from slipstream.commands.small_models.tiny_qwen3 import CHAT_TEMPLATE
     from slipstream.trainer.model.loading import hide_progress_bars
-    from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE
 
     hide_progress_bars()
     tokenizer = word_tokenizer(CHAT_TEMPLATE)

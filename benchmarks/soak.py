@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from benchmarks.scripted_engine import ScriptedEngine
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.launch.parts import child, process
@@ -39,7 +40,6 @@ from slipstream.launch.run import train
 from slipstream.records import GenerateRequest, Message, Sequence
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 EVERY, FROM, MEMORY_BOUND = 100, 200, 5e6

@@ -25,6 +25,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.scripted_engine import ScriptedEngine
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.config import EnvironmentConfig
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
@@ -32,7 +33,6 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import make_tasks
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
 from slipstream.records import Completion, GenerateRequest, Message, Rollout, SamplingParams, Task, ToolCall
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 ENVIRONMENT = '''
 import asyncio

@@ -68,8 +68,8 @@ def shaped_vision_model(folder: Path, shape: str) -> Path:
     """Write a bfloat16 model of `shape` into `folder` and return the folder."""
     from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+    from slipstream.commands.small_models.tiny_qwen2_vl import IMAGE_TOKENS, VISION_TEMPLATE
     from slipstream.trainer.model.loading import hide_progress_bars
-    from slipstream.trainer.model.small.tiny_qwen2_vl import IMAGE_TOKENS, VISION_TEMPLATE
     from slipstream_matching.coordinates import LITERALS
 
     hide_progress_bars()

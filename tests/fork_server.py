@@ -87,7 +87,7 @@ PRELOADED = {
         "slipstream.launch.prepare",
         "slipstream.trainer.distributed.fsdp",
         "slipstream.trainer.distributed.worker",
-        "slipstream.trainer.model.small.tiny_qwen3",
+        "slipstream.commands.small_models.tiny_qwen3",
         "slipstream.view",
         "transformers.models.qwen3.modeling_qwen3",
     ),

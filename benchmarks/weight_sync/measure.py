@@ -32,7 +32,7 @@ from slipstream.config import (
     TrainingConfig,
     with_values,
 )
-from slipstream.config.traits import engine_workers, planned_config, publishes_adapter
+from slipstream.config.traits import engine_workers, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.build import share_weights
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_plan
@@ -40,6 +40,7 @@ from slipstream.launch.ranks.processes import rank_threads
 from slipstream.orchestrator.control.executor import share
 from slipstream.orchestrator.thread import EventLoopThread, wait_for
 from slipstream.plan.deadlines import LEAST_S
+from slipstream.plan.decided import planned_config
 from slipstream.plan.deployable import ServeOptions, deployed_engine, find_deployable
 from slipstream.plan.machine import measure_gpus, usable_cpus
 from slipstream.plan.measure import measure_adapter, read_model

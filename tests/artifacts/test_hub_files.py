@@ -4,11 +4,11 @@ import hashlib
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.config.addresses import hub_reference
 from slipstream.errors import ConfigError
 from slipstream.plan.deployable import local_path, with_weights_folder
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.launch.test_saved_folders import RUN, saved
 
 COMMIT = "1" * 40

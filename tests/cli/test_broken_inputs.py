@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.runlog import RunLog
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 ROWS = [{"prompt": f"say {n}", "completion": f"{n}"} for n in range(40)]
 FILES = {

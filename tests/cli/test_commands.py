@@ -17,11 +17,11 @@ import pytest
 
 from slipstream.cli import commands, proof
 from slipstream.cli.init_files import FILES
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch import run as launch_local
 from slipstream.records import Rollout, Sequence
 from slipstream.runlog import read_events, read_exit
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [

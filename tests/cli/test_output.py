@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from slipstream.cli import main, output
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.runlog import RunLog
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 COMMAND = [sys.executable, "-m", "slipstream.cli"]
 

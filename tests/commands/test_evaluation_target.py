@@ -9,10 +9,10 @@ import pytest
 from slipstream.cli import main
 from slipstream.commands.evaluation_target import find_target
 from slipstream.commands.results import place_of
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
 from slipstream.processes.files import write_whole
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SFT = """
 [model]

@@ -215,7 +215,7 @@ _DAMAGES = (_cut, _insert, _insert, _twice, _nest, _long, _comment)
 
 def make_folder(folder):
     """What the run files name: a model, an environment, rows."""
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from slipstream.config import PlannedConfig, RunConfig, with_values
-from slipstream.config.traits import planned_config
+from slipstream.plan.decided import planned_config
 
 CONFIG = RunConfig.model_validate(
     {"model": {"path": "auto"}, "environment": {"name": "x"}, "algorithm": {"kind": "grpo"}, "training": {"steps": 9}}

@@ -3,11 +3,11 @@ import logging
 import pytest
 from tests.data.conftest import CHATML
 
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.template_variables import template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 USER = Message("user", "What is 2+2?")
 FOUR = Message("assistant", "4")

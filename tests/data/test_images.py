@@ -18,6 +18,8 @@ import pytest
 from PIL import Image
 from tests.data.problems import read_problems
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
 from slipstream.data.examples import split_off, tokenized
@@ -26,8 +28,6 @@ from slipstream.data.images.families import image_processor
 from slipstream.data.images.reading import FORMATS, bytes_of, decoded, is_plain, read_image
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 ASKED = [{"role": "user", "content": "<image>How many?"}, {"role": "assistant", "content": "2"}]
 

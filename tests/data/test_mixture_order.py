@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import RunConfig
-from slipstream.config.traits import planned_config
 from slipstream.data.curriculum import FLOOR, Curriculum, MixtureCurriculum
 from slipstream.data.draws import Draws
 from slipstream.data.mixture_order import MixtureOrder, Weights
 from slipstream.orchestrator.batches.slots import Slots
+from slipstream.plan.decided import planned_config
 from slipstream.records import Batch, Version
 
 SIZES = (40, 7, 300)

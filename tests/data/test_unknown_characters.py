@@ -2,10 +2,10 @@
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.unknown_characters import Vocabulary, check_vocabulary, read_vocabulary
 from slipstream.errors import DataError
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from tests.nodes.agents import RUN_ID, TOKEN, agent
 from tests.nodes.networks import CAN_MAKE, networks
 from tests.waiting import WAIT_S
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.doctor.collectives import PairResult, hopeless, judge, rounds
 from slipstream.doctor.nodes import PROGRAM
 from slipstream.doctor.on_node import Look, Report
 from slipstream.nodes.protocol import TOKEN_VARIABLE
 from slipstream.processes.channel import Channel
 from slipstream.processes.launchers import LOCAL
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 pytestmark = pytest.mark.real_start
 PORT = 29_417

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from slipstream.commands.run_checks import check_run
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 
 ENVIRONMENT = """
 def tasks(split, num_tasks, seed):

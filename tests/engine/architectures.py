@@ -15,7 +15,7 @@ import torch
 import transformers
 from PIL import Image
 
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 
 TEXT = {
     "hidden_size": 64,

@@ -26,7 +26,7 @@ from slipstream.records import ApplyReport, Completion, GenerateRequest, Samplin
 from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.weights import check_report
 
 T = TypeVar("T")

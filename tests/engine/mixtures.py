@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"norm_topk_prob": True},

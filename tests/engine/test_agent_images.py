@@ -6,11 +6,11 @@ import anthropic
 import openai
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import bytes_of
 from slipstream.orchestrator.gateway import MODEL
 from slipstream.records import SamplingParams
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.engine.conftest import start
 
 from .test_agents import Episode

@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmarks.bridges import create_bridge
 
+from slipstream.commands.small_models.tiny_qwen3 import END, new_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.policy import RecordingPolicy
 from slipstream.orchestrator.gateway import MODEL, Gateway, SessionLost
@@ -22,7 +23,6 @@ from slipstream.orchestrator.rollouts import _record
 from slipstream.records import Message, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import END, new_model
 from slipstream.weights import check_report
 from slipstream.weights.model_files import read_model_folder
 from tests.engine.conftest import start

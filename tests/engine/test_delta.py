@@ -11,9 +11,9 @@ import torch
 from benchmarks.bridges import create_bridge
 from safetensors.torch import load_file, save_file
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import EngineError, WeightsError
 from slipstream.records import ApplyReport, Completion, SamplingParams, Ticket
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report
 from slipstream.weights.bridges.delta import DeltaPublisher
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model, new_tokenizer
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments
 from slipstream.plan.derive import CLOSER
 from slipstream.records import SamplingParams
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model, new_tokenizer
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
 from .conftest import differences, settings_for, start

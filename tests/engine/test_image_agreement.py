@@ -8,12 +8,12 @@ import torch
 import transformers
 from PIL import Image
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import read_image
 from slipstream.records import GenerateRequest, Message, SamplingParams
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from tests.data.test_square_images import save_model as save_squares
 
 from .conftest import sequence_of, start

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model, new_tokenizer
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.inference.plugin.tools.formats import FORMATS
 from slipstream.inference.plugin.tools.reader import ToolReader
 from slipstream.records import GenerateRequest, Message, SamplingParams, ToolCall
-from slipstream.trainer.model.small.tiny_qwen3 import new_model, new_tokenizer
 from tests.engine.conftest import start
 
 

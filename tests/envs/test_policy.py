@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 from tests.orchestrator.test_orchestrator import END
 from tests.orchestrator.test_orchestrator import Letters as Plain
 
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.base import Episode
 from slipstream.envs.policy import Prompts, RecordingPolicy, following, num_thinking, record_turn
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, ExpertChoices, Media, Message, Task, VersionSpan
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 
 class Letters(Plain):

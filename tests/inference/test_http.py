@@ -20,12 +20,12 @@ import torch
 from benchmarks.bridges import create_adapter_bridge, create_bridge
 from safetensors.torch import load_file
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import EngineError, WeightsError
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights import check_report
 from slipstream.weights.adapter_folder import AdapterConfig
 

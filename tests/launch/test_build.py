@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
-from slipstream.config.traits import planned_config
 from slipstream.launch.build import build, precompile_layers
+from slipstream.plan.decided import planned_config
 from slipstream.trainer.model import compilation, layers
 from slipstream.trainer.model.layers import LayerOptions
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.refusals import refuses
 
 

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError
 from slipstream.launch.ranks import processes
 from slipstream.trainer.model import layers
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from . import quick_rank
 from .test_ranks import BATCHES, CASES, compare, four_steps, make_config, one_step, trained

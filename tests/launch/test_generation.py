@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_settings
 from slipstream.errors import EngineError
 from slipstream.launch.generation import shape_of_groups
@@ -15,7 +16,6 @@ from slipstream.orchestrator.control.commands import EngineState
 from slipstream.orchestrator.control.handle import LocalCaller
 from slipstream.orchestrator.control.weight_sync import RunHooks
 from slipstream.orchestrator.thread import EventLoopThread
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from ..orchestrator.executors import executor_of
 

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.processes.launchers import LOCAL
 from slipstream.trainer.checkpoints.state_files import read_state
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.fingerprint import describe
 from tests.launch.test_ranks import BATCHES, GSPO, SAMPLING, make_config, one_step
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from slipstream.config import RunConfig
-from slipstream.config.traits import planned_config
 from slipstream.launch.build import build_objective
+from slipstream.plan.decided import planned_config
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.fingerprint import describe
 from slipstream_matching.settings import MatchingConfig

@@ -8,6 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config.parse.load import load_config
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.prepare import prepare
@@ -16,8 +18,6 @@ from slipstream.plan import make_plan
 from slipstream.plan.summary import trainer_bytes
 from slipstream.records import Media, Message, Task
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from tests.data.test_square_images import save_model
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError, WeightsError
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import slipstream
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config, load_settings
 from slipstream.config.python_objects import give
 from slipstream.data import readers
@@ -24,7 +25,6 @@ from slipstream.launch.provenance.collect import code_digest, sources_of
 from slipstream.launch.provenance.digests import FileDigests
 from slipstream.launch.provenance.imports import files_of
 from slipstream.launch.provenance.record import Source, changes_between, told
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 FILES = {
     "main.py": "import os, random\nimport a.b as c\nfrom pack import deep\ndef f():\n    import late\nimport absent\n",

@@ -14,15 +14,15 @@ import torch
 import uvloop
 
 from slipstream import records
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import RunConfig
-from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.plan.decided import planned_config
 from slipstream.processes import heartbeat, stacks
 from slipstream.records import SamplingParams
 from slipstream.trainer.checkpoints.state_files import read_state
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch
 from slipstream.weights.fingerprint import describe
 from tests.trainer.test_vision_towers import save_with_tower

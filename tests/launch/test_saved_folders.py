@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from slipstream.commands.export import export, remarks
 from slipstream.commands.serve import ServeOptions, vllm_arguments
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.commands.verify import _downloaded
 from slipstream.config import ModelConfig, load_config
 from slipstream.config.schema import TeacherConfig
@@ -23,7 +24,6 @@ from slipstream.records import Message
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.weights.adapter_folder import AdapterConfig, read_adapter_config
 from slipstream.weights.usage import EndTokens, write_usage

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import DataError
@@ -14,7 +15,6 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.records import Message
 from slipstream.runlog import read_metrics
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 from tests.refusals import refuses
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from PIL import Image, ImageDraw
 
 from slipstream import records
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import read_image
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.answer import answer_fragments, tokenized
 from slipstream_matching.answers import answer_tokens
 from slipstream_matching.coordinates import LITERALS

@@ -3,11 +3,11 @@
 import pytest
 from tests.matching.matching_runs import answer_ids, new_detector, rollout, target_of, task
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.method import with_figures
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.answers import answer_tokens
 from slipstream_matching.coordinates import LITERALS
 from slipstream_matching.image_rows import Detection

@@ -7,11 +7,11 @@ import json
 import pytest
 from PIL import Image
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.images.reading import read_image
 from slipstream.errors import DataError
 from slipstream.orchestrator.agent_images import with_scaled_images
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 
 
 @pytest.fixture(scope="module")

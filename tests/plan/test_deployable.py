@@ -14,6 +14,7 @@ from slipstream.cli import main
 from slipstream.commands.chat import chat_tokenizer
 from slipstream.commands.export import export
 from slipstream.commands.serve import ServeOptions, is_loopback, vllm_arguments
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
@@ -26,7 +27,6 @@ from slipstream.plan.deployable import (
 )
 from slipstream.records import Message
 from slipstream.trainer.checkpoints.manifest import facts_of
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SFT = """
 [model]

@@ -253,8 +253,8 @@ def test_gather(tmp_path):
 
 
 def test_the_adapter_is_measured_and_checked_without_the_models_weights(tmp_path):
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
     from slipstream.trainer.model.policy import PolicyModel
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
     from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
     folder = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
@@ -284,7 +284,7 @@ def test_weights_that_lie_there_once_more_are_not_counted(num_files, tmp_path):
     """As Mistral's own format beside the files of transformers."""
     from safetensors.torch import save_file
 
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
     from slipstream.weights.model_files import read_model_folder, stored_parameters
 
     folder = new_model(tmp_path / "model", hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1)

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import ModelConfig, dump_resolved, load_config
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
 from slipstream.launch.recovery.resume import same_commit
 from slipstream.plan.preflight.model_folder import check_model, hub_id
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.other_user import NOBODY, needs_root
 from tests.other_user import shared_folder as shared_folder  # a fixture
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import Loaded, LoraConfig, with_values
 from slipstream.config.bounds import keyed
 from slipstream.config.checks import contradictions
@@ -17,7 +18,6 @@ from slipstream.plan import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.plan.memory.sizes import GIB, optimizer_bytes, training_state_bytes
 from slipstream.plan.memory.trainer import training_state
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.adapter_folder import AdapterConfig
 from tests.plan.test_plan import GRPO, LORA, note, reasons
 from tests.trainer.test_vision_towers import save_with_tower

@@ -31,10 +31,10 @@ from slipstream.config.checks import contradictions, inapplicable, reason_agains
 from slipstream.config.parse.keys import leaves
 from slipstream.config.planned import PlannedInference
 from slipstream.config.recipes import RECIPES
-from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
 from slipstream.launch.engines import engine_gpus
 from slipstream.plan import DataFacts, Facts, ModelFacts, derive, make_plan, plan_as_json, render_plan
+from slipstream.plan.decided import planned_config
 from slipstream.plan.facts import AdapterFacts, EngineFacts
 from slipstream.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
 from slipstream.plan.memory.sizes import (

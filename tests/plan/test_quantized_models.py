@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.plan.deployable import find_deployable
 from slipstream.plan.preflight.model_folder import check_model
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 CONFIGS = (
     {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream import records
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import LoraConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.launch.build import build_optimizer
@@ -20,7 +21,6 @@ from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch
 
 from .test_plan import CARD, GENERATED, GRPO, facts, note, plan, reasons, refusal

@@ -4,10 +4,10 @@
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import CHAT_TEMPLATE
 from slipstream.plan.facts import EngineFacts, ToolFacts
 from slipstream.plan.tool_parser import find_parser
 from slipstream.plan.vllm_version import read_engine
-from slipstream.trainer.model.small.tiny_qwen3 import CHAT_TEMPLATE
 from tests.plan.test_plan import SFT, plan, reasons, refusal
 
 QWEN = (

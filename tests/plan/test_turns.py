@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs import Environment, Message, SingleTurn, Task
 from slipstream.errors import ConfigError
 from slipstream.plan.preflight.turns import check_gold_turns, check_turns
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 
 ALTERNATING = """{%- for message in messages -%}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}

@@ -2,10 +2,10 @@
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.plan.preflight.vllm_options import try_options
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import json
 import re
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.report import tokens
 from slipstream.report.tokens import key_of, token_views
 from slipstream.runlog import read_run
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 SEQUENCE = {
     "token_ids": [72, 73, 10, 11, 12, 74, 13],

@@ -22,7 +22,7 @@ from slipstream.service.records import ACTIVE, Need
 from slipstream.service.runs import LocalRuns
 from slipstream.service.store import Store
 from slipstream.service.submission import submit
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from tests.waiting import until
 
 from .made import ESTIMATE

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin.named_adapters import adapter_digest, adapter_named
 from slipstream.processes import launchers
@@ -27,7 +28,6 @@ from slipstream.service.deployments.records import Options
 from slipstream.service.deployments.registry import Registry
 from slipstream.service.store import Store
 from slipstream.service.submission import unix_user
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.report.browser import TEXT, browser, find, needs_browser
 from tests.report.conftest import write  # noqa: F401 (fixture)
 from tests.report.test_browser import OVERFLOWING

@@ -9,9 +9,9 @@ import pytest
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.service.deployments.deployments import LocalDeployments
 from slipstream.service.deployments.registry import Registry
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from .test_api import paused
 from .test_deployments import end_host

@@ -33,7 +33,7 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.view import make_view
 from slipstream.weights.model_files import read_model_folder
 

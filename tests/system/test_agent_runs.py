@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.inference.lending import TOKEN_VARIABLE
 from slipstream.runlog import read_events, read_metrics
 from slipstream.runlog.batches import read_batch
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.nodes.networks import networks
 from tests.waiting import until
 

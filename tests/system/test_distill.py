@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.algo.divergences import divergence
 from slipstream.commands.replay import replay
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
@@ -20,7 +21,6 @@ from slipstream.launch.run import train
 from slipstream.orchestrator.teacher_engine import agreement_warning
 from slipstream.runlog import read_events, read_metrics
 from slipstream.runlog.batches import read_batch
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.view import make_view
 from tests.refusals import refuses
 

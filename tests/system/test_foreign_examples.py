@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import END, new_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.runlog import read_exit, read_metrics
 from slipstream.runlog.batches import read_batch
-from slipstream.trainer.model.small.tiny_qwen3 import END, new_model
 
 from ..envs.verifiers_interpreters import interpreter
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import EngineError
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream_matching.answers import answer_tokens
 from slipstream_matching.coordinates import LITERALS
 from tests.matching.matching_runs import answer_ids

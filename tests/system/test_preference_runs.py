@@ -123,7 +123,7 @@ def test_settings_without_an_effect_are_refused(options, setting, write):
 @pytest.mark.quick("dpo")
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_the_example(kind, command, tmp_path, monkeypatch):
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
 
     monkeypatch.setattr(sys, "argv", ["pairs.py", "--number", "80", "--folder", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / "pairs.py"))

@@ -11,8 +11,8 @@ import pytest
 from slipstream import records
 from slipstream.commands import replay as tool
 from slipstream.config import load_config
-from slipstream.config.traits import planned_config
 from slipstream.launch.prepare import prepare
+from slipstream.plan.decided import planned_config
 from slipstream.processes.files import cannot_write
 from slipstream.runlog import batches, read_metrics
 from slipstream.runlog.batches import kept_steps, read_batch

@@ -12,9 +12,9 @@ import aiohttp
 import psutil
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.inference.lending import TOKEN_VARIABLE
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from tests.nodes.networks import networks
 from tests.waiting import until
 

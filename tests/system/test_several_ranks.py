@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from .test_real_runs import COIN, ENDLESS, check_run, num_steps, sft_file
 

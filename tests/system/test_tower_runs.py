@@ -8,9 +8,9 @@ import runpy
 import pytest
 from safetensors.torch import load_file
 
+from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.batches import read_batch
-from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 from tests.engine.architectures import ARCHITECTURES

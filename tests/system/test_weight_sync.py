@@ -14,8 +14,8 @@ from benchmarks.weight_sync import measure
 from benchmarks.weight_sync.collective import raw_broadcast_s
 from benchmarks.weight_sync.figures import BRIDGES, SyncOptions
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 from .conftest import Command
 

@@ -9,8 +9,8 @@ import torch
 
 from slipstream import records
 from slipstream.config import RunConfig
-from slipstream.config.traits import planned_config
 from slipstream.errors import ZeroGradientError
+from slipstream.plan.decided import planned_config
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.resumed import Identity, Resumed, load_resumed
 from slipstream.trainer.checkpoints.writer import create_writer

@@ -9,12 +9,12 @@ from tests.trainer.steps import learner_of
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config.schema import CriticConfig
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import OptimStats
 from slipstream.trainer.packing import make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig

@@ -12,13 +12,13 @@ import torch
 
 from slipstream import records
 from slipstream.algo.importance_sampling import difference_means, difference_sums
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import MismatchError
 from slipstream.records import SamplingParams
 from slipstream.report.series import GROUPS
 from slipstream.trainer.learner import Scores, score
 from slipstream.trainer.metrics import explain_difference, refuse_difference
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 
 PROBABILITIES = (1e-9, 0.05, 0.3, 0.7, 0.95)
 PLAIN = SamplingParams(max_tokens=100)

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.config import RunConfig
-from slipstream.config.traits import planned_config
+from slipstream.plan.decided import planned_config
 from slipstream.records import Rollout, Sequence
 from slipstream.trainer.signal_watch import QUIET, STEPS, SignalWatch
 

@@ -14,7 +14,7 @@ from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.compilation import compile_layers, row_lengths
 from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.stand_in import save_stand_in
+from slipstream.trainer.model.stand_in import save_stand_in
 from slipstream.trainer.packing import StepBatch
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]}

@@ -2,10 +2,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from slipstream.commands.small_models.tiny_qwen2_vl import IMAGE_TOKENS, new_vision_model
 from slipstream.data.images.families import image_processor
 from slipstream.errors import ConfigError
 from slipstream.trainer.model.loading import check_architecture
-from slipstream.trainer.model.small.tiny_qwen2_vl import IMAGE_TOKENS, new_vision_model
 
 SMALL = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "context_length": 128}
 

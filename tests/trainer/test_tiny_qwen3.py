@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.commands.small_models.tiny_qwen3 import DEFAULT_ALPHABET, new_model, new_tokenizer
 from slipstream.errors import ConfigError
-from slipstream.trainer.model.small.tiny_qwen3 import DEFAULT_ALPHABET, new_model, new_tokenizer
 
 TOKENIZERS = {kind: new_tokenizer(kind) for kind in ("byte", "char")}
 SMALL = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}

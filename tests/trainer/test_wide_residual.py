@@ -7,11 +7,11 @@ from tests.trainer.steps import learner_of
 
 from slipstream import records
 from slipstream.algo.logprobs import processed_logprobs
+from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 from slipstream.errors import ConfigError
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.layers import LayerOptions, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
 from slipstream.trainer.packing import StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import SlipstreamError
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.weights.model_files import WEIGHTS_FILE, whole_folder, write_model_folder, write_tensors
 
 

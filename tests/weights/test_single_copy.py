@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.errors import ConfigError
 from slipstream.inference.plugin.weights.tensor_map import Piece, TensorMap
 from slipstream.records import ParameterSpec
 from slipstream.trainer.model.loading import SharedTensors, open_shared
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.model.small.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.weights.bridges.single_copy import Exporter, SharedWeights
 from slipstream.weights.model_files import stored_parameters

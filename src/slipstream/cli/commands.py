@@ -455,8 +455,8 @@ def model_new(
     from slipstream.plan.preflight.torch_builds import check_torch_builds
 
     check_torch_builds()
-    from slipstream.trainer.model.small.tiny_qwen2_vl import new_vision_model
-    from slipstream.trainer.model.small.tiny_qwen3 import new_model
+    from slipstream.commands.small_models.tiny_qwen2_vl import new_vision_model
+    from slipstream.commands.small_models.tiny_qwen3 import new_model
     from slipstream_matching.coordinates import LITERALS
 
     if coordinates and not vision:

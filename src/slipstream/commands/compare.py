@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.algo.statistics import PairedDifference, paired_difference
+from slipstream.commands.differences import PairedDifference, paired_difference
 from slipstream.errors import DataError
 from slipstream.runlog.evaluations import KeptEvaluation, KeptTask, find_evaluation, read_evaluation
 

@@ -55,7 +55,7 @@ def _missing(loaded: Loaded, folder: Path) -> list[str]:
 
 
 def _write_stand_in(folder: Path, stand_in: Path) -> None:
-    from slipstream.trainer.model.small.tiny_qwen3 import new_tokenizer
+    from slipstream.commands.small_models.tiny_qwen3 import new_tokenizer
 
     new_tokenizer("byte", context_length=BARE_CONTEXT).save_pretrained(str(stand_in))
     shutil.copyfile(folder / "config.json", stand_in / "config.json")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import PlannedConfig, RunConfig, SFTConfig, load_config, with_values
 from slipstream.config.checks import inapplicable, reason_against
-from slipstream.config.traits import planned_config, undecided
 from slipstream.errors import ConfigError, DataError, OutOfMemory, TrainingError
 from slipstream.launch.build import build, build_objective
 from slipstream.launch.prepare import sampling_of
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.out_of_memory import who_ran_out
 from slipstream.launch.startup.compile_caches import persistent_caches
+from slipstream.plan.decided import planned_config, undecided
 from slipstream.plan.machine import gpu_capability
 from slipstream.plan.preflight.model_folder import find_model
 from slipstream.plan.preflight.torch_builds import check_torch_builds

@@ -1,6 +1,6 @@
 """The settings of a run as planned: the same tree without any `auto`.
 
-`config.traits.planned_config` makes it from a `RunConfig`. Each class narrows the fields of its base that may be
+`plan.decided.planned_config` makes it from a `RunConfig`. Each class narrows the fields of its base that may be
 `auto`; their defaults stand where a field has no effect in the run. A field's documentation is in `config.schema`.
 """
 

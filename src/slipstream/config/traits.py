@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
-from slipstream.config import planned
-from slipstream.config.bounds import Section
 from slipstream.config.environment import AGENT
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
@@ -15,40 +11,6 @@ from slipstream.config.schema import RLConfig, RunConfig
 
 BY_BITSANDBYTES = frozenset({"adamw_8bit", "adamw_paged", "adamw_paged_8bit"})
 """Optimizers that need this library."""
-
-
-def planned_config(config: RunConfig) -> PlannedConfig:
-    """`config` without any `auto`: its recipe's choices in [algorithm], and the defaults of `config.planned` for every
-    other `auto` that is left, which must have no effect."""
-    if isinstance(config.algorithm, RLConfig):
-        config = config.model_copy(update={"algorithm": resolved(config.algorithm)})
-    tables = config.model_dump()
-    for path in undecided(config):
-        section, _, key = path.partition(".")
-        del tables[section][key]
-    return PlannedConfig.model_validate(tables)
-
-
-_NARROWED = {
-    planned_class.__base__: inspect.get_annotations(planned_class)
-    for planned_class in vars(planned).values()
-    if inspect.isclass(planned_class) and planned_class.__module__ == planned.__name__
-}
-"""Of each section as it is written, the fields that cannot be `auto` in its planned class."""
-
-
-def undecided(config: RunConfig) -> list[str]:
-    """Keys that are still `auto`, those without an effect included; not other texts "auto", such as a name."""
-    return [path.lstrip(".") for path in _undecided("", config)]
-
-
-def _undecided(path: str, section: Section) -> Iterator[str]:
-    narrowed = next((_NARROWED[kind] for kind in type(section).__mro__ if kind in _NARROWED), {})
-    for name, value in section:
-        if isinstance(value, Section):
-            yield from _undecided(f"{path}.{name}", value)
-        elif value == "auto" and name in narrowed:
-            yield f"{path}.{name}"
 
 
 def uses_engine(config: RunConfig) -> bool:

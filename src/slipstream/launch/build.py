@@ -130,7 +130,7 @@ def precompile_layers(config: PlannedConfig) -> None:
     import torch
 
     from slipstream.trainer.model.loading import resolve_folder
-    from slipstream.trainer.model.small.stand_in import save_stand_in
+    from slipstream.trainer.model.stand_in import save_stand_in
 
     model = config.model
     try:

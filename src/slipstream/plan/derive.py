@@ -17,11 +17,12 @@ from slipstream.config.bounds import keyed
 from slipstream.config.checks import inapplicable, probe_limits, reason_against, warmup_problems
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import choices
-from slipstream.config.traits import drawn_at, planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
+from slipstream.config.traits import drawn_at, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
 from slipstream.plan.bridge import plan_beside, plan_bridge
 from slipstream.plan.builder import PlanBuilder
 from slipstream.plan.deadlines import plan_deadlines, retry_notes
+from slipstream.plan.decided import planned_config, undecided
 from slipstream.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.plan.lengths import plan_lengths
 from slipstream.plan.memory.cards import HAS_BFLOAT16, device_of, has_bfloat16

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from slipstream.config.sft import SFTConfig
-from slipstream.config.traits import planned_config, rolls_out, shares_weights, starts_engines, starts_teacher
+from slipstream.config.traits import rolls_out, shares_weights, starts_engines, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
+from slipstream.plan.decided import planned_config
 from slipstream.plan.memory.gpu_shares import (
     num_gpus_needed,
     place,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.algo.statistics import difference_interval
+from slipstream.commands.differences import difference_interval
 from slipstream.names import model_name
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config import PlannedConfig
-from slipstream.config.traits import planned_config, uses_critic
+from slipstream.config.traits import uses_critic
 from slipstream.errors import ConfigError
 from slipstream.plan.builder import PlanBuilder
+from slipstream.plan.decided import planned_config
 from slipstream.plan.facts import Facts
 from slipstream.plan.memory.sizes import BYTES_OF, GIB, gib, optimizer_bytes, weights_bytes
 from slipstream.plan.summary import Note, host_bytes

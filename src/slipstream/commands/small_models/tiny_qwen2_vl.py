@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.errors import ConfigError
-from slipstream.trainer.model.small.tiny_qwen3 import (
+from slipstream.commands.small_models.tiny_qwen3 import (
     CHAT_TEMPLATE,
     START,
     new_tokenizer,
@@ -20,6 +19,7 @@ from slipstream.trainer.model.small.tiny_qwen3 import (
     rope_theta_of,
     save_new,
 )
+from slipstream.errors import ConfigError
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _CONTENT = "(message['content'] or '')"
