@@ -62,9 +62,8 @@ LIGHT_MODULES = (
 )
 LIGHT_PARTS = ("slipstream_matching.figures", "slipstream_matching.row_targets")
 HEAVY_MODULES = ("torch", "transformers", "vllm")
-PLUG_IN = "slipstream_matching"
-MAY_IMPORT_IT = {"cli", "report"}
-"""Packages around the core."""
+PLUG_INS = {"slipstream_matching": {"cli", "report"}, "slipstream_preferences": set()}
+"""Each with the packages around the core that import it."""
 PUBLIC = ("slipstream.plugins", "slipstream.envs", "slipstream.records", "slipstream.errors")
 """A plug-in imports from these alone."""
 
@@ -169,14 +168,16 @@ def test_the_package_imports_no_benchmark():
     assert [(file, name) for file, name in found if name.split(".")[0] in benchmarks] == []
 
 
-def test_the_core_imports_nothing_of_the_plug_in():
-    found = {package_of(path) for path in FILES for _, name in imports(path) if name.split(".")[0] == PLUG_IN}
-    assert found == MAY_IMPORT_IT
+@pytest.mark.parametrize("plug_in", PLUG_INS)
+def test_the_core_imports_nothing_of_a_plug_in(plug_in):
+    found = {package_of(path) for path in FILES for _, name in imports(path) if name.split(".")[0] == plug_in}
+    assert found == PLUG_INS[plug_in]
 
 
-def test_the_plug_in_imports_public_names_only():
+@pytest.mark.parametrize("plug_in", PLUG_INS)
+def test_a_plug_in_imports_public_names_only(plug_in):
     found = []
-    for path in sorted((SOURCE.parent / PLUG_IN).glob("*.py")):
+    for path in sorted((SOURCE.parent / plug_in).glob("*.py")):
         for node in ast.walk(parsed(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             module = node.module if isinstance(node, ast.ImportFrom) else None

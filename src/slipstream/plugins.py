@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from slipstream.config.methods import MethodSection
     from slipstream.config.schema import RunConfig
     from slipstream.data.chat_template import ChatTokenizer
+    from slipstream.data.conversations import PROMPTS, Columns, Conversation, Judged, plain_conversation
     from slipstream.data.examples import Examples, SFTReader
     from slipstream.data.files.folders import held_out_split, subset_of
     from slipstream.data.images.parts import COLUMNS, with_images
     from slipstream.data.readers import Row, read_rows
     from slipstream.envs.rows import check_settings
     from slipstream.orchestrator.method import Batches, Material, Method, RollsOut
+    from slipstream.trainer.learner import Learner, Scorer
     from slipstream.trainer.loss import Objective, OneForward
     from slipstream.trainer.model.image_features import RowEmbeddings
     from slipstream.trainer.model.policy import PolicyModel
@@ -36,13 +38,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "PROMPTS",
     "Batches",
     "ChatTokenizer",
+    "Columns",
+    "Conversation",
     "Examples",
     "Factor",
     "Fraction",
     "GreedyTemperature",
     "Items",
+    "Judged",
+    "Learner",
     "Material",
     "Method",
     "MethodSection",
@@ -58,10 +65,12 @@ __all__ = [
     "Rule",
     "RunConfig",
     "SFTReader",
+    "Scorer",
     "Share",
     "StepBatch",
     "check_settings",
     "held_out_split",
+    "plain_conversation",
     "read_rows",
     "subset_of",
     "token_statistics",
@@ -76,12 +85,14 @@ __getattr__ = exported(
         "config.methods": "MethodSection",
         "config.schema": "RunConfig",
         "data.chat_template": "ChatTokenizer",
+        "data.conversations": "PROMPTS Columns Conversation Judged plain_conversation",
         "data.examples": "Examples SFTReader",
         "data.files.folders": "held_out_split subset_of",
         "data.images.parts": "COLUMNS with_images",
         "data.readers": "Row read_rows",
         "envs.rows": "check_settings",
         "orchestrator.method": "Batches Material Method RollsOut",
+        "trainer.learner": "Learner Scorer",
         "trainer.loss": "Objective OneForward",
         "trainer.model.image_features": "RowEmbeddings",
         "trainer.model.policy": "PolicyModel",

@@ -119,10 +119,10 @@ def test_one_wrong_line_is_one_sentence(run_file, line, expected):
         (MINIMAL.replace("steps = 20", ""), "training.steps is missing: set it to a positive whole number, "),
         (MINIMAL.replace('[model]\npath = "some/model"', ""), "model.path is missing: "),
         (MINIMAL.replace("[model]", "[modle]"), "modle is not a known section: did you mean the section [model]?"),
-        (MINIMAL.replace('kind = "grpo"', ""), 'algorithm.kind is missing: set it to "sft", "dpo", "kto", "grpo",'),
+        (MINIMAL.replace('kind = "grpo"', ""), 'algorithm.kind is missing: set it to "sft", "grpo",'),
         (
             MINIMAL.replace('[algorithm]\nkind = "grpo"', ""),
-            'algorithm.kind is missing: set it to "sft", "dpo", "kto", "grpo",',
+            'algorithm.kind is missing: set it to "sft", "grpo",',
         ),
         (MINIMAL.replace('"grpo"', '"gpro"'), 'algorithm.kind = "gpro" is not a choice: did you mean "grpo"?'),
         (MINIMAL.replace('"grpo"', "3"), "algorithm.kind = 3 is a whole number: use"),

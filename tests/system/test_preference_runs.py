@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import load_config
+from slipstream.errors import ConfigError
 from slipstream.runlog import read_metrics
-from tests.refusals import refuses
 
 EXAMPLES = Path(__file__).parents[2] / "examples/preferences"
 RUN = """
@@ -19,7 +19,9 @@ path = "{model}"
 [data]
 path = "rows.jsonl"
 [algorithm]
-kind = "{kind}"
+kind = "sft"
+[preferences]
+loss = "{loss}"
 [training]
 steps = 30
 prompts_per_batch = 16
@@ -43,7 +45,7 @@ def write(model, tmp_path):
             rows.append(row | ({"chosen": good, "rejected": bad} if kind == "dpo" else labelled))
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         path = tmp_path / f"{kind}.toml"
-        path.write_text(RUN.format(model=model, kind=kind))
+        path.write_text(RUN.format(model=model, loss="sigmoid" if kind == "dpo" else kind))
         return path
 
     return write
@@ -105,16 +107,19 @@ def test_an_adapter_is_its_own_reference(command, write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "setting"),
+    ("options", "says"),
     [
-        (("--data.eval_fraction", "0.1", "--environment.name", "letters.py"), "algorithm.kind"),
-        (("--algorithm.train_on", "last"), "algorithm.train_on"),
-        (("--algorithm.kind", "kto", "--algorithm.pair_loss", "ipo"), "algorithm.pair_loss"),
-        (("--algorithm.kind", "sft", "--algorithm.kl_coef", "0.2"), "algorithm.kl_coef"),
+        (("--data.eval_fraction", "0.1", "--environment.name", "letters.py"), "held-out rows or the tasks of"),
+        (("--algorithm.train_on", "last"), "algorithm.train_on has no effect under"),
+        (("--algorithm.kind", "kto"), 'set algorithm.kind = "sft" and preferences.loss = "kto"'),
+        (("--algorithm.kind", "dpo"), 'set algorithm.kind = "sft" and preferences.loss = "sigmoid"'),
+        (("--algorithm.pair_loss", "ipo"), "did you mean preferences.loss"),
+        (("--algorithm.kl_coef", "0.2"), "algorithm.kl_coef applies to grpo, not to sft"),
+        (("--algorithm.kind", "grpo", "--environment.name", "letters.py"), "preferences. applies to sft, not to grpo"),
     ],
 )
-def test_settings_without_an_effect_are_refused(options, setting, write):
-    with refuses(setting):
+def test_what_has_no_effect_or_another_name_is_refused(options, says, write):
+    with pytest.raises(ConfigError, match=says):
         load_config(write("dpo"), options)
 
 

@@ -1,6 +1,6 @@
 """Sequences with a stream of weights, and the loss that reads it."""
 
-from slipstream.plugins import Examples, Method, OneForward, SFTReader, token_statistics
+from slipstream.plugins import Examples, Method, OneForward, token_statistics
 from slipstream.records import Message
 
 
@@ -24,10 +24,6 @@ class WeightedFirst(Method):
     def objective(self, tokenizer):
         """The weighted mean of cross-entropies."""
         return WeightedCrossEntropy()
-
-    def batches(self, material):
-        """The sequences in the run's order."""
-        return SFTReader(material.examples, material.items_of_step)
 
 
 class WeightedCrossEntropy(OneForward):

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GROUP = "slipstream.methods"
-_OF_THIS_WHEEL = {"matching": "slipstream_matching.settings:MatchingConfig"}
+_OF_THIS_WHEEL = {
+    "matching": "slipstream_matching.settings:MatchingConfig",
+    "preferences": "slipstream_preferences.settings:PreferencesConfig",
+}
 """Found without installed metadata: a source tree has none."""
 
 
@@ -37,6 +40,11 @@ class MethodSection(Section):
     def inapplicable(self, config: Any) -> dict[str, str]:
         """Keys without an effect in this `RunConfig`, its own or others, each with the reason."""
         return {}
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the run keeps the start model as a reference."""
+        return False
 
     @property
     def rolls_out(self) -> bool:

@@ -81,19 +81,9 @@ class DataConfig(Section):
 
 
 class SFTConfig(Section):
-    """Learning from rows. `sft`: cross-entropy on the assistant's tokens, or on all. `dpo`: pairs of a chosen and a
-    rejected completion. `kto`: completions, each good or bad."""
+    """Learning from rows: cross-entropy on the assistant's tokens, or on all, or the loss of a method's section."""
 
-    kind: Literal["sft", "dpo", "kto"] = "sft"
+    kind: Literal["sft"] = "sft"
     train_on: TrainOn = "all"
     """What carries loss: the `last` assistant turn of a conversation, `all` its assistant turns, or `everything`, every
     token of the conversation, prompts and system message included."""
-    kl_coef: bounds.Factor = 0.1
-    """beta of DPO and KTO: how much it costs to leave the model that the run starts from."""
-    pair_loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a pair under `dpo`, of `kl_coef` times the margin of its log-ratios. `ipo` takes means over tokens."""
-
-    @property
-    def judges(self) -> bool:
-        """Whether it learns from judgements of completions, with the start model as reference."""
-        return self.kind != "sft"

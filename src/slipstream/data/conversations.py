@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,19 @@ _REFUSED = {
     "history": "earlier turns are read from messages alone: give the row as messages",
 }
 """Columns that change the meaning of a row and are not supported."""
+
+
+class Judged(tuple[Message, ...]):
+    """A conversation with a reward, perhaps with others of the same row; it equals the conversation alone."""
+
+    others: tuple[Conversation, ...] = ()
+    rewards: tuple[float, ...] = (0.0,)
+    """Of itself and of the `others`."""
+
+
+def parts_of(conversations: Iterable[Sequence[Message]]) -> list[Sequence[Message]]:
+    """All conversations, with the others of judged ones."""
+    return [part for each in conversations for part in (each, *(each.others if isinstance(each, Judged) else ()))]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 
 from slipstream.config.sft import TrainOn
-from slipstream.data.preferences import Judged, parts_of, rewards_of
+from slipstream.data.conversations import Judged, parts_of
 from slipstream.errors import DataError
 from slipstream.records import Batch, Media, Message, Rollout, Stream, Version
 from slipstream.records import Sequence as TokenSequence
@@ -36,7 +36,9 @@ class Examples(Collection[TokenSequence]):
         self._mask = bytearray()
         self._ends = array("q", [0])
         self.rewards = array("d")
-        """Judgements of all, under DPO and KTO; otherwise empty."""
+        """Of all, where rows have rewards; otherwise empty."""
+        self.row_ends = array("q")
+        """After the last sequence of each row; empty where each has one."""
         self._media: dict[int, tuple[Media, ...]] = {}
         self._streams: dict[int, dict[str, Stream]] = {}
 
@@ -85,23 +87,20 @@ class SFTReader:
         self,
         examples: Examples,
         items_of_step: Callable[[int], list[int]],
-        conversations: Sequence[Conversation] = (),
     ) -> None:
-        """`conversations`: of judged ones, whose parts are the `examples`. The parts are then the rollouts of a group,
-        with their judgements as rewards."""
         self._examples = examples
         self._items_of_step = items_of_step
-        self._rewards = [rewards_of(conversation) for conversation in conversations]
+        self._ends = examples.row_ends or range(1, len(examples) + 1)
 
     def take(self, step: int) -> Batch:
-        """See the loop's `Reader`."""
+        """See the loop's `Reader`. The sequences of a row are the rollouts of a group."""
         rollouts: list[Rollout] = []
         for index, item in enumerate(self._items_of_step(step)):
-            name, rewards = f"{step}.{index}", self._rewards[item] if self._rewards else (0.0,)
-            for part, reward in enumerate(rewards):
-                sequence = self._examples[item * len(rewards) + part]
-                own = name if len(rewards) == 1 else f"{name}.{part}"
-                rollouts.append(Rollout(own, str(item), name, [sequence], reward, outcome="done"))
+            name, start = f"{step}.{index}", self._ends[item - 1] if item else 0
+            for place in range(start, self._ends[item]):
+                own = f"{name}.{place - start}" if self._examples.row_ends else name
+                reward = self._examples.rewards[place] if self._examples.rewards else 0.0
+                rollouts.append(Rollout(own, str(item), name, [self._examples[place]], reward, outcome="done"))
         return Batch(step, Version(0, step), rollouts)
 
 
@@ -156,7 +155,8 @@ def tokenized(
             for sequence in parts:
                 examples.append(sequence)
             if isinstance(conversation, Judged):
-                examples.rewards.extend(rewards_of(conversation))
+                examples.rewards.extend(conversation.rewards)
+                examples.row_ends.append(len(examples))
     if conversations and not kept and too_long == "truncate":
         raise DataError(
             f"the first {limit} tokens of all {len(conversations)} conversations carry no loss, and {bound} cuts them "

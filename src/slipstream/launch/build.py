@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.algo.custom import reads_reference
-from slipstream.config import PlannedConfig, RunConfig, SFTConfig
+from slipstream.config import PlannedConfig, SFTConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError
 from slipstream.plan.measure import adapter_config
+from slipstream.plan.memory.trainer import needs_reference
 from slipstream.processes.temporary import temporary
 from slipstream.records import SamplingParams
 
@@ -96,13 +96,6 @@ def load_model(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use
     return loaded
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """Whether the run keeps a reference model: for a KL term, for preferences, or for a hook that reads its
-    log-probabilities."""
-    algorithm = config.algorithm
-    return algorithm.judges if isinstance(algorithm, SFTConfig) else reads_reference(algorithm)
 
 
 def import_trainer(config: PlannedConfig) -> None:
@@ -289,7 +282,7 @@ def build_objective(
         model = config.model
         return method.objective(tokenizer or ChatTokenizer(model.path, trust_remote_code=model.trust_remote_code))
     if isinstance(config.algorithm, SFTConfig):
-        return SFTObjective(is_weighted=config.algorithm.judges)
+        return SFTObjective()
     return PolicyObjective(config.algorithm, sampling, config.teacher)
 
 

@@ -20,10 +20,10 @@ from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, rolls_out, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.conversations import parts_of
 from slipstream.data.examples import Examples, tokenized
 from slipstream.data.images.processor import ImageProcessor
 from slipstream.data.message_fields import check_contents, check_fields
-from slipstream.data.preferences import parts_of
 from slipstream.envs.base import Environment
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.registry import load_environment, played
@@ -176,7 +176,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
     part_of: dict[int, str] = {}
-    if method is not None:
+    if method is not None and config.data is None:
         conversations = method.conversations(train_tasks, environment.max_turns if environment else 1)
     elif is_sft:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
@@ -185,7 +185,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     place = partial(source_of, config, [*train_tasks, *eval_tasks])
     turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
     examples = eval_examples = Examples()
-    if method is not None:
+    if method is not None and config.data is None:
         examples = method.examples(train_tasks, tokenizer, context)
     elif is_sft:
         question_of = partial(_question, num_before=0 if config.data else examples_before)
@@ -373,7 +373,7 @@ def _conversations(
     """SFT's conversations: those to train on, and those whose loss is measured. `part_of` gets the part of a mixture
     that each is of, by the object's id: two parts may have the same question."""
     if config.data is not None:
-        build = builder_of(config.algorithm)
+        build = builder_of(config)
         return read_data(config.data, dropped, holds_out=measures_loss(config), build=build)
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []

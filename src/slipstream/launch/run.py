@@ -290,6 +290,7 @@ class Parts:
             "progress": run.progress,
             "sampling": self.sampling,
             "reference": trained.reference,
+            "method": method_of(config),
             "critic": trained.critic,
             "held_out": run.prepared.held_out,
             "identity": self.identity,
@@ -391,8 +392,7 @@ def _reader(
             given = replace(given, roll_out=engine.roll_out, on_rollouts=hooks.rolled_out)
         return method.batches(given)
     if isinstance(config.algorithm, SFTConfig):
-        judged = prepared.conversations if config.algorithm.judges else ()
-        return SFTReader(prepared.examples, order.items, judged)
+        return SFTReader(prepared.examples, order.items)
     assert generation is not None
     assert hooks is not None
     assert engine is not None

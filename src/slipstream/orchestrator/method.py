@@ -13,11 +13,15 @@ from typing import Any, Protocol
 from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.methods import loaded
 from slipstream.data.chat_template import ChatTokenizer
-from slipstream.data.examples import Examples
+from slipstream.data.conversations import Columns, Conversation, plain_conversation
+from slipstream.data.examples import Examples, SFTReader
+from slipstream.data.readers import Row
 from slipstream.envs.base import Environment
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import Batch, Message, Rollout, Task
+from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective
+from slipstream.trainer.packing import StepBatch
 
 
 class RollsOut(Protocol):
@@ -67,22 +71,36 @@ class Method(ABC):
         """The tasks, for training or held out, as environment and rewards shall see them."""
         return tasks
 
-    @abstractmethod
-    def conversations(self, tasks: Sequence[Task], max_turns: int) -> list[Sequence[Message]]:
-        """The training tasks with their gold answers, for people, checks and digests. Raises `ConfigError` for an
-        environment of too many turns."""
+    def conversation(self, row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
+        """The conversation of a row of [data], and the columns used. A `Judged` one has rewards, or others. Raises
+        `DataError`."""
+        return plain_conversation(row, columns)
 
-    @abstractmethod
+    def conversations(self, tasks: Sequence[Task], max_turns: int) -> list[Sequence[Message]]:
+        """Without [data]: the training tasks with their gold answers, for people, checks and digests. Raises
+        `ConfigError` for an environment of too many turns."""
+        raise NotImplementedError
+
     def examples(self, tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int) -> Examples:
-        """The tokens of each task's gold answer, at most `limit`. Raises `DataError` with the task."""
+        """Without [data]: the tokens of each task's gold answer, at most `limit`. Raises `DataError` with the task."""
+        raise NotImplementedError
 
     @abstractmethod
     def objective(self, tokenizer: ChatTokenizer) -> Objective:
         """The loss."""
 
-    @abstractmethod
     def batches(self, material: Material) -> Batches:
         """The source of batches."""
+        return SFTReader(material.examples, material.items_of_step)
+
+    def before_update(self, step: StepBatch, learner: Learner, reference: Scorer | None) -> dict[str, float]:
+        """Before each optimizer step, in the run's process: may change the sequences of `step`, whose rewards are
+        `step.advantages`. Returns metrics of the step."""
+        return {}
+
+    def held_out(self, examples: Examples, learner: Learner, reference: Scorer | None) -> dict[str, float] | None:
+        """Metrics of the held-out rows of [data]; None: their cross-entropy is measured."""
+        return None
 
     def figures(
         self, tasks: Sequence[Task], rollouts: Sequence[Rollout], tokenizer: ChatTokenizer | None

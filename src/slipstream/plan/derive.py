@@ -35,6 +35,7 @@ from slipstream.plan.memory.split import (
     time_notes,
 )
 from slipstream.plan.memory.teacher import TeacherMemory, check_top_k, planned_teacher
+from slipstream.plan.memory.trainer import needs_reference
 from slipstream.plan.nodes import with_all_nodes
 from slipstream.plan.placement import plan_placement
 from slipstream.plan.preflight.disk import check_disk
@@ -485,9 +486,9 @@ def _plan_order(builder: PlanBuilder) -> None:
 def _plan_learning_rate(builder: PlanBuilder) -> None:
     """Derive `training.learning_rate`."""
     algorithm = builder.original.algorithm
-    judges = isinstance(algorithm, SFTConfig) and algorithm.judges
-    kind = "sft" if isinstance(algorithm, SFTConfig) and not judges else "rl"
-    learning = "preference learning" if judges else "reinforcement learning"
+    is_sft = isinstance(algorithm, SFTConfig)
+    kind = "sft" if is_sft and not needs_reference(builder.original) else "rl"
+    learning = f"[{next(iter(builder.original.methods))}]" if is_sft and kind == "rl" else "reinforcement learning"
     reasons = {"rl": f"usual in {learning} of all parameters", "sft": "usual in SFT of all parameters"}
     if builder.original.lora is not None:
         kind, reasons["lora"] = "lora", "usual for LoRA"

@@ -12,12 +12,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol
 
 from slipstream import records
 from slipstream.algo.algorithm import Algorithm, algorithm_of, check_reads, custom_metrics, terms_of, write_credit
 from slipstream.algo.readiness import CONTEXT_ADVICE
 from slipstream.config.planned import PlannedConfig, PlannedRL
-from slipstream.config.sft import SFTConfig
+from slipstream.data.examples import Examples
 from slipstream.errors import ZeroGradientError
 from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
@@ -27,7 +28,6 @@ from slipstream.trainer.metrics import any_cut, refuse_difference, rollout_metri
 from slipstream.trainer.old_logprobs import fill_logprobs, fill_read, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
 from slipstream.trainer.packing import StepBatch, make_step_batches
-from slipstream.trainer.preferences import weigh
 
 _COUNTS = ("num_tokens", "num_sequences", "num_micro_batches", "num_row_tokens", "overflows")
 _SUMS = {f"train/{name}" for name in _COUNTS}
@@ -86,6 +86,18 @@ class BatchResult:
     """Whether the critic alone was trained, in its warm-up."""
 
 
+class Weighs(Protocol):
+    """A method of SFT, as the trainer asks it (`orchestrator.method.Method`)."""
+
+    def before_update(self, step: StepBatch, learner: Learner, reference: Scorer | None) -> dict[str, float]:
+        """Fill streams of the sequences before an optimizer step; returns its metrics."""
+        ...
+
+    def held_out(self, examples: Examples, learner: Learner, reference: Scorer | None) -> dict[str, float] | None:
+        """Metrics of held-out sequences; None: their cross-entropy is measured."""
+        ...
+
+
 @dataclass(frozen=True)
 class BatchTrainer:
     """See the module. Holds what is constant over a run."""
@@ -101,6 +113,8 @@ class BatchTrainer:
     """Called with the number of optimizer steps before the first of them."""
     before_write: Callable[[], None]
     """Called before each write to the live weights, which an engine may share."""
+    method: Weighs | None = None
+    """Of SFT; None: cross-entropy alone."""
 
     def train(self, batch: records.Batch, objective: Objective | None = None) -> BatchResult:
         """Run all stages on `batch`. `objective`: in place of the run's."""
@@ -156,18 +170,13 @@ class BatchTrainer:
         """The objective's: all hooks of this process share one object."""
         return self.objective.algorithm if isinstance(self.objective, PolicyObjective) else algorithm_of(algorithm)
 
-    @property
-    def _judges(self) -> bool:
-        algorithm = self.config.algorithm
-        return isinstance(algorithm, SFTConfig) and algorithm.judges
-
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
         training = self.config.training
-        judgements = [rollout.reward for rollout in batch.rollouts] if self._judges else None
+        rewards = [rollout.reward for rollout in batch.rollouts] if self.method is not None else None
         return make_step_batches(
             batch,
-            credit.advantages if credit else judgements,
+            credit.advantages if credit else rewards,
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
             carries_loss=credit.carries_loss if credit else None,
@@ -212,11 +221,10 @@ class BatchTrainer:
         `number` counts the run's optimizer steps, skipped ones included; the learning-rate schedule reads it.
         `may_be_zero`: after the first update of a batch the ratio of every token may be outside the clipping range.
         """
-        training, algorithm, judged = self.config.training, self.config.algorithm, {}
-        if isinstance(algorithm, SFTConfig) and algorithm.judges:
-            assert self.reference is not None
-            judged = weigh(step, algorithm, self.learner, self.reference)
-        metrics = self.learner.forward_backward(step, self.objective) | judged
+        training, found = self.config.training, {}
+        if self.method is not None:
+            found = self.method.before_update(step, self.learner, self.reference)
+        metrics = self.learner.forward_backward(step, self.objective) | found
         if not math.isfinite(metrics.get("loss", 0.0)) and isinstance(self.objective, PolicyObjective):
             self.objective.refuse(metrics["loss"], number)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}

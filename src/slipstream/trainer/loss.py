@@ -79,14 +79,13 @@ class OneForward:
 
 
 class SFTObjective(OneForward):
-    """Mean cross-entropy over all trainable tokens of the step. If it `is_weighted`, the sum with the stream
-    `advantages` as weights, as `trainer.preferences` gives them."""
+    """Mean cross-entropy over all trainable tokens of the step."""
 
     ignores_silent = False
 
-    def __init__(self, chosen: str = "", *, is_weighted: bool = False) -> None:
+    def __init__(self, chosen: str = "") -> None:
         """`chosen`: see `OneForward`."""
-        self.chosen, self._is_weighted = chosen, is_weighted
+        self.chosen = chosen
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens."""
@@ -97,10 +96,7 @@ class SFTObjective(OneForward):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Negative log-likelihood, in float32."""
         logprobs_N, entropy_N, greedy_N = token_statistics(model.logits(micro), micro.target_ids_N)
-        if self._is_weighted:
-            loss = -(micro.streams["advantages"] * logprobs_N).sum()
-        else:
-            loss = -logprobs_N.sum() / divisors["tokens"]
+        loss = -logprobs_N.sum() / divisors["tokens"]
         right = (greedy_N == micro.target_ids_N).sum()
         return loss, {"loss": loss.detach(), "entropy": entropy_N.detach().sum(), "token_accuracy": right}
 

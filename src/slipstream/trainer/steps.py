@@ -10,7 +10,7 @@ log-probabilities of the engine's own samples; a batch of rollouts older than `t
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from slipstream import records
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import RLConfig
-from slipstream.config.sft import SFTConfig
 from slipstream.config.traits import num_engines, update_phase
 from slipstream.data.curriculum import Change, MixtureCurriculum
 from slipstream.data.examples import Examples
@@ -26,7 +25,7 @@ from slipstream.errors import MismatchError, TrainingError
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, sample_of
 from slipstream.runlog.batches import BatchKeeper
-from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
+from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal, Weighs
 from slipstream.trainer.checkpoints.resumed import Identity, Resumed
 from slipstream.trainer.checkpoints.writer import CheckpointWriter
 from slipstream.trainer.credit_assignment import Credit
@@ -44,7 +43,6 @@ from slipstream.trainer.metrics import (
     skipped_batch,
     worst_engine_mean,
 )
-from slipstream.trainer.preferences import held_out_preferences
 from slipstream.trainer.signal_watch import SignalWatch
 
 _ROWS_AT_ONCE = 16
@@ -82,8 +80,9 @@ class Steps:
     progress: Progress
     sampling: records.SamplingParams
     reference: Scorer | None = None
+    method: Weighs | None = None
     critic: Critic | None = None
-    held_out: Collection[records.Sequence] = ()
+    held_out: Examples = field(default_factory=Examples)
     """Under SFT, sequences to measure the loss of with every evaluation; none is trained on."""
     identity: Identity = field(default_factory=Identity)
     resumed: Resumed = field(default_factory=Resumed)
@@ -124,6 +123,7 @@ class Steps:
             self.critic,
             on_optimizer_steps=lambda count: self.progress.phase("train", count),
             before_write=self._fence,
+            method=self.method,
         )
         self._batches = None
         if (number := self.config.run.keep_batches) and isinstance(self.config.algorithm, RLConfig):
@@ -255,21 +255,16 @@ class Steps:
         if self.config.inference.sleep is True:
             tokens = max(map(len, self.held_out))
         self.progress.phase("evaluate", len(self.held_out))
-        algorithm = self.config.algorithm
         with self.log.phase("held_out_loss"):
-            if isinstance(algorithm, SFTConfig) and algorithm.judges:
-                assert isinstance(self.held_out, Examples)
-                assert self.reference is not None
-                given = ([*self.held_out], self.held_out.rewards)
-                self.held_out_loss = held_out_preferences(*given, algorithm, self.learner, self.reference)
-                self.progress.advance(len(self.held_out))
-            else:
-                self.held_out_loss = held_out_loss(
-                    partial(self.learner.forward, micro_batch_tokens=tokens),
-                    self.held_out,
-                    _ROWS_AT_ONCE * tokens * self.config.training.ranks,
-                    self.progress.advance,
-                )
+            of_method = None
+            if self.method is not None:
+                of_method = self.method.held_out(self.held_out, self.learner, self.reference)
+            self.held_out_loss = of_method or held_out_loss(
+                partial(self.learner.forward, micro_batch_tokens=tokens),
+                self.held_out,
+                _ROWS_AT_ONCE * tokens * self.config.training.ranks,
+                self.progress.advance,
+            )
         if self.engine is None:
             self.evaluations.done_step = self.step
         return dict(self.held_out_loss)

@@ -191,12 +191,7 @@ def _under_sft(config: RunConfig) -> list[Rule]:
     evaluates, environment = config.evaluation is not None, config.environment
     has_both = config.data is not None and environment is not None
     reason = "without an environment to evaluate on" if evaluates else "while evaluation is off"
-    algorithm = config.algorithm
-    assert isinstance(algorithm, SFTConfig)
     return [
-        (not algorithm.judges, "algorithm.kl_coef", f"applies to dpo and kto, not to {algorithm.kind}"),
-        (algorithm.kind != "dpo", "algorithm.pair_loss", f"applies to dpo, not to {algorithm.kind}"),
-        (algorithm.judges, "algorithm.train_on", f"applies to sft, not to {algorithm.kind}: the completion is judged"),
         (True, "run.max_steps_without_signal", "applies to grpo, not to sft"),
         (True, "teacher", "applies to distill and other recipes of reinforcement learning, not to sft"),
         (True, "run.streams", "applies to grpo, not to sft, whose batches no engine makes"),
@@ -262,7 +257,6 @@ def contradictions(config: RunConfig) -> Problems:
     yield from _lora(config)
     yield from _critic(config)
     yield from _teacher(config)
-    yield from _preferences(config)
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
@@ -288,10 +282,10 @@ def _method(config: RunConfig) -> Problems:
     name, *others = config.methods
     if others:
         yield f"[{name}] and [{others[0]}] are both there, and a run trains by one method: remove one of them"
-    elif isinstance(config.algorithm, RLConfig) or config.algorithm.judges:
+    elif isinstance(config.algorithm, RLConfig):
         yield (
             name,
-            f"[{name}] applies to sft, not to {config.algorithm.kind}, which trains on rewards or judgements: set "
+            f"[{name}] applies to sft, not to {config.algorithm.kind}, which trains on rewards: set "
             'algorithm.kind = "sft", or remove it',
         )
     else:
@@ -358,17 +352,6 @@ def _critic(config: RunConfig) -> Problems:
             f'algorithm.scale_rewards = "{scale}" divides by a spread of rewards, and a critic\'s advantages '
             '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"'
         )
-
-
-def _preferences(config: RunConfig) -> Problems:
-    algorithm = config.algorithm
-    if not isinstance(algorithm, SFTConfig) or not algorithm.judges:
-        return
-    what = f'algorithm.kind = "{algorithm.kind}"'
-    if config.data is None:
-        yield f"{what} learns from judged rows, and there are none: give them in data.path"
-    elif config.data.has_eval and config.environment is not None:
-        yield f"{what} measures held-out rows or the tasks of [environment], not both: remove one of them"
 
 
 def _teacher(config: RunConfig) -> Problems:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config.parse.keys import Key, all_keys, keys_inside, keys_of, quoted
+from slipstream.config.parse.suggestions import FORMER_KINDS
 
 Where = Callable[[str], str]
 """Maps a key's path to the place where it was set: `run.toml:12`, `--training.steps`; empty for a default."""
@@ -101,6 +102,8 @@ def _sentence(key: Key, item: Mapping[str, Any], where: Where) -> str:
         # Two transposed letters are the most common typing error.
         near.sort(key=lambda choice: sorted(choice) != sorted(value))
         remedy = f'did you mean "{near[0]}"? It takes {remedy}' if near else f"use {remedy}"
+        if kind == "union_tag_invalid" and (loss := FORMER_KINDS.get(value)):
+            remedy = f'set algorithm.kind = "sft" and preferences.loss = "{loss}"'
     else:
         remedy = f"use {remedy}"
     # A table given as text is not shown: it may hold secrets.

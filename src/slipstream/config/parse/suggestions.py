@@ -17,6 +17,7 @@ OTHER_NAMES: dict[str, str] = {
         "data.split": "dataset_train_split",
         "data.eval_fraction": "val_set_size test_size",
         "data.max_length": "sequence_len seq_len cutoff_len",
+        "preferences.loss": "pair_loss",
         "algorithm.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
         "training.steps": "max_steps num_steps total_training_steps",
         "training.epochs": "num_train_epochs num_epochs total_epochs",
@@ -61,6 +62,10 @@ OTHER_NAMES: dict[str, str] = {
     for name in names.split()
 }
 """Names in TRL, verl and prime-rl that resemble none of ours, and the setting to use (docs/coming-from.md)."""
+
+
+FORMER_KINDS = {"dpo": "sigmoid", "kto": "kto"}
+"""Former choices of `algorithm.kind`, and the loss of [preferences] in their place."""
 
 
 def suggestion(path: str, last: str = "") -> str:

@@ -142,7 +142,7 @@ def identity_of(
 ) -> dict[str, str]:
     """Return digests of the training set and, where the weights in `folder` stay in use (as base of an adapter or as
     reference of a KL term), of these."""
-    from slipstream.launch.build import needs_reference
+    from slipstream.plan.memory.trainer import needs_reference
     from slipstream.weights.model_files import weights_digest
 
     found = {"training items": tasks_digest(tasks) if not conversations else _digest([*map(content_of, conversations)])}

@@ -31,7 +31,7 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     """Bytes that the trainer keeps between steps, without what it shares with the engine. Over ranks: of each rank on
     GPUs, of all ranks on a CPU, with the weights that an all-gather brings together for a layer or a step."""
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
-    state = model_state(config, dtype, facts, with_reference=_has_reference(config))
+    state = model_state(config, dtype, facts, with_reference=needs_reference(config))
     state += model_state(config, dtype, facts) if uses_critic(config) else 0
     state -= _shared_bytes(config, dtype, facts.model)
     features = _features(config, dtype, facts)
@@ -41,7 +41,7 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     if config.training.reshard == "step":
         num_kept = facts.adapter.num_parameters if facts.adapter else facts.model.num_decoding
     # A frozen tower is whole on each rank, the policy's, a critic's and a reference's.
-    towers = 1 + uses_critic(config) + (_has_reference(config) and facts.adapter is None)
+    towers = 1 + uses_critic(config) + (needs_reference(config) and facts.adapter is None)
     of_towers = towers * facts.model.num_frozen * BYTES_OF[dtype]
     sharded = replace(facts.model, num_parameters=facts.model.num_decoding, num_tower=0, num_frozen=0)
     whole = of_towers + features + gathered_bytes(sharded, dtype, num_kept=num_kept)
@@ -56,14 +56,18 @@ def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
     if facts.tower is None:
         return 0
     num_bytes = feature_bytes(facts.tower, dtype, config.training.prompts_per_batch) * (1 + uses_critic(config))
-    if _has_reference(config) and (facts.tower.is_trained or facts.adapter is None):
+    if needs_reference(config) and (facts.tower.is_trained or facts.adapter is None):
         num_bytes += feature_bytes(replace(facts.tower, is_trained=False), dtype, 0)
     return num_bytes
 
 
-def _has_reference(config: RunConfig) -> bool:
+def needs_reference(config: RunConfig) -> bool:
+    """Whether the run keeps a reference model: for a KL term, a method of SFT, or a hook that reads its
+    log-probabilities."""
     algorithm = config.algorithm
-    return reads_reference(algorithm) if isinstance(algorithm, RLConfig) else algorithm.judges
+    if isinstance(algorithm, RLConfig):
+        return reads_reference(algorithm)
+    return config.method is not None and config.method.reads_reference
 
 
 def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:

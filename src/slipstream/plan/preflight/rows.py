@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from slipstream.config import DataConfig, RLConfig, RunConfig, SFTConfig
-from slipstream.data.conversations import Builder, Columns, plain_conversation, read_conversations
+from slipstream.config import DataConfig, RunConfig
+from slipstream.data.conversations import Builder, Columns, parts_of, plain_conversation, read_conversations
 from slipstream.data.examples import split_off, without
 from slipstream.data.files.folders import held_out_split, subset_of
-from slipstream.data.preferences import judged_conversation, parts_of
 from slipstream.data.readers import Row, read_rows
 from slipstream.errors import DataError
+from slipstream.orchestrator.method import method_of
 from slipstream.records import Message, Task
 
 Conversations = list[Sequence[Message]]
 
 
-def builder_of(algorithm: SFTConfig | RLConfig) -> Builder:
-    """Makes the conversation of a row as the algorithm has them."""
-    kind = algorithm.kind
-    return partial(judged_conversation, kind=kind) if kind in ("dpo", "kto") else plain_conversation
+def builder_of(config: RunConfig) -> Builder:
+    """Makes the conversation of a row."""
+    method = method_of(config)
+    return plain_conversation if method is None else method.conversation
 
 
 def read_data(
@@ -65,7 +64,7 @@ def source_of(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[M
     """The row or task that a conversation, or a task's prompt, comes from."""
     places: Iterator[str] = iter(())
     if config.data is not None:
-        columns, build = _columns(config.data), builder_of(config.algorithm)
+        columns, build = _columns(config.data), builder_of(config)
         places = (row.where for row in _all_rows(config.data) if _is(row, columns, tuple(conversation), build))
     named = (f"task {task.id}" for task in tasks if task.prompt == tuple(conversation[: len(task.prompt)]))
     return next(chain(places, named), repr(conversation[-1].content)[:60])

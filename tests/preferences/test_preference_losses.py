@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from slipstream.algo.preferences import (
+from slipstream_preferences.losses import (
     PAIR_LOSSES,
     bradley_terry_loss,
     derivatives,

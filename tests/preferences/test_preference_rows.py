@@ -1,13 +1,12 @@
 """Rows of pairs and of labelled completions: their forms, and what is refused with file and row."""
 
 import json
-from functools import partial
 
 import pytest
 
-from slipstream.data.conversations import Columns, read_conversations
-from slipstream.data.preferences import judged_conversation, parts_of, rewards_of
+from slipstream.data.conversations import Columns, parts_of, read_conversations
 from slipstream.errors import DataError
+from slipstream_preferences.rows import labelled, pair
 
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "2+2="), ("assistant", "4"),
                                                                       ("assistant", "5")))  # fmt: skip
@@ -17,7 +16,7 @@ def read(tmp_path, kind, *rows, **columns):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     unread = {}
-    build = partial(judged_conversation, kind=kind)
+    build = pair if kind == "dpo" else labelled
     return read_conversations(path, Columns(**columns), unread=unread, build=build), unread
 
 
@@ -39,9 +38,9 @@ def plain(conversation):
 def test_pairs(row, tmp_path):
     (found,), unread = read(tmp_path, "dpo", row)
     assert plain(found) == [("user", "2+2=", False), ("assistant", "4", True)]
-    assert plain(found.rejected) == [("user", "2+2=", False), ("assistant", "5", True)]
-    assert rewards_of(found) == (1.0, 0.0)
-    assert parts_of([found]) == [tuple(found), found.rejected]
+    assert plain(found.others[0]) == [("user", "2+2=", False), ("assistant", "5", True)]
+    assert found.rewards == (1.0, 0.0)
+    assert parts_of([found]) == [tuple(found), *found.others]
     assert unread == {}
 
 
@@ -53,7 +52,7 @@ def test_earlier_turns_belong_to_the_prompt(tmp_path):
         ("system", "Add.", False), ("user", "2+2=", False), ("assistant", "4", False), ("user", "3+3=", False),
         ("assistant", "6", True),
     ]  # fmt: skip
-    assert plain(found.rejected)[-1] == ("assistant", "7", True)
+    assert plain(found.others[0])[-1] == ("assistant", "7", True)
 
 
 @pytest.mark.parametrize("label", [True, False, 1, 0])
@@ -61,7 +60,7 @@ def test_earlier_turns_belong_to_the_prompt(tmp_path):
 def test_labelled_completions(form, label, tmp_path):
     (found,), unread = read(tmp_path, "kto", form | {"label": label})
     assert plain(found) == [("user", "2+2=", False), ("assistant", "4", True)]
-    assert rewards_of(found) == (float(label),)
+    assert found.rewards == (float(label),)
     assert unread == {}
 
 

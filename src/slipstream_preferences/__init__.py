@@ -1,0 +1,1 @@
+"""Learning from judged completions: the section [preferences] (docs/preferences.md)."""
