@@ -323,7 +323,7 @@ def check_starts(path):
     prepared = prepare(load_config(path))
     config = prepared.config
     torch.manual_seed(config.run.seed)
-    torch.set_num_threads(config.run.threads)
+    torch.set_num_threads(min(config.run.threads, 256))  # MEMORY_BYTES has no room for the stacks of 1024
     torch.ones(64, 64) @ torch.ones(64, 64)
     build_optimizer(config, torch.nn.Linear(4, 4))
     if not prepared.uses_engine:
