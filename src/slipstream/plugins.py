@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Share,
         without_effect,
     )
+    from slipstream.config.environment import EnvironmentConfig
     from slipstream.config.methods import MethodSection
     from slipstream.config.schema import RunConfig
     from slipstream.data.chat_template import ChatTokenizer
@@ -43,6 +44,7 @@ __all__ = [
     "ChatTokenizer",
     "Columns",
     "Conversation",
+    "EnvironmentConfig",
     "Examples",
     "Factor",
     "Fraction",
@@ -82,6 +84,7 @@ __getattr__ = exported(
     {
         "algo.logprobs": "token_statistics",
         "config.bounds": "Factor Fraction GreedyTemperature Items NonNegativeFactor Problems Rule Share without_effect",
+        "config.environment": "EnvironmentConfig",
         "config.methods": "MethodSection",
         "config.schema": "RunConfig",
         "data.chat_template": "ChatTokenizer",

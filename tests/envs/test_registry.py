@@ -137,6 +137,31 @@ def test_an_entry_point_of_another_package(installed):
         load_environment(EnvironmentConfig(name="broken"))
 
 
+FAMILY = """
+from slipstream.envs import SingleTurn
+
+
+class Sums(SingleTurn):
+    takes_section = True
+
+    def __init__(self, section):
+        super().__init__(section.seed)
+        self.name, self.digits = section.name, section.settings["digits"]
+
+    def tasks(self, split, num_tasks):
+        return []
+
+    def reward(self, task, completion):
+        return 0.0
+"""
+
+
+def test_an_entry_point_of_a_family_has_all_names_with_its_beginning(installed):
+    installed("their_family", FAMILY, "[slipstream.environments]\nsums/ = their_family:Sums\n")
+    environment = load_environment(EnvironmentConfig(name="sums/long", settings={"digits": 7}))
+    assert (environment.name, environment.digits) == ("sums/long", 7)
+
+
 def test_a_missing_package_names_the_extra(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
         monkeypatch.delitem(sys.modules, name)

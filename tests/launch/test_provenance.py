@@ -17,6 +17,7 @@ from slipstream.config.python_objects import give
 from slipstream.data import readers
 from slipstream.envs import SingleTurn
 from slipstream.envs.from_python import pack_environment
+from slipstream.envs.registry import load_environment
 from slipstream.envs.store.registry import push
 from slipstream.errors import DataError
 from slipstream.launch.prepare import prepare
@@ -270,7 +271,8 @@ def test_what_decides_a_reward_counts_wherever_it_is_named(prepared, installed, 
 
 
 def test_slipstreams_own_environments_are_its_version(prepared, tmp_path):
-    made = prepared(name="reasoning_gym/spell_backward", num_train_tasks=20)
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    made = prepared(name=str(tmp_path / "mine.py"))
     section = made.config.environment.model_copy(update={"name": "detection", "settings": {}})
     config = made.config.model_copy(update={"environment": section})
     (source,) = found(replace(made, plan=replace(made.plan, config=config), reads=()), "environment")
@@ -286,12 +288,15 @@ def test_verifiers_is_looked_up_where_its_interpreter_has_it(prepared, tmp_path)
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
     made = prepared(name=str(tmp_path / "mine.py"))
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir()
+    python.touch(mode=0o700)
 
     def sources(name):
-        given = {"name": name, "python": str(tmp_path / "venv/bin/python")}
-        section = made.config.environment.model_copy(update=given)
+        section = made.config.environment.model_copy(update={"name": name, "python": str(python)})
         config = made.config.model_copy(update={"environment": section})
-        return found(replace(made, plan=replace(made.plan, config=config), reads=()), "environment")
+        environment, plan = load_environment(section), replace(made.plan, config=config)
+        return found(replace(made, plan=plan, environment=environment, reads=()), "environment")
 
     versions = [(each.name, each.version) for each in sources("verifiers/my-shop")]
     assert versions == [("verifiers", "0.5.1"), ("my-shop", "3.0")]

@@ -16,7 +16,6 @@ from slipstream.data.unknown_characters import read_vocabulary
 from slipstream.envs.base import Environment
 from slipstream.envs.check import EnvironmentCheck, check_environment
 from slipstream.envs.hosted.apart import placement
-from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.lifetime import in_use
 from slipstream.envs.registry import played
 from slipstream.envs.scoring.pool import ScorerPool
@@ -59,7 +58,7 @@ def check_rewards(config: RunConfig, num_tasks: int) -> Checked:
         async with contextlib.AsyncExitStack() as stack:
             scorer = await stack.enter_async_context(ScorerPool(section))
             rehearsal = None
-            if has_turns and not isinstance(environment, Verifiers):
+            if has_turns and not environment.plays_itself:
                 stage = played(environment, section) or environment
                 await stack.enter_async_context(in_use(stage, section.run_timeout_s, warnings.append))
                 rehearsal = Rehearsal(stage, scorer, section.run_timeout_s)

@@ -4,18 +4,33 @@ This package starts no engine and no training. It is given a policy to talk to (
 computes rewards, which are user code, in processes that can be killed (`scoring/pool.py`).
 """
 
-from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Reply, Score, Scorer, Split, ToolResult
-from slipstream.envs.single_turn import SingleTurn
-from slipstream.envs.split import split_of
+from slipstream.envs.base import (
+    ContextFull,
+    Environment,
+    Episode,
+    Policy,
+    Reply,
+    RewardFailed,
+    Score,
+    Scorer,
+    Split,
+    ToolResult,
+)
+from slipstream.envs.openai_messages import as_message
+from slipstream.envs.single_turn import SingleTurn, shown_settings
+from slipstream.envs.split import EVAL_ONE_IN, split_of, text_of
+from slipstream.envs.tools.schemas import with_tools
 from slipstream.records import Message, Task, ToolCall
 
 __all__ = [
+    "EVAL_ONE_IN",
     "ContextFull",
     "Environment",
     "Episode",
     "Message",
     "Policy",
     "Reply",
+    "RewardFailed",
     "Score",
     "Scorer",
     "SingleTurn",
@@ -23,5 +38,9 @@ __all__ = [
     "Task",
     "ToolCall",
     "ToolResult",
+    "as_message",
+    "shown_settings",
     "split_of",
+    "text_of",
+    "with_tools",
 ]

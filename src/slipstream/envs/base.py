@@ -219,6 +219,12 @@ class Environment(ABC):
     """Whether `run` calls the user's code."""
     tools_in_prompts: ClassVar[bool] = False
     """Whether its tasks bring the schemas of their tools in their prompts; otherwise all get those of `tools`."""
+    takes_section: ClassVar[bool] = False
+    """Whether it is constructed as `Class(section)`, with the section [environment] of the run file."""
+    plays_itself: ClassVar[bool] = False
+    """Whether it plays and grades its episodes in a process of its own, with `environment.python`."""
+    package: ClassVar[str] = ""
+    """The package that its tasks come from, if not its class's own."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
     """`environment.settings` of the run file, for messages; set by the code that constructs the environment."""
 

@@ -33,7 +33,6 @@ import msgspec
 
 from slipstream.envs.answers import until_stop
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
-from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.mixed import parts_of
 from slipstream.envs.scoring.rehearsal import Rehearsal
 from slipstream.envs.single_turn import gold_turns, make_tasks
@@ -125,10 +124,10 @@ async def check_environment(
     timeouts, because a reward that hangs would take a deadline for each completion."""
     parts = list(parts_of(environment))
     made = make_tasks(environment, "train", num_tasks * len(parts))
-    hosted = [part for part, each in parts_of(environment).items() if isinstance(each, Verifiers)]
-    tasks = [task for task in made if isinstance(environment, Verifiers) or task.part not in hosted]
+    hosted = [part for part, each in parts_of(environment).items() if each.plays_itself]
+    tasks = [task for task in made if environment.plays_itself or task.part not in hosted]
     golds = {task.id: _ended(turns, stop) for task in tasks if (turns := gold_turns(environment, task))}
-    if isinstance(environment, Verifiers):
+    if environment.plays_itself:
         reason = (
             f"{environment.name} plays and grades its episodes in its own process and gives no gold answers, so "
             "nothing is checked without a model: use slipstream env test RUN --model"
@@ -172,7 +171,7 @@ async def check_environment(
             f"first {found[0]}: SFT would imitate a conversation that does not happen",
         )
     if len(tasks) < len(made):
-        notes += (f"{len(made) - len(tasks)} tasks are of verifiers, which grade themselves, and were not checked",)
+        notes += (f"{len(made) - len(tasks)} tasks are of environments that grade themselves, and were not checked",)
     return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, len(golds), notes)
 
 

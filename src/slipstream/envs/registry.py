@@ -1,10 +1,10 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
-Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `detection` (images and
-their objects); `agent` (a program that sends requests); `atropos` (programs on atroposlib); `path/to/file.py` or
-`path/to/file.py:Class`; `mixture`, of several of these; an entry point of an installed package in the group
-`slipstream.environments` (a subclass of `Environment`). `name@digest` has become a path before (`store`). Loading a
-file runs its code, in this process and in every reward worker.
+Names: `rows` (questions and answers from a file); `agent` (a program that sends requests); `atropos` (programs on
+atroposlib); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of several of these; an entry point of a plug-in
+in the group `slipstream.environments` (a subclass of `Environment`). An entry point `family/` has all names with this
+beginning, as `reasoning_gym/` has `reasoning_gym/<task>`. `name@digest` has become a path before (`store`). Loading a file runs its code, in
+this process and in every reward worker.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from slipstream.envs.agent import Agent
 from slipstream.envs.atropos import Atropos
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import FunctionEnvironment, load_python_environment
-from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.apart import Apart
-from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
-from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.mixed import Mixture
 from slipstream.envs.rewards.contract import Plain
 from slipstream.envs.rewards.functions import function_in
@@ -42,13 +39,17 @@ from slipstream.envs.tools.schemas import Tool, schemas_of
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, one_line
 
 GROUP = "slipstream.environments"
-OF_THIS_WHEEL = {"detection": "slipstream_matching.image_rows:Detection"}
-"""Of plug-ins in this wheel, found without installed metadata."""
+OF_THIS_WHEEL = {
+    "detection": "slipstream_matching.image_rows:Detection",
+    "reasoning_gym/": "slipstream_adapters.gym:ReasoningGym",
+    "verifiers/": "slipstream_adapters.verifiers_package:Verifiers",
+}
+"""Plug-ins in this wheel, found without installed metadata. `family/` has all names with this beginning."""
 _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, {', '.join(OF_THIS_WHEEL)}, {AGENT}, {ATROPOS}, path/to/file.py, "
+    f"reasoning_gym/<task>, verifiers/<name>, {ROWS}, detection, {AGENT}, {ATROPOS}, path/to/file.py, "
     f"path/to/file.py:Class, name@digest, or an entry point of the group {GROUP}"
 )
 
@@ -57,7 +58,7 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
     _check_grades(environment)
-    if config.apart is True and isinstance(environment, Verifiers):
+    if config.apart is True and environment.plays_itself:
         raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
     environment.given_settings = config.settings
     if config.name != MIXTURE:
@@ -66,7 +67,7 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     environment.graded_text = config.graded_text
     if config.tools:
         _add_tools(environment, config)
-    if isinstance(environment, Verifiers) or config.max_turns == "auto":
+    if environment.plays_itself or config.max_turns == "auto":
         return environment
     if config.max_turns != environment.max_turns:
         if environment.max_turns == 1 and not environment.tools:
@@ -102,7 +103,7 @@ def _check_grades(environment: Environment) -> None:
 def _check_graded_text(environment: Environment, part: GradedText) -> None:
     if part == "all":
         return
-    if isinstance(environment, Verifiers) or type(environment).score_episode is not Environment.score_episode:
+    if environment.plays_itself or type(environment).score_episode is not Environment.score_episode:
         reason = "grades whole episodes"
     elif environment.scores_groups:
         reason = "grades groups"
@@ -113,7 +114,7 @@ def _check_graded_text(environment: Environment, part: GradedText) -> None:
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:
     """Gives the environment the tools of `environment.tools`."""
-    if isinstance(environment, Verifiers | Agent):
+    if environment.plays_itself or isinstance(environment, Agent):
         raise ConfigError(f"environment.tools: {config.name} brings its own tools: remove the setting")
     added: list[Tool] = []
     for place, name in enumerate(config.tools):
@@ -137,12 +138,13 @@ def _load(config: EnvironmentConfig) -> Environment:
         raise ConfigError(f"environment.variables: {', '.join(missing)} is not set: set it, or leave it out")
     if name == MIXTURE:
         return Mixture(config, load_environment)
-    if name.startswith(VERIFIERS):
-        return Verifiers(config)
-    if config.python:
-        raise ConfigError(f"environment.python has an effect on {VERIFIERS}<name> only: remove it")
-    if name.startswith(PREFIX):
-        return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
+    family = name.partition("/")[0] + "/"
+    plug_in = OF_THIS_WHEEL.get(name) or OF_THIS_WHEEL.get(family)
+    found = loaded(plug_in) if plug_in else None
+    if config.python and not getattr(found, "plays_itself", False):
+        raise ConfigError("environment.python has an effect on verifiers/<name> only: remove it")
+    if found is not None and found.takes_section:
+        return _make(found, name, config)
     if "seed" in config.settings:
         raise ConfigError("environment.settings.seed is not set here: use environment.seed")
     if is_python_object(name):
@@ -153,17 +155,18 @@ def _load(config: EnvironmentConfig) -> Environment:
         return Agent(config)
     if name == ATROPOS:
         return Atropos(config)
-    if name in OF_THIS_WHEEL:
-        return _make(loaded(OF_THIS_WHEEL[name]), name, config)
+    if found is not None:
+        return _make(found, name, config)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):
         return _from_file(Path(path), attribute, config)
     points = importlib.metadata.entry_points(group=GROUP)
-    if name not in points.names:
+    point = next((each for each in (name, family) if each in points.names), None)
+    if point is None:
         hint = did_you_mean(name, points.names) if points.names else f": use {_FORMS}"
         raise ConfigError(f"environment.name = {name!r} is not installed{hint}")
     try:
-        found = points[name].load()
+        found = points[point].load()
     except (Exception, SystemExit) as error:  # the package's code, whatever it raises
         raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {one_line(error)}") from error
     return _make(found, name, config)
@@ -206,6 +209,8 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
     if inspect.isabstract(found):
         missing = ", ".join(sorted(cast("Any", found).__abstractmethods__))
         raise ConfigError(f"environment.name: class {name} does not define {missing}: define it")
+    if found.takes_section:
+        return cast("Any", found)(config)
     _check_arguments(found, (), {"seed": 0, **config.settings}, f"class {name}", "seed")
     try:
         environment = found(seed=config.seed, **config.settings)
@@ -231,7 +236,7 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
 def _check_arguments(
     function: Any, positional: tuple[Any, ...], settings: Mapping[str, Any], what: str, expected: str
 ) -> None:
-    """Raises `ConfigError` that names a setting that `function` does not accept, or an argument that is missing."""
+    """Raises `ConfigError` with the name of a setting that `function` does not accept, or of a missing argument."""
     signature = inspect.signature(function)
     try:
         signature.bind(*positional, **settings)

@@ -36,8 +36,8 @@ from slipstream.envs.base import (
     with_turn_rewards,
 )
 from slipstream.envs.hosted.apart import placement
-from slipstream.envs.hosted.conversation import as_message
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
+from slipstream.envs.openai_messages import as_message
 from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer, following
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.batches.idle_time import IdleTime

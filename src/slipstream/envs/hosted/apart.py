@@ -23,7 +23,6 @@ from slipstream.config.python_objects import given, is_python_object
 from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Split
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper, KeptEnvironment
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
-from slipstream.envs.hosted.verifiers_package import Verifiers
 from slipstream.envs.lifetime import CLOSE_S
 from slipstream.envs.mixed import Mixture, parts_of
 from slipstream.errors import EnvironmentFault
@@ -49,8 +48,8 @@ def placement(environment: Environment) -> tuple[bool, str]:
     if isinstance(environment, Mixture):
         found = {name: placement(part) for name, part in environment.parts.items()}
         return next((each for each in found.values() if each[0]), next(iter(found.values())))
-    if isinstance(environment, Verifiers):
-        return False, "an environment of verifiers has a process of its own anyway"
+    if environment.plays_itself:
+        return False, f"an environment of {environment.package} has a process of its own anyway"
     own = [name for name in _HOOKS if _has_own(environment, name)]
     if environment.runs_user_code:
         own = ["run"]
@@ -63,7 +62,7 @@ def placement(environment: Environment) -> tuple[bool, str]:
 def plays_own_turns(environment: Environment) -> bool:
     """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
     parts = parts_of(environment).values()
-    return any(isinstance(each, Verifiers) or each.needs_address or _has_own(each, "run") for each in parts)
+    return any(each.plays_itself or each.needs_address or _has_own(each, "run") for each in parts)
 
 
 def _has_own(environment: Environment, name: str) -> bool:
@@ -185,7 +184,8 @@ class Apart(KeptEnvironment):
     async def _started(self) -> Host:
         passed = given(self._config.name) if is_python_object(self._config.name) else None
         setup: Frame = {
-            "own": self._config.model_copy(update={"apart": False}).model_dump_json(
+            "module": "own",
+            "section": self._config.model_copy(update={"apart": False}).model_dump_json(
                 exclude={"num_train_tasks", "reward_workers"}
             ),
             "passed": base64.b64encode(msgspec.msgpack.encode(passed)).decode() if passed is not None else "",

@@ -26,7 +26,6 @@ from slipstream.processes.launchers import Resources
 
 LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""
-ROWS_TIMEOUT_S = 110.0
 MAX_LOG_BYTES = 16 * 2**20
 MAX_PROCESSES = 4096
 """That an environment process may have below it, for all its episodes together."""

@@ -22,8 +22,6 @@ from slipstream.config.user_code import CodeRead, DataRead
 from slipstream.envs.agent import NAME as AGENT
 from slipstream.envs.agent import files_of_agent
 from slipstream.envs.base import Environment
-from slipstream.envs.gym import PREFIX as REASONING_GYM
-from slipstream.envs.hosted.verifiers_package import PREFIX as VERIFIERS
 from slipstream.envs.mixed import parts_of, section_of
 from slipstream.envs.registry import GROUP, OF_THIS_WHEEL
 from slipstream.envs.rows import NAME as ROWS
@@ -101,10 +99,10 @@ def _provider(section: EnvironmentConfig, environment: Environment, digests: Fil
     if is_python_object(name):
         label, _, digest = name.rpartition("@")
         yield Source("environment", _NAME, label, digest)
-    elif name.startswith(REASONING_GYM):
-        yield Source("environment", _NAME, name, version=_version_of("reasoning_gym"))
-    elif name.startswith(VERIFIERS):
-        yield from _verifiers(section, digests)
+    elif environment.plays_itself:
+        yield from _foreign(section, environment.package, digests)
+    elif environment.package:
+        yield Source("environment", _NAME, name, version=_version_of(environment.package))
     elif name in (ROWS, AGENT, *OF_THIS_WHEEL):
         yield Source("environment", _NAME, name, version="built in")
         for setting, file in files_of_agent(section) if name == AGENT else ():
@@ -126,18 +124,19 @@ def _installed(module: str, file: Path, digests: FileDigests) -> Iterator[Source
     yield from _python("environment", _NAME, file, digests, root, module.partition(".")[0])
 
 
-def _verifiers(section: EnvironmentConfig, digests: FileDigests) -> Iterator[Source]:
-    text = section.name.removeprefix(VERIFIERS)
+def _foreign(section: EnvironmentConfig, package: str, digests: FileDigests) -> Iterator[Source]:
+    """The package of an environment with an interpreter of its own, and what the rest of its name means there."""
+    text = section.name.partition("/")[2]
     folders = _packages_of(section.python)
-    yield Source("environment", _NAME, "verifiers", version=_version_of("verifiers", folders))
+    yield Source("environment", _NAME, package, version=_version_of(package, folders))
     if text.endswith(".py"):
         yield from _python("environment", _NAME, Path(text), digests)
     else:
-        package = text.rpartition("/")[2]
-        yield Source("environment", _NAME, text, version=_version_of(package, folders))
-        module = package.replace("-", "_")
+        name = text.rpartition("/")[2]
+        yield Source("environment", _NAME, text, version=_version_of(name, folders))
+        module = name.replace("-", "_")
         places = sys.path if folders is None else folders
-        files = (Path(place, name) for place in places for name in (f"{module}/__init__.py", f"{module}.py"))
+        files = (Path(place, file) for place in places for file in (f"{module}/__init__.py", f"{module}.py"))
         if file := next((file for file in files if file.is_file()), None):
             yield from _installed(module, file, digests)
 

@@ -276,17 +276,10 @@ def _take_standard_streams() -> Channel:
 
 
 def load(setup: dict[str, Any]) -> Hosted:
-    """The environment that the setup names."""
-    if "own" in setup:
-        return importlib.import_module(".own", __package__).load(setup)
-    for module in ("v1", "legacy"):
-        found: Hosted | None = importlib.import_module(f".{module}", __package__).load(setup)
-        if found is not None:
-            return found
-    raise Refused(
-        f"{setup['id']} is neither a taskset of verifiers.v1 (a module whose __all__ names a Taskset) nor a module "
-        "with load_environment: check the name"
-    )
+    """The environment that the setup names, by `load` of its module, here or in its folder."""
+    if folder := setup.get("folder"):
+        sys.modules[PACKAGE].__path__.append(folder)
+    return importlib.import_module(f"{PACKAGE}.{setup['module']}").load(setup)
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ def load(setup: dict[str, Any]) -> Own:
     if passed := setup["passed"]:
         give(msgspec.msgpack.decode(base64.b64decode(passed), type=PythonObject))
     try:
-        config = EnvironmentConfig.model_validate_json(setup["own"])
+        config = EnvironmentConfig.model_validate_json(setup["section"])
         return Own(load_environment(config), config.run_timeout_s)
     except SlipstreamError as error:
         raise Refused(str(error)) from error

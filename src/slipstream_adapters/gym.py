@@ -17,13 +17,13 @@ import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from slipstream.envs.base import Split
-from slipstream.envs.single_turn import SingleTurn
-from slipstream.envs.split import EVAL_ONE_IN, split_of
+from slipstream.envs import EVAL_ONE_IN, Message, SingleTurn, Split, Task, split_of
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, did_you_mean
-from slipstream.records import Message, Task
+
+if TYPE_CHECKING:
+    from slipstream.plugins import EnvironmentConfig
 
 PREFIX = "reasoning_gym/"
 CHUNK = 1000
@@ -35,10 +35,13 @@ _RESERVED = {"size": "environment.num_train_tasks and evaluation.num_tasks", "se
 class ReasoningGym(SingleTurn):
     """One `reasoning_gym` task. Raises `ConfigError` for an unknown name or settings that the task rejects."""
 
-    def __init__(self, task_name: str, seed: int, settings: Mapping[str, Any]) -> None:
-        super().__init__(seed)
-        self.name = PREFIX + task_name
-        self._make = _factory(task_name, dict(settings))
+    takes_section = True
+    package = "reasoning_gym"
+
+    def __init__(self, section: EnvironmentConfig) -> None:
+        super().__init__(section.seed)
+        self.name = section.name
+        self._make = _factory(section.name.removeprefix(PREFIX), dict(section.settings))
         self._grader = self._make(0, CHUNK)
         self._stream = self._draw()
         self._found: dict[Split, list[Task]] = {"train": [], "eval": []}

@@ -13,9 +13,13 @@ import functools
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .host import ContextFull, Refused, RewardRaised, Turns
+if TYPE_CHECKING:
+    from slipstream.envs.hosted.inside.host import ContextFull, Refused, RewardRaised, Turns
+else:
+    from slipstream_environment_process.host import ContextFull, Refused, RewardRaised, Turns
+
 from .openai_format import MODEL, completion, max_tokens_of, module_id, unsupported
 
 _NOWHERE = "http://127.0.0.1:9/v1"

@@ -13,19 +13,41 @@ import shutil
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from slipstream.config.environment import EnvironmentConfig
-from slipstream.envs.base import ContextFull, Episode, Policy, RewardFailed, Score, Split
-from slipstream.envs.hosted.conversation import Conversation, as_message
-from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper, KeptEnvironment
-from slipstream.envs.hosted.process import ROWS_TIMEOUT_S, Frame, Host, HostDied, HostFailed
-from slipstream.envs.own_loop import in_own_loop
-from slipstream.envs.single_turn import shown_settings
-from slipstream.envs.split import split_of, text_of
+from slipstream.envs import (
+    ContextFull,
+    Episode,
+    Policy,
+    RewardFailed,
+    Score,
+    Split,
+    Task,
+    as_message,
+    shown_settings,
+    split_of,
+    text_of,
+)
+from slipstream.envs.hosted import (
+    EnvironmentRaised,
+    Frame,
+    Host,
+    HostDied,
+    HostFailed,
+    Keeper,
+    KeptEnvironment,
+    in_own_loop,
+)
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
-from slipstream.records import Stop, Task
+from slipstream.records import Stop
+from slipstream_adapters import inside
+from slipstream_adapters.conversation import Conversation
 
+if TYPE_CHECKING:
+    from slipstream.plugins import EnvironmentConfig
+
+_ROWS_S = 110.0
+"""Time limit of a page of rows."""
 PREFIX = "verifiers/"
 _PAGE = 1000
 _FRUITLESS_PAGES = 20
@@ -34,6 +56,10 @@ _OTHER: Mapping[Split, Split] = {"train": "eval", "eval": "train"}
 
 class Verifiers(KeptEnvironment):
     """One environment of `verifiers`. Constructing it starts nothing, as reward workers construct it too."""
+
+    takes_section = True
+    plays_itself = True
+    package = "verifiers"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config.seed)
@@ -131,6 +157,8 @@ class Verifiers(KeptEnvironment):
     async def _started(self, log: Path | None) -> Host:
         config = self._config
         setup: Frame = {
+            "folder": str(Path(str(inside.__file__)).parent),
+            "module": "generations",
             "id": self._id,
             "file": self._file,
             "settings": config.settings,
@@ -195,7 +223,7 @@ class Verifiers(KeptEnvironment):
         ends = False
         while len(first) < num_tasks and fruitless < _FRUITLESS_PAGES and not ends:
             ask = {"op": "rows", "split": source, "start": start, "count": (count := min(_PAGE, 64 + 2 * num_tasks))}
-            rows = (await host.ask(ask, ROWS_TIMEOUT_S))["rows"]
+            rows = (await host.ask(ask, _ROWS_S))["rows"]
             before = len(first)
             for place, row in enumerate(rows, start):
                 task = _as_task(row, f"{source}/{place}", self.name)

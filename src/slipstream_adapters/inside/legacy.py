@@ -15,9 +15,13 @@ import inspect
 import json
 import traceback
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .host import ContextFull, Refused, RewardRaised, Turns
+if TYPE_CHECKING:
+    from slipstream.envs.hosted.inside.host import ContextFull, Refused, RewardRaised, Turns
+else:
+    from slipstream_environment_process.host import ContextFull, Refused, RewardRaised, Turns
+
 from .openai_format import MODEL, OVERLONG, completion, max_tokens_of, module_id, unsupported
 
 _raised: contextvars.ContextVar[list[str]] = contextvars.ContextVar("raised")
