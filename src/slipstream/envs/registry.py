@@ -3,8 +3,8 @@
 Names: `rows` (questions and answers from a file); `agent` (a program that sends requests); `atropos` (programs on
 atroposlib); `path/to/file.py` or `path/to/file.py:Class`; `mixture`, of several of these; an entry point of a plug-in
 in the group `slipstream.environments` (a subclass of `Environment`). An entry point `family/` has all names with this
-beginning, as `reasoning_gym/` has `reasoning_gym/<task>`. `name@digest` has become a path before (`store`). Loading a file runs its code, in
-this process and in every reward worker.
+beginning, as `reasoning_gym/` has `reasoning_gym/<task>`. `name@digest` has become a path before (`store`). Loading a
+file runs its code, in this process and in every reward worker.
 """
 
 from __future__ import annotations
