@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -317,9 +319,8 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
             if isinstance(part, dict):
                 _resolve_environment(part, dotted(("environment", "mixture", name)), resolve)
     for name in BUILT_IN:
-        if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
-            file, colon, function = text.partition(":")
-            tree["algorithm"][name] = resolve(f"algorithm.{name}", file, always=True) + colon + function
+        if text := text_at("algorithm", name):
+            tree["algorithm"][name] = _code(partial(resolve, f"algorithm.{name}", always=True), text)
     if (text := text_at("run", "folder")) and not unusable_path(text):
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 
@@ -333,89 +334,58 @@ def _text_at(table: Any, name: str) -> str:
 def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[..., str]) -> None:
     """Resolves the paths of [environment], or of one part of its mixture, which stands at `prefix`."""
 
-    if text := _text_at(table, "name"):
-        kind = "verifiers/" if text.startswith("verifiers/") else ""
-        file, colon, name = text.removeprefix(kind).partition(".py:")
-        if colon or text.endswith(".py"):
-            file = kind + resolve(f"{prefix}.name", file + ".py" if colon else file, always=True)
-            table["name"] = f"{file}:{name}" if colon else file
-        elif text in ("rows", "detection", "agent"):
-            _resolve_rows(table.get("settings"), f"{prefix}.settings", resolve)
-        if text == "agent":
-            _resolve_agent(table.get("settings"), f"{prefix}.settings", resolve)
+    def change(table: Any, name: str, setting: str, *, is_code: bool = False) -> None:
+        if isinstance(table, dict) and table.get(name):
+            at = partial(resolve, f"{prefix}.{setting}", always=True)
+            table[name] = _each_text(table[name], partial(_code, at) if is_code else at)
+
+    kind, settings = table.get("name"), table.get("settings")
+    change(table, "name", "name", is_code=True)
+    change(table, "tools", "tools", is_code=True)
     if "/" in (text := _text_at(table, "python")):
         # Only its folder's links are followed: the program of a virtual environment is a link itself.
         bin_folder, program = os.path.split(text)
         table["python"] = os.path.join(resolve(f"{prefix}.python", bin_folder, always=True), program)
-    tools: Any = table.get("tools")
-    if isinstance(tools, list):
-        table["tools"] = [_resolved_tool(tool, f"{prefix}.tools", resolve) for tool in tools]
-
-
-def _resolved_tool(tool: Any, setting: str, resolve: Callable[..., str]) -> Any:
-    """`path/to/file.py:function` with its path resolved."""
-    file, colon, function = tool.rpartition(":") if isinstance(tool, str) else ("", "", "")
-    if not file.endswith(".py") or file.startswith("mcp:") or unusable_path(file):
-        return tool
-    return resolve(setting, file, always=True) + colon + function
-
-
-def _resolve_agent(settings: Any, prefix: str, resolve: Callable[..., str]) -> None:
-    """Resolves the files of an agent: its function or those that its command names, and the function of its tasks."""
-    if not isinstance(settings, dict):
+    if kind not in ("rows", "detection", "agent") or not isinstance(settings, dict):
         return
-    for name in ("callable", "tasks"):
-        if name in settings:
-            settings[name] = _resolved_tool(settings[name], f"{prefix}.{name}", resolve)
-    command = settings.get("command")
-    words = shlex.split(command) if isinstance(command, str) else command
-    if isinstance(words, list):
-        settings["command"] = [
-            resolve(f"{prefix}.command", word, always=True) if str(word).endswith(".py") else word for word in words
-        ]
-
-
-def _resolve_rows(settings: Any, prefix: str, resolve: Callable[..., str]) -> None:
-    """Resolves the paths among the settings of the environment `rows`, which stand at `prefix`: data files and reward
-    functions."""
-    if not isinstance(settings, dict):
-        return
-
-    def resolved(table: Any, key: Any, name: str) -> None:
-        value = table[key]
-        if isinstance(value, str) and value.strip() and not unusable_path(value):
-            table[key] = resolve(f"{prefix}.{name}", value, always=True)
-
     for name in ("path", "eval_path", "tokenizer"):
-        value = settings.get(name)
-        if isinstance(value, dict | list):
-            for key in value if isinstance(value, dict) else range(len(value)):
-                resolved(value, key, name)
-        elif value is not None:
-            resolved(settings, name, name)
+        change(settings, name, f"settings.{name}")
     judges = settings.get("judges")
     for name, judge in judges.items() if isinstance(judges, dict) else ():
-        if isinstance(judge, dict) and judge.get("cache"):
-            resolved(judge, "cache", f"judges.{name}.cache")
+        change(judge, "cache", f"settings.judges.{name}.cache")
     for name in ("reward", "rubric"):
-        if name in settings:
-            settings[name] = _resolve_reward(settings[name], f"{prefix}.reward", resolve)
+        if isinstance(reward := settings.get(name), list):
+            parts = settings[name] = [{**part} if isinstance(part, dict) else {"reward": part} for part in reward]
+            for part in parts:
+                change(part, "reward", "settings.reward", is_code=True)
+        else:
+            change(settings, name, "settings.reward", is_code=True)
+    if kind == "agent":
+        change(settings, "callable", "settings.callable", is_code=True)
+        change(settings, "tasks", "settings.tasks", is_code=True)
+        command = settings.get("command")
+        words = shlex.split(command) if isinstance(command, str) else command
+        if isinstance(words, list):
+            at = partial(resolve, f"{prefix}.settings.command", always=True)
+            settings["command"] = [at(word) if str(word).endswith(".py") else word for word in words]
 
 
-def _resolve_reward(reward: Any, setting: str, resolve: Callable[..., str]) -> Any:
-    """The reward with the paths of its functions resolved: a name, a table of rewards, or the parts of a rubric."""
-    if isinstance(reward, list):
-        parts = [part if isinstance(part, dict) else {"reward": part} for part in reward]
-        return [{**part, "reward": _resolve_reward(part.get("reward"), setting, resolve)} for part in parts]
-    if isinstance(reward, dict):
-        return {key: _resolve_reward(value, setting, resolve) for key, value in reward.items()}
-    if not isinstance(reward, str):
-        return reward
-    prefix = "trl:" if reward.startswith("trl:") else ""
-    file, colon, function = reward.removeprefix(prefix).partition(":")
-    if not file.endswith(".py"):
-        return reward
-    return prefix + resolve(setting, file, always=True) + colon + function
+_CODE = re.compile(r"(trl:|verifiers/|)((?!mcp:).+?[.]py)(:.*|)", re.DOTALL)
+"""A Python file and what is taken from it, in a setting that may name other things, too."""
+
+
+def _code(at: Callable[[str], str], text: str) -> str:
+    found = _CODE.fullmatch(text)
+    return found[1] + at(found[2]) + found[3] if found else text
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with its texts changed, those of lists and tables in it too, but for impossible paths."""
+    if isinstance(value, dict):
+        return {key: _each_text(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_each_text(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) and value.strip() and not unusable_path(value) else value
 
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Origins) -> RunConfig:
