@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,15 +87,15 @@ def _statistics_of(logits_NV: Logits, token_ids_N: Tensor, rules: _Rules) -> tup
         *own, greedy_M = _statistics_of(logits_NV.logits_MV, token_ids_N[logits_NV.index_M], rules)
         logprobs_N, entropy_N = map(logits_NV.join, own)
         return logprobs_N, entropy_N, None if greedy_M is None else logits_NV.join(greedy_M)
-    if not isinstance(logits_NV, HeadLogits):
-        logprobs_N, entropy_N, greedy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
-        return logprobs_N, entropy_N, greedy_N if _has_kernel(logits_NV, rules) else None
-    given = (logits_NV.hidden_ND, logits_NV.weight_VD, token_ids_N)
-    if logits_NV.has_kernel(rules):
-        logprobs_N, entropy_N, greedy_N = _RoundedHeadLogprobs.apply(*given, rules[0], torch.is_grad_enabled())  # pyright: ignore[reportGeneralTypeIssues]
-        return logprobs_N, entropy_N, greedy_N
-    logprobs_N, entropy_N = _HeadLogprobs.apply(*given, rules)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs_N, entropy_N, None
+    inputs, weight_VD = _inputs(logits_NV)
+    if isinstance(logits_NV, HeadLogits) and logits_NV.has_kernel(rules):
+        found = _RoundedHeadLogprobs.apply(inputs, weight_VD, token_ids_N, rules[0], torch.is_grad_enabled())
+    elif weight_VD is None and _has_kernel(inputs, rules):
+        found = _KernelLogprobs.apply(inputs, token_ids_N, rules[0])
+    else:
+        found = (*_TokenLogprobs.apply(inputs, weight_VD, token_ids_N, rules), None)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs_N, entropy_N, greedy_N = found  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N, greedy_N
 
 
 def _restrict(
@@ -236,49 +237,62 @@ def _gradient(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves only the logits and two vectors for the backward pass, where plain autograd would save the log-softmax, the
-    softmax and their product, each `[N, V]` in float32; the kept set is recomputed.
-
-    The third result: the most likely tokens from the GPU kernel; empty without it."""
+    """Of plain logits saves only these and two vectors for the backward pass, where plain autograd would save the
+    log-softmax, the softmax and their product, each `[N, V]` in float32; the kept set is recomputed. Lazy logits, with
+    a `weight_VD`, never exist in full: each chunk is computed in the forward and backward passes."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, inputs: Tensor, weight_VD: Tensor | None, token_ids_N: Tensor, rules: _Rules
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N = inputs.new_empty(len(inputs), dtype=_wide_dtype(inputs))
+        entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        chunks, logits_of = _chunked(inputs, weight_VD)
+        for rows in chunks:
+            logprobs_N[rows], entropy_N[rows], lse_N[rows] = _statistics(logits_of(rows), token_ids_N[rows], rules)
+        ctx.save_for_backward(inputs, weight_VD, token_ids_N, lse_N, entropy_N)
         ctx.rules = rules
         ctx.set_materialize_grads(False)
-        if _has_kernel(logits_NV, rules):
-            from slipstream.algo import logprobs_triton
+        return logprobs_N, entropy_N
 
-            logprobs_N, entropy_N, lse_N, greedy_N = logprobs_triton.forward(logits_NV, token_ids_N, rules[0])
-            ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
-            ctx.mark_non_differentiable(greedy_N)
-            return logprobs_N, entropy_N, greedy_N
-        dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
-        logprobs_N = torch.empty(len(logits_NV), dtype=dtype, device=logits_NV.device)
-        entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        for rows in _chunks(*logits_NV.shape):
-            logprobs_N[rows], entropy_N[rows], lse_N[rows] = _statistics(logits_NV[rows], token_ids_N[rows], rules)
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        inputs, weight_VD, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None, None
+
+        def gradient(logits_NV: Tensor, rows: slice) -> Tensor:
+            grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
+            return _gradient(logits_NV, token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules)
+
+        return *_pulled_back(inputs, weight_VD, gradient, ctx.needs_input_grad), None, None
+
+
+class _KernelLogprobs(torch.autograd.Function):
+    """The same for plain logits on a GPU, by a Triton kernel, which also finds the most likely tokens."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from slipstream.algo import logprobs_triton
+
+        logprobs_N, entropy_N, lse_N, greedy_N = logprobs_triton.forward(logits_NV, token_ids_N, temperature)
         ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
-        unknown_N = token_ids_N.new_empty(0)
-        ctx.mark_non_differentiable(unknown_N)
-        return logprobs_N, entropy_N, unknown_N
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(greedy_N)
+        return logprobs_N, entropy_N, greedy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
-        logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        from slipstream.algo import logprobs_triton
+
         if grad_logprobs_N is None and grad_entropy_N is None:
             return None, None, None
-        if _has_kernel(logits_NV, ctx.rules):
-            from slipstream.algo import logprobs_triton
-
-            saved = (logits_NV, token_ids_N, lse_N, entropy_N)
-            return logprobs_triton.backward(*saved, grad_logprobs_N, grad_entropy_N, ctx.rules[0]), None, None
-        result_NV = torch.empty_like(logits_NV)
-        for rows in _chunks(*logits_NV.shape):
-            grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
-            result_NV[rows] = _gradient(
-                logits_NV[rows], token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules
-            )
-        return result_NV, None, None
+        logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        saved = (logits_NV, token_ids_N, lse_N, entropy_N)
+        return logprobs_triton.backward(*saved, grad_logprobs_N, grad_entropy_N, ctx.temperature), None, None
 
 
 class _RoundedHeadLogprobs(torch.autograd.Function):
@@ -323,55 +337,45 @@ class _RoundedHeadLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
-class _HeadLogprobs(torch.autograd.Function):
-    """The same for lazy logits, which never exist in full: each chunk is computed in the forward and backward
-    passes."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, token_ids_N: Tensor, rules: _Rules
-    ) -> tuple[Tensor, Tensor]:
-        logits = HeadLogits(hidden_ND, weight_VD)
-        dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
-        logprobs_N = torch.empty(len(hidden_ND), dtype=dtype, device=hidden_ND.device)
-        entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        wide_VD = logits.wide_weight()
-        for rows in logits.chunks():
-            found = _statistics(logits.rows(rows, wide_VD), token_ids_N[rows], rules)
-            logprobs_N[rows], entropy_N[rows], lse_N[rows] = found
-        ctx.save_for_backward(hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N)
-        ctx.rules = rules
-        ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
-        hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
-        if grad_logprobs_N is None and grad_entropy_N is None:
-            return None, None, None, None
-
-        def gradient(logits_NV: Tensor, rows: slice) -> Tensor:
-            grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
-            return _gradient(logits_NV, token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules)
-
-        return *_through_head(HeadLogits(hidden_ND, weight_VD), gradient, ctx.needs_input_grad), None, None
+def _inputs(logits_NV: Tensor | HeadLogits) -> tuple[Tensor, Tensor | None]:
+    """Plain logits, or a head's inputs and its weight."""
+    return (logits_NV, None) if isinstance(logits_NV, Tensor) else (logits_NV.hidden_ND, logits_NV.weight_VD)
 
 
-def _through_head(
-    logits: HeadLogits, gradient: Callable[[Tensor, slice], Tensor], needed: tuple[bool, ...]
+def _wide_dtype(inputs: Tensor) -> torch.dtype:
+    return torch.float64 if inputs.dtype == torch.float64 else torch.float32
+
+
+def _chunked(inputs: Tensor, weight_VD: Tensor | None) -> tuple[Iterator[slice], Callable[[slice], Tensor]]:
+    """Slices of rows, and a function that gives their logits: without a name, a chunk's memory is free before the next
+    one is computed."""
+    if weight_VD is None:
+        return _chunks(*inputs.shape), inputs.__getitem__
+    head = HeadLogits(inputs, weight_VD)
+    return head.chunks(), partial(head.rows, wide_weight_VD=head.wide_weight())
+
+
+def _pulled_back(
+    inputs: Tensor, weight_VD: Tensor | None, gradient: Callable[[Tensor, slice], Tensor], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the head's inputs and weight, where they are `needed`; `gradient`: of a chunk of logits."""
-    hidden_ND, weight_VD, wide_VD = logits.hidden_ND, logits.weight_VD, logits.wide_weight()
-    grad_hidden_ND = torch.empty_like(hidden_ND) if needed[0] else None
-    grad_weight_VD: Tensor | None = None
-    for rows in logits.chunks():
-        grad_NV = gradient(logits.rows(rows, wide_VD), rows).to(wide_VD.dtype)
-        if grad_hidden_ND is not None:
-            grad_hidden_ND[rows] = (grad_NV @ wide_VD).to(hidden_ND.dtype)
+    """The gradients of plain logits, or of a head's inputs and weight, where they are `needed`; `gradient`: of a chunk
+    of logits."""
+    grad_inputs = torch.empty_like(inputs) if needed[0] else None
+    if weight_VD is None:
+        assert grad_inputs is not None
+        for rows in _chunks(*inputs.shape):
+            grad_inputs[rows] = gradient(inputs[rows], rows)
+        return grad_inputs, None
+    head = HeadLogits(inputs, weight_VD)
+    wide_VD, grad_weight_VD = head.wide_weight(), None
+    for rows in head.chunks():
+        grad_NV = gradient(head.rows(rows, wide_VD), rows).to(wide_VD.dtype)
+        if grad_inputs is not None:
+            grad_inputs[rows] = (grad_NV @ wide_VD).to(inputs.dtype)
         if needed[1]:
-            part_VD = _wide(grad_NV.t() @ hidden_ND[rows].to(wide_VD.dtype))
+            part_VD = _wide(grad_NV.t() @ inputs[rows].to(wide_VD.dtype))
             grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.add_(part_VD)
-    return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+    return grad_inputs, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
 
 
 def logprobs_at(logits_NV: Logits, token_ids_NK: Tensor, temperature: float = 1.0) -> Tensor:
@@ -379,9 +383,7 @@ def logprobs_at(logits_NV: Logits, token_ids_NK: Tensor, temperature: float = 1.
     distribution is over the whole vocabulary."""
     if isinstance(logits_NV, PartLogits):
         return logits_NV.join(logprobs_at(logits_NV.logits_MV, token_ids_NK[logits_NV.index_M], temperature))
-    lazy = isinstance(logits_NV, HeadLogits)
-    inputs, weight_VD = (logits_NV.hidden_ND, logits_NV.weight_VD) if lazy else (logits_NV, None)
-    return _LogprobsAt.apply(inputs, weight_VD, token_ids_NK, temperature)  # pyright: ignore[reportReturnType]
+    return _LogprobsAt.apply(*_inputs(logits_NV), token_ids_NK, temperature)  # pyright: ignore[reportReturnType]
 
 
 class _LogprobsAt(torch.autograd.Function):
@@ -391,14 +393,11 @@ class _LogprobsAt(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, inputs: Tensor, weight_VD: Tensor | None, token_ids_NK: Tensor, temperature: float
     ) -> Tensor:
-        dtype = torch.float64 if inputs.dtype == torch.float64 else torch.float32
-        logprobs_NK = torch.empty(token_ids_NK.shape, dtype=dtype, device=inputs.device)
-        lse_N = torch.empty(len(inputs), dtype=dtype, device=inputs.device)
-        head = None if weight_VD is None else HeadLogits(inputs, weight_VD)
-        wide_VD = None if head is None else head.wide_weight()
-        for rows in _chunks(*inputs.shape) if head is None else head.chunks():
-            logits_NV = inputs[rows] if head is None or wide_VD is None else head.rows(rows, wide_VD)
-            wide_NV = _wide(logits_NV) / temperature
+        logprobs_NK = inputs.new_empty(token_ids_NK.shape, dtype=_wide_dtype(inputs))
+        lse_N = torch.empty_like(logprobs_NK[:, 0])
+        chunks, logits_of = _chunked(inputs, weight_VD)
+        for rows in chunks:
+            wide_NV = _wide(logits_of(rows)) / temperature
             lse_N[rows] = wide_NV.logsumexp(-1)
             logprobs_NK[rows] = wide_NV.gather(-1, token_ids_NK[rows]) - lse_N[rows, None]
         ctx.temperature = temperature
@@ -414,9 +413,4 @@ class _LogprobsAt(torch.autograd.Function):
             pulled_NV = probs_NV.mul_(-grad_NK[rows].sum(-1, keepdim=True))
             return pulled_NV.scatter_add_(-1, token_ids_NK[rows], grad_NK[rows]).div_(ctx.temperature)
 
-        if weight_VD is not None:
-            return *_through_head(HeadLogits(inputs, weight_VD), gradient, ctx.needs_input_grad), None, None
-        result_NV = torch.empty_like(inputs)
-        for rows in _chunks(*inputs.shape):
-            result_NV[rows] = gradient(inputs[rows], rows)
-        return result_NV, None, None, None
+        return *_pulled_back(inputs, weight_VD, gradient, ctx.needs_input_grad), None, None
