@@ -144,7 +144,7 @@ def test_the_made_up_tokens_are_as_in_a_training(tmp_path):
     path.write_text("""
 import torch
 def loss(inputs):
-    for each in (inputs.logprobs_N.detach(), inputs.old_logprobs_N, inputs.behaviour_logprobs_N):
+    for each in (inputs.logprobs_N.detach(), inputs.old_logprobs_N, inputs.streams["behaviour_logprobs"]):
         assert (each < 0).all() and (each - inputs.logprobs_N.detach()).abs().max() < 0.2
     assert sorted(set(inputs.sequence_index_N.tolist())) == list(range(inputs.num_sequences))
     means = inputs.sequence_means(inputs.advantages_N)

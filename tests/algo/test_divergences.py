@@ -8,14 +8,9 @@ import types
 import pytest
 import torch
 
-from slipstream.algo.divergences import (
-    divergence,
-    sampled_reverse_kl,
-    self_distillation_loss,
-    tail_logprob,
-    top_divergence,
-    with_tail,
-)
+from slipstream.algo.divergences import divergence, tail_logprob, top_divergence, with_tail
+from slipstream.algo.importance_sampling import importance_weights
+from slipstream.algo.surrogate_losses import LossInputs, cispo_loss
 
 pytest.importorskip("trl")
 from trl.experimental.gkd import GKDTrainer
@@ -170,15 +165,16 @@ def test_self_distillation(module, kind, mode, beta):
     old = logprobs.detach() + 0.4 * torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     settings = {"distillation_mode": mode, "distillation_alpha": beta}
     theirs = trl_loss(module, kind, student, teacher, ids, old, **settings)
-    guide = teacher.log_softmax(-1)
+    guide, rows = teacher.log_softmax(-1), torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     if mode == "sampled_token":
-        per_token = sampled_reverse_kl(logprobs, guide.gather(-1, ids[:, None])[:, 0])
+        advantages = (guide.gather(-1, ids[:, None])[:, 0] - logprobs).detach()
+        per_token = cispo_loss(LossInputs(logprobs, logprobs.detach(), advantages, rows, len(LENGTHS), 1.0, 4.0)).loss_N
     elif mode == "full_logits":
         per_token = divergence(own, guide, beta)
     else:
         top = own.detach().topk(4, -1).indices
         per_token = top_divergence(own.gather(-1, top), guide.gather(-1, top), beta)
-    per_token = self_distillation_loss(per_token, logprobs, old, 1.5)
+    per_token = per_token * importance_weights(logprobs, old, rows, len(LENGTHS), "truncated", 0.0, 1.5)[0]
     ours = torch.stack([part.mean() for part in per_token.split(LENGTHS)]).mean()
     torch.testing.assert_close(ours, theirs, **CLOSE)
     torch.testing.assert_close(gradient(ours, student), gradient(theirs, student), **CLOSE)

@@ -270,7 +270,7 @@ def test_a_loss_gets_all_that_is_known_and_may_return_the_tokens_losses_alone(mo
     (inputs,) = given
     assert inputs.logprobs_N.tolist() == near(logprobs)
     assert inputs.old_logprobs_N.tolist() == OLD
-    assert inputs.behaviour_logprobs_N.tolist() == BEHAVIOUR
+    assert inputs.streams["behaviour_logprobs"].tolist() == BEHAVIOUR
     assert inputs.streams["reference_logprobs"].tolist() == near(REFERENCE)
     assert inputs.streams["hints"].tolist() == [[1, 2], [3, 4], [5, 6]]
     assert inputs.entropy_N.requires_grad

@@ -59,21 +59,3 @@ def top_divergence(student_logprobs_NK: Tensor, teacher_logprobs_NK: Tensor, bet
     """`divergence` over K tokens and the rest of the vocabulary, `[N]`. Both have the same K tokens, with
     log-probabilities of the whole vocabulary's distribution."""
     return divergence(with_tail(student_logprobs_NK), with_tail(teacher_logprobs_NK.detach()), beta)
-
-
-def self_distillation_loss(
-    divergence_N: Tensor, logprobs_N: Tensor, old_logprobs_N: Tensor, cap: float | None = None
-) -> Tensor:
-    """A divergence from the policy with a hint in its prompt, on tokens of an older policy: each token's times
-    `min(pi / pi_old, cap)` without a gradient, `[N]` (SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802). `cap` None: as
-    it is."""
-    if cap is None:
-        return divergence_N
-    log_ratio_N = (logprobs_N - old_logprobs_N).detach()
-    return divergence_N * log_ratio_N.clamp(max=20.0).exp().clamp(max=cap)
-
-
-def sampled_reverse_kl(logprobs_N: Tensor, teacher_logprobs_N: Tensor) -> Tensor:
-    """The reverse KL divergence by sampled tokens alone, `[N]`: `sg[log pi - log teacher] log pi`. On average over the
-    policy's samples it has the divergence's gradient."""
-    return (logprobs_N - teacher_logprobs_N).detach() * logprobs_N

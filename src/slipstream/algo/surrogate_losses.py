@@ -46,11 +46,6 @@ class LossInputs:
     entropy_N: Tensor | None = None
     """The policy's entropy; it has a gradient."""
 
-    @property
-    def behaviour_logprobs_N(self) -> Tensor | None:
-        """By the behaviour policy, if the engine returned them."""
-        return self.streams.get("behaviour_logprobs")
-
     def sequence_means(self, values_N: Tensor) -> Tensor:
         """The mean over a token's own sequence, `[N]`; differentiable."""
         lengths_S = sequence_lengths(self.sequence_index_N, self.num_sequences)
