@@ -10,17 +10,16 @@ answers are parsed before a run in other processes, which are killed at their de
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
 import re
-import select
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
@@ -33,7 +32,6 @@ PARSE_S = 10.0
 """Time limit of one right answer at the start."""
 CHECK_S = 60.0
 """Time limit of all of them; those after it are parsed when they are needed."""
-_START_S = 60.0
 _PLAIN = re.compile(r"\s*-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?\s*")
 _IN_LATEX = re.compile(r"\\boxed|\\fbox|\$|\\\(|\\\[")
 _CURRENCY_AFTER_MINUS = re.compile(r"(?<![\w.)%])(?<!\d\$)-(?:(\$)|\\\$|[\u20ac\u00a3\u00a5\u20b9]) ?(?=[\d\\.])")
@@ -125,64 +123,41 @@ def _unparseable(answers: Sequence[str]) -> list[tuple[str, str]]:
         return []
     share = -(-len(answers) // max(1, min(len(os.sched_getaffinity(0)), len(answers) // 50)))
     parts = [answers[start : start + share] for start in range(0, len(answers), share)]
-    with contextlib.ExitStack() as stack:
-        parsers = [stack.enter_context(_Parser(part)) for part in parts]
-        due = time.monotonic() + CHECK_S
-        return [found for parser in parsers if (found := parser.first_unparseable(due)) is not None][:1]
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return [found for found in threads.map(_first_unparseable, parts) if found is not None][:1]
 
 
-class _Parser:
-    """A process that parses right answers one after another."""
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        self._answers = answers
-        command = (sys.executable, "-P", "-c", f"from {__name__} import parse_all; parse_all()")
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._answered = self._process.stdout
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(answers).encode())
-
-    def __enter__(self) -> _Parser:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._answered.close()
-
-    def first_unparseable(self, due: float) -> tuple[str, str] | None:
-        """The first answer that cannot be parsed, and why; None if there is none, or at `due`."""
-        num_read, limit = 0, _START_S
-        while num_read < len(self._answers):
-            wait = min(limit, due - time.monotonic() if num_read else _START_S)
-            ready, _, _ = select.select([self._answered], [], [], max(0.0, wait))
-            if not ready:
-                if wait < limit:
-                    return None
-                return self._answers[num_read], f"takes more than {PARSE_S:g} s to parse and compare"
-            chunk = os.read(self._answered.fileno(), 65536)
-            if not chunk:
-                return self._answers[num_read], "ends the process that parses it"
-            limit = PARSE_S
-            for verdict in chunk:
-                if verdict == ord("-"):
-                    return self._answers[num_read], "is not mathematics that math-verify can parse"
-                num_read += 1
+def _first_unparseable(answers: Sequence[str]) -> tuple[str, str] | None:
+    """The first answer that another process cannot parse, and why; None if there is none, or none in `CHECK_S`."""
+    command = (sys.executable, "-P", "-c", f"from {__name__} import parse_all; parse_all({PARSE_S})")
+    given = json.dumps(answers).encode()
+    try:
+        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
         return None
+    num_right = done.stdout.count(b"+")
+    if num_right == len(answers):
+        return None
+    if done.stdout.endswith(b"-"):
+        return answers[num_right], "is not mathematics that math-verify can parse"
+    if done.returncode == -signal.SIGALRM:
+        return answers[num_right], f"takes more than {PARSE_S:g} s to parse and compare"
+    return answers[num_right], "ends the process that parses it"
 
 
-def parse_all() -> None:
-    """Reads a list of right answers as JSON; writes `+` or `-` for each. Each is also compared, with itself and with
-    another number: what takes for ever there would take every completion with it."""
+def parse_all(most_s: float) -> None:
+    """Reads a list of right answers as JSON; writes `+` for each, or `-` for the first that is no mathematics. One that
+    takes longer than `most_s` ends the process. Each is also compared, with itself and with another number, as an endless
+    comparison would take every completion with it."""
     from math_verify import verify
     from sympy import Integer
 
     another = Integer(7919)
     for answer in json.loads(sys.stdin.buffer.read()):
+        signal.setitimer(signal.ITIMER_REAL, most_s)  # nobody handles it, so it ends C code, too
         found = list(_parsed(answer))
-        is_right = bool(found) and verify(found, found, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
-        if is_right:
-            verify(found, another, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
-        os.write(1, b"+" if is_right else b"-")
+        if not found or not verify(found, found, timeout_seconds=None):  # pyright: ignore[reportArgumentType]
+            os.write(1, b"-")
+            return
+        verify(found, another, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
+        os.write(1, b"+")
