@@ -6,6 +6,7 @@ is a bug and shows its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterable
@@ -177,6 +178,17 @@ class StartsAgain(Exception):
         self.folder = folder
         self.arguments: list[str] = []
         """Arguments of the command that resumes it, if there is a command."""
+
+
+def named_error(name: str, text: str) -> SlipstreamError | None:
+    """The error of another process, by its class's name; None for a class of others, or without a text alone."""
+    kinds = [SlipstreamError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if kind.__name__ == name:
+            with contextlib.suppress(TypeError):
+                return kind(text)
+    return None
 
 
 def first_line(error: BaseException) -> str:

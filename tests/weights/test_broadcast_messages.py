@@ -1,6 +1,5 @@
 """The parts of the bridge `broadcast`, and its publisher before an engine of no workers; a group of one is real."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from slipstream.weights.bridges.broadcast import (
     BroadcastPublisher,
     Group,
     Rendezvous,
-    environment,
     flat_bytes,
     layout,
     messages,
@@ -52,14 +50,6 @@ def test_a_message_comes_when_its_last_parameter_is_there():
     found = messages([spec(name, size) for name, size in sizes.items()], Small("", 1, 1.0))
     names = [[each.name for each in message] for message in found]
     assert names == [["big"], ["a", "b"], ["c", "d"], ["e"], ["huge"]], "b comes after big; 64 bytes fill a bucket"
-
-
-def test_environment_is_as_it_was_afterwards(monkeypatch):
-    monkeypatch.setenv("SLIPSTREAM_A", "before")
-    with environment({"SLIPSTREAM_A": "1", "SLIPSTREAM_B": "2"}):
-        assert (os.environ["SLIPSTREAM_A"], os.environ["SLIPSTREAM_B"]) == ("1", "2")
-    assert os.environ["SLIPSTREAM_A"] == "before"
-    assert "SLIPSTREAM_B" not in os.environ
 
 
 def test_only_one_whole_contiguous_tensor_needs_no_copy():

@@ -124,20 +124,13 @@ def _with_examples(prompt: Sequence[Message], solved: Sequence[Message]) -> tupl
 
 def _checked_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
     try:
-        with _deadline(TASKS_TIMEOUT_S):
+        with raising_faults(environment, f"tasks({split!r}, {num_tasks})"), _deadline(TASKS_TIMEOUT_S):
             tasks = as_tasks(environment.tasks(split, num_tasks), split, environment.name)
     except _TimedOut:
         raise EnvironmentFault(
             f"tasks({split!r}, {num_tasks}) of {environment.name} did not return within {TASKS_TIMEOUT_S:g} s: does it "
             "loop for ever when there are fewer tasks than asked for? Return what there are"
         ) from None
-    except SlipstreamError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code, whatever it raises
-        raise EnvironmentFault(
-            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {one_line(error)} ({place_of(error)}"
-            f"{shown_settings(environment.given_settings)}): correct it"
-        ) from error
     return with_schemas(environment, tasks)
 
 
@@ -157,15 +150,8 @@ def gold_of(environment: Environment, task: Task) -> str | None:
 
 def gold_turns(environment: Environment, task: Task) -> list[Message]:
     """What should follow the task's prompt, if known; raises `EnvironmentFault` if the environment's code raises."""
-    try:
+    with raising_faults(environment, f"gold() for task {task.id}"):
         answer: Any = environment.gold(task)
-    except SlipstreamError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code, whatever it raises
-        raise EnvironmentFault(
-            f"gold() of {environment.name} raised {one_line(error)} on task {task.id} ({place_of(error)}"
-            f"{shown_settings(environment.given_settings)}): correct it"
-        ) from error
     if answer is None:
         return []
     if isinstance(answer, str):
@@ -177,6 +163,20 @@ def gold_turns(environment: Environment, task: Task) -> list[Message]:
             "that end with the policy's answer"
         )
     return cast("list[Message]", turns)
+
+
+@contextlib.contextmanager
+def raising_faults(environment: Environment, call: str) -> Generator[None]:
+    """Turns an exception of the user's code, in this call of it, into `EnvironmentFault`."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFault(
+            f"{call} of {environment.name} raised {one_line(error)} ({place_of(error)}"
+            f"{shown_settings(environment.given_settings)}): correct it"
+        ) from error
 
 
 def shown_settings(settings: Mapping[str, Any]) -> str:

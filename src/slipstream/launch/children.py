@@ -41,6 +41,7 @@ from slipstream.processes import stacks
 from slipstream.processes.launchers import LOCAL
 from slipstream.processes.rendezvous import INTERFACE
 from slipstream.processes.signals import StopRequest
+from slipstream.processes.variables import variables_set
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
 from slipstream.runlog import EventLog, RunLog, exit_code_of
@@ -191,8 +192,7 @@ class Children:
             self.at_exit(lambda: nodes.close(self._exit_code()))
             nodes.wait(cluster.join_timeout_s, run.log.warning, run.should_stop)
         if INTERFACE not in os.environ:
-            os.environ[INTERFACE] = nodes.interface
-            self._exits.callback(os.environ.pop, INTERFACE)
+            self._exits.enter_context(variables_set({INTERFACE: nodes.interface}))
         self.nodes = nodes
         with run.stages.stage("compare the nodes"):
             found = [*examine_nodes(nodes, run.config, run.folder, is_full=False)]
@@ -214,8 +214,7 @@ class Children:
         host = own_host_of(addresses_of(servers))
         if not (interface := interface_of(host)):
             raise ConfigError(f"no network interface has this host's address {host}: set {INTERFACE}")
-        os.environ[INTERFACE] = interface
-        self._exits.callback(os.environ.pop, INTERFACE)
+        self._exits.enter_context(variables_set({INTERFACE: interface}))
 
     def _exit_code(self) -> int:
         """The run's, for agents."""

@@ -43,13 +43,13 @@ async def run_command(
     with temporary("agent") as folder:
         file = folder / "task.json"
         file.write_text(task)
+        (folder / "command.json").write_text(json.dumps(list(command)))
         environment = {**worker_environment(names, os.environ), **variables, TASK: str(file)}
         resources = Resources(max_processes=MAX_PROCESSES, user_namespace=user_namespace)
         process = await Guarded.start(
             _PROGRAM, environment, resources, max_bytes=_MAX_BYTES, on_output=OutputLog(log).write
         )
         try:
-            process.channel.send(json.dumps([list(command), str(file), str(folder / "result")]).encode())
             await process.has_ended_output.wait()  # of all that it has started
             while not await process.has_ended(_POLL_S):  # it may have closed its output long before
                 pass

@@ -147,7 +147,7 @@ def _first_unparseable(answers: Sequence[str]) -> tuple[str, str] | None:
 
 def parse_all(most_s: float) -> None:
     """Reads a list of right answers as JSON; writes `+` for each, or `-` for the first that is no mathematics. One that
-    takes longer than `most_s` ends the process. Each is also compared, with itself and with another number, as an endless
+    takes longer than `most_s` ends the process. Each is also compared, with itself and with another number: an endless
     comparison would take every completion with it."""
     from math_verify import verify
     from sympy import Integer

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from slipstream import errors
 from slipstream.config import PlannedConfig
-from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError
+from slipstream.errors import RankDeadlineError, RankError, SlipstreamError, ZeroGradientError, named_error
 from slipstream.nodes.launcher import Nodes
 from slipstream.plan.nodes import assign, node_name, ranks_of_a_node
 from slipstream.plan.rank_layout import num_copies
@@ -259,10 +258,8 @@ class RankProcesses:
         return None
 
     def _error_of(self, rank: _Rank, answer: Answer) -> SlipstreamError:
-        kind = getattr(errors, answer.kind, None)
-        if isinstance(kind, type) and issubclass(kind, SlipstreamError):
-            return kind(answer.error)
-        return RankError(f"{self._name(rank)} failed ({answer.kind}: {answer.error}): look at {rank.log}")
+        unnamed = f"{self._name(rank)} failed ({answer.kind}: {answer.error}): look at {rank.log}"
+        return named_error(answer.kind, answer.error) or RankError(unnamed)
 
     def _name(self, rank: _Rank) -> str:
         return f"trainer process {rank.number} (of 0 to {self._size - 1}){f' on {rank.node}' * bool(rank.node)}"

@@ -14,10 +14,11 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slipstream.processes.temporary import cache_root, private_folder, temporary
+from slipstream.processes.variables import variables_set
 from slipstream.runlog import versions
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
@@ -34,7 +35,7 @@ def persistent_caches(warn: Callable[[str], None]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         root = _root(warn, stack) if unset else None
         if root is not None:
-            stack.enter_context(_in_environment({name: str(root / _FOLDERS[name]) for name in unset}))
+            stack.enter_context(variables_set({name: str(root / _FOLDERS[name]) for name in unset}))
         yield
 
 
@@ -46,19 +47,6 @@ def _root(warn: Callable[[str], None], stack: contextlib.ExitStack) -> Path | No
     with contextlib.suppress(OSError):
         return stack.enter_context(temporary("compiled"))
     return None
-
-
-@contextlib.contextmanager
-def _in_environment(values: Mapping[str, str]) -> Generator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _default_of_torch(name: str) -> str | None:

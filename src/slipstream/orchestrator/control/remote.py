@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import msgspec
 
-from slipstream.errors import DeadlineError, OrchestratorError, SlipstreamError
+from slipstream.errors import DeadlineError, OrchestratorError, SlipstreamError, named_error
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
@@ -232,7 +232,9 @@ class RemoteCaller(Caller):
             return
         with contextlib.suppress(InvalidStateError):
             if reply.failure is not None:
-                future.set_exception(_error_of(reply.failure))
+                kind, text = reply.failure.kind, reply.failure.text
+                unnamed = f"{kind}: {text} (in the orchestrator, see logs/orchestrator*.log)"
+                future.set_exception(named_error(kind, text) or RuntimeError(unnamed))
             elif reply.answer is not None:
                 future.set_result(reply.answer)
 
@@ -441,15 +443,3 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> bool:
     for task in tasks:
         task.cancel()
     return not tasks or not (await asyncio.wait(tasks, timeout=_CANCEL_S))[1]
-
-
-def _error_of(failure: Failure) -> Exception:
-    for kind in _kinds(SlipstreamError):
-        if kind.__name__ == failure.kind:
-            with contextlib.suppress(TypeError):  # it is made of something else than a text
-                return kind(failure.text)
-    return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see logs/orchestrator*.log)")
-
-
-def _kinds(base: type[SlipstreamError]) -> list[type[SlipstreamError]]:
-    return [base, *(each for kind in base.__subclasses__() for each in _kinds(kind))]

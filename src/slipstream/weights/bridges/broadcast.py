@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -34,6 +33,7 @@ from slipstream.nodes.forwarding import end_connections
 from slipstream.processes.rendezvous import address_in, interface_variables, meet
 from slipstream.processes.tcp_store import StoreServer
 from slipstream.processes.temporary import make_temporary, remove_temporary
+from slipstream.processes.variables import variables_set
 from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes, travelling
@@ -97,7 +97,7 @@ class Group:
             self.device = torch.device("cuda", torch.cuda.current_device())
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            with environment(_NO_WATCHDOG | interface_variables()):
+            with variables_set(_NO_WATCHDOG | interface_variables()):
                 self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
             return
         if not distributed.is_gloo_available():
@@ -196,21 +196,6 @@ class Group:
         for work in works:
             work.wait()
         next(coming, None)  # exhausts a generator that gathers
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Generator[None]:
-    """Sets environment variables within the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
