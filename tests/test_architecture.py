@@ -219,7 +219,6 @@ PACKS = re.compile(r"\.to_bytes\(|struct\.pack")
 STARTERS = {
     "envs/rewards/sandbox.py": "programs of rewards, in a sandbox",
     "envs/rewards/sandbox_child.py": "the same, inside",
-    "envs/rewards/math_answers.py": "sympy, inside a reward worker",
     "envs/scoring/worker.py": "a reward worker forks itself for each call under fresh_worker",
 }
 """Modules outside `processes/` that start a process, and which one."""

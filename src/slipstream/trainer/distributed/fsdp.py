@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.processes.rendezvous import interface_variables, meet
+from slipstream.processes.variables import variables_set
 from slipstream.trainer.distributed.context import ContextGroup
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import text_layers
@@ -26,7 +27,6 @@ from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.vision_towers import frozen_parameters
 from slipstream.trainer.optim.base import add_gradient_, local_tensor
-from slipstream.weights.bridges.broadcast import environment
 from slipstream.weights.shards import Shard, part_of
 
 _VARIABLES = {
@@ -74,7 +74,7 @@ class RankGroup:
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
         store = meet(address, rank, size, timeout_s)
-        with environment(_VARIABLES | interface_variables()):
+        with variables_set(_VARIABLES | interface_variables()):
             distributed.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,
