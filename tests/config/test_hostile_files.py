@@ -133,3 +133,8 @@ class TestCommandLineTakesEffectAway:
 
     def test_a_flag_without_effect_is_an_error(self, run_file):
         assert "training.reshard has no effect" in refusal(run_file(), "--training.reshard", "step")
+
+    def test_one_node_takes_effect_from_all_of_its_section_but_itself(self, run_file):
+        path = run_file(MINIMAL + "[cluster]\nnodes = 1\n")
+        assert load_config(path).warnings == ()
+        assert "cluster.run_id has no effect while cluster.nodes is 1" in refusal(path, "--cluster.run_id", "a")

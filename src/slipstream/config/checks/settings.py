@@ -120,7 +120,11 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             "has no effect without teacher.url",
         ),
         (teacher is not None and not teacher.top_k, "teacher.jsd_beta", "has no effect without teacher.top_k"),
-        (config.cluster.nodes == 1, "cluster", "has no effect while cluster.nodes is 1"),
+        (
+            config.cluster.nodes == 1,
+            " ".join(key.path for key in keys_of("cluster") if key.name != "nodes"),
+            "has no effect while cluster.nodes is 1",
+        ),
         (config.run.streams != "redis", "redis", 'has no effect without run.streams = "redis"'),
     ]
     found = without_effect(rules) | mixture_inapplicable(config)
