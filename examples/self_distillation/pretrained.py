@@ -1,0 +1,69 @@
+"""Self-distillation of SmolLM2-135M on sums: the policy after four solved sums teaches the policy without them.
+
+    pip install gguf
+    python examples/pretrained/model.py smollm2 models/smollm2
+    python examples/self_distillation/pretrained.py [--seed N] [--hint right|shuffled]
+
+It needs a GPU. The tasks are those of `examples/pretrained/sums.toml`. `98 + 93 =` alone is continued by a text, and
+no answer is right. After four solved sums an answer is a number, and some are right. No reward is used. The control has
+the words of the four sums in a random order.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from run import teach
+
+import slipstream
+from slipstream.envs import Message
+
+ARITHMETIC = Path(__file__).resolve().parents[1] / "pretrained" / "arithmetic.py"
+
+
+def solved(tasks: list[slipstream.Task], hint: str, draw: random.Random) -> list[Message]:
+    """Four solved tasks, or their words in a random order."""
+    chosen = [(task.prompt[0].content, str(task.answer)) for task in draw.sample(tasks, 4)]
+    if hint == "right":
+        return [Message(role, text) for pair in chosen for role, text in zip(("user", "assistant"), pair, strict=True)]
+    words = " ".join(" ".join(pair) for pair in chosen).split()
+    draw.shuffle(words)
+    return [Message("user", " ".join(words) + "\n")]
+
+
+def main() -> None:
+    """Self-distillation, with the held-out accuracy before and after."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hint", choices=["right", "shuffled"], default="right")
+    parser.add_argument("--model", default="models/smollm2")
+    parser.add_argument("--folder", type=Path, default=Path("runs/self-distillation-sums"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tasks", type=int, default=512, help="held-out tasks")
+    options = parser.parse_args()
+    with slipstream.session(
+        model=options.model,
+        environment={"name": str(ARITHMETIC)},
+        algorithm={"kind": "grpo", "group_size": 4},
+        steps=options.steps,
+        training={"prompts_per_batch": 64, "learning_rate": 2e-5, "schedule": "linear"},
+        sampling={"max_tokens": 8},
+        evaluation={"num_tasks": options.tasks},
+        inference={"kv_cache_gib": 2.0},
+        folder=options.folder / f"{options.hint}-{options.seed}",
+        seed=options.seed,
+    ) as s:
+        hint = solved(s.tasks, options.hint, random.Random(options.seed))
+        before = s.evaluate()
+        for step in range(options.steps):
+            metrics = teach(s, lambda question: [*hint, Message("user", question)])
+            print(f"step {step + 1}: reward {metrics['reward/mean']:.2f}", flush=True)
+        after = s.evaluate()
+        s.save()
+    names = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
+    print(json.dumps({"hint": options.hint, "before": [before[n] for n in names], "after": [after[n] for n in names]}))
+
+
+if __name__ == "__main__":
+    main()
