@@ -5,16 +5,16 @@
     python examples/self_distillation/pretrained.py [--seed N] [--hint right|shuffled]
 
 It needs a GPU. The tasks are those of `examples/pretrained/sums.toml`. `98 + 93 =` alone is continued by a text, and
-no answer is right. After four solved sums an answer is a number, and some are right. No reward is used. The control has
-the words of the four sums in a random order.
+no answer is right. After four solved sums an answer is a number, and some are right. The start model answers after the
+hint, and learns these answers without it. So far from the hinted policy, its own answers would teach it little. No
+reward is used. The control has the words of the four sums in a random order.
 """
 
 import argparse
 import json
 import random
+from itertools import chain
 from pathlib import Path
-
-from run import teach
 
 import slipstream
 from slipstream.envs import Message
@@ -32,6 +32,21 @@ def solved(tasks: list[slipstream.Task], hint: str, draw: random.Random) -> list
     return [Message("user", " ".join(words) + "\n")]
 
 
+def answers(
+    s: slipstream.Session, tasks: list[slipstream.Task], hint: list[Message], num_each: int
+) -> list[slipstream.Sequence]:
+    """Answers that the engine gives after the hint, behind prompts without it."""
+    questions = {task.id: task.prompt[0] for task in tasks}
+    hinted = [{"id": task.id, "prompt": [*hint, *task.prompt], "answer": task.answer} for task in tasks]
+    found: list[slipstream.Sequence] = []
+    for rollout in chain(*s.rollouts(hinted, num_each)):
+        (sequence,) = rollout.sequences
+        prompt = s.prompt_tokens([questions[rollout.task_id]])
+        answer = sequence.token_ids[sequence.mask.index(True) :]
+        found.append(slipstream.Sequence(prompt + answer, [False] * len(prompt) + [True] * len(answer)))
+    return found
+
+
 def main() -> None:
     """Self-distillation, with the held-out accuracy before and after."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,20 +60,21 @@ def main() -> None:
     with slipstream.session(
         model=options.model,
         environment={"name": str(ARITHMETIC)},
-        algorithm={"kind": "grpo", "group_size": 4},
         steps=options.steps,
-        training={"prompts_per_batch": 64, "learning_rate": 2e-5, "schedule": "linear"},
+        training={"learning_rate": 5e-5, "schedule": "linear"},
         sampling={"max_tokens": 8},
         evaluation={"num_tasks": options.tasks},
-        inference={"kv_cache_gib": 2.0},
+        inference={"max_model_len": 128, "kv_cache_gib": 2.0},
         folder=options.folder / f"{options.hint}-{options.seed}",
         seed=options.seed,
     ) as s:
-        hint = solved(s.tasks, options.hint, random.Random(options.seed))
-        before = s.evaluate()
+        draw = random.Random(options.seed)
+        hint, before = solved(s.tasks, options.hint, draw), s.evaluate()
+        taught = answers(s, draw.sample(s.tasks, min(1024, len(s.tasks))), hint, 8)
         for step in range(options.steps):
-            metrics = teach(s, lambda question: [*hint, Message("user", question)])
-            print(f"step {step + 1}: reward {metrics['reward/mean']:.2f}", flush=True)
+            metrics = s.train(draw.sample(taught, min(256, len(taught))), "sft")
+            print(f"step {step + 1}: loss {metrics['train/loss']:.2f}", flush=True)
+        s.sync()
         after = s.evaluate()
         s.save()
     names = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")

@@ -11,12 +11,11 @@ model. The control gets a random hint for each answer.
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
 
 import slipstream
-from slipstream.envs import Message
 
 LETTERS = "abcdefghij"
 HINTS = {"next": 1, "last": -1}
@@ -48,18 +47,19 @@ def is_next(task: slipstream.Task, completion: str) -> float:
     return float(completion == task.answer)
 
 
-def with_prompt(s: slipstream.Session, rollout: slipstream.Rollout, prompt: str | list[Message]) -> slipstream.Sequence:
-    """The same answer after another prompt."""
+def with_hint(s: slipstream.Session, rollout: slipstream.Rollout, hint: str) -> slipstream.Sequence:
+    """The same answer after a prompt with the hint."""
     (sequence,) = rollout.sequences
-    tokens = s.prompt_tokens(prompt)
+    prompt = s.prompt_tokens(f"{hint}: {rollout.prompt}")
     answer = sequence.token_ids[sequence.mask.index(True) :]
-    return slipstream.Sequence(tokens + answer, [False] * len(tokens) + [True] * len(answer))
+    return slipstream.Sequence(prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
 
-def teach(s: slipstream.Session, hinted: Callable[[str], str | list[Message]]) -> dict[str, float]:
-    """One step: each token's advantage is its log-probability after the prompt with the hint, less that without it."""
+def teach(s: slipstream.Session, hint: str, draw: random.Random) -> dict[str, float]:
+    """One step: each token's advantage is the teacher's log-probability less the policy's own."""
     rollouts = [*chain(*s.rollouts())]
-    taught = s.forward([with_prompt(s, rollout, hinted(rollout.prompt)) for rollout in rollouts]).logprobs
+    hints = [hint if hint in HINTS else draw.choice([*HINTS]) for _ in rollouts]
+    taught = s.forward([with_hint(s, rollout, each) for rollout, each in zip(rollouts, hints, strict=True)]).logprobs
     for rollout, teacher, own in zip(rollouts, taught, s.forward(rollouts).logprobs, strict=True):
         rollout.sequences[0].streams["advantages"] = slipstream.Stream.of((teacher - own).tolist())
     metrics = s.train(rollouts, "policy_gradient")
@@ -107,7 +107,7 @@ def main() -> None:
         draw = random.Random(options.seed)
         before = s.evaluate()
         for step in range(options.steps):
-            metrics = teach(s, lambda word: f"{'next' if options.hint == 'right' else draw.choice([*HINTS])}: {word}")
+            metrics = teach(s, "next" if options.hint == "right" else "", draw)
             print(f"step {step + 1}: reward {metrics['reward/mean']:.2f}", flush=True)
         after = s.evaluate()
         s.save()
