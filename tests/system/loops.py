@@ -51,6 +51,20 @@ def chosen_losses(run_file, folder):
     print(json.dumps({"logprobs": before, "sizes": sizes, "names": names, "refused": refused, "weights": str(weights)}))
 
 
+def stream_in_two_parts(run_file, folder, last="2"):
+    """Batches made ahead of training, up to a step; it goes on where the folder is."""
+    with slipstream.session(run_file, folder=folder, steps=4, training={"staleness": 1}, evaluation=False) as s:
+        begun, known = s.resume(), dict(s.state)
+        for groups in s.stream():
+            s.train(groups)
+            s.sync()
+            if s.step == int(last):
+                break
+        s.state["step"] = s.step
+        s.save()
+    print(json.dumps({"begun": begun, "known": known}))
+
+
 def own_loss(inputs):
     return -(inputs.advantages_N + 0.1) * inputs.logprobs_N
 

@@ -63,6 +63,19 @@ def test_losses_and_tasks_of_the_callers(program, run_file, tmp_path):
     assert found == {("trained", ""): 3, ("dropped", "unused"): 8}
 
 
+@pytest.mark.full
+def test_a_stream_goes_on_from_its_checkpoint(program, run_file, tmp_path):
+    folder = tmp_path / "s"
+    said = [
+        json.loads(program("stream_in_two_parts", run_file, folder, last).ok().splitlines()[-1]) for last in (2, 4)
+    ]
+    assert said == [{"begun": 0, "known": {}}, {"begun": 2, "known": {"step": 2}}]
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == list(range(5))
+    assert [row["staleness/max"] for row in rows[1:]] == [0.0, 1.0, 0.0, 1.0], "each part begins with its own weights"
+    assert (balance(folder).num_open, read_exit(folder).status) == (0, "finished")
+
+
 def test_an_exception_of_the_callers_leaves_no_process(program, run_file, tmp_path):
     run = program("caller_fails", run_file, tmp_path / "s")
     run.until(run.engines)
