@@ -142,6 +142,19 @@ def test_a_run_without_environments_ends_with_the_reason(model, programs, comman
     assert "no group of rollouts came for 3 s (environment.run_timeout_s)" in error
 
 
+@pytest.mark.servers
+def test_an_engine_that_is_killed_is_started_again(model, programs, command):  # noqa: F811
+    run = Run(model, programs, command, steps=12).start("--weights.bridge", "disk")
+    environment = run.serve()
+    run.command.until(lambda: len(read_metrics(run.folder)) > 4)
+    run.command.engines()[0].kill()
+    run.command.until(lambda: read_events(run.folder, kinds=("engine_restart",)), 30)
+    rows = run.ok()
+    assert environment.wait(30) == 0, programs.log("environment")
+    assert [row["step"] for row in rows] == [*range(1, 13)]
+    assert max(row["mismatch/abs_logprob_diff"] for row in rows) < 1e-5
+
+
 def status(url):
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:

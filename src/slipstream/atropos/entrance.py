@@ -129,14 +129,13 @@ class Entrance:
         if self._api is not None:
             self._desk.has_started = True
         async with task_group() as tasks:
-            if self._servers:
-                tasks.create_task(self._keep_servers())
+            tasks.create_task(self._keep_engines())
             if self._api is None:
                 tasks.create_task(self._poll(first))
             await asyncio.Event().wait()
 
-    async def _keep_servers(self) -> None:
-        """Find lost servers, as the run itself asks them nothing. Without them no group can come."""
+    async def _keep_engines(self) -> None:
+        """Find dead engines and lost servers, as the run itself asks them nothing. Without them no group can come."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if self._engine.is_up:
