@@ -34,7 +34,7 @@ from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.process import Answer, Request, Setup, decode, encode
 from slipstream.envs.scoring.worker_calls import explained, failed_tool, judge, judge_group, run_tool
 from slipstream.errors import SlipstreamError
-from slipstream.processes import stacks
+from slipstream.processes import lifeline, stacks
 from slipstream.processes.channel import LENGTH, Channel, ChannelClosed, length_of, pack
 from slipstream.processes.guard import APART, END_S, adopt, end_descendants
 
@@ -47,9 +47,7 @@ _CANCELLED = Answer("failed", message="was cancelled")
 def main() -> int:
     """Serves until the input ends; the exit code is 1 if the environment could not be constructed."""
     stacks.register(beats=False)  # the pool has a deadline for each call, and a call may fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _live_on)
-    os.register_at_fork(after_in_child=_as_usual)
+    lifeline.leave_signals_to_trainer()  # its guard ends it
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     requests = _take_standard_streams()
     answers = _Answers(requests)
@@ -192,15 +190,6 @@ class _Work:
         self._loop.stop()
 
 
-def _live_on(number: int, frame: FrameType | None) -> None:
-    """SIGTERM may come to all processes of a run: the trainer ends it. The guard ends this one."""
-
-
-def _as_usual() -> None:
-    if signal.getsignal(signal.SIGTERM) is _live_on:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _where(coming: Any) -> str:
     """Where a coroutine is waiting, as in a traceback."""
     frames: list[tuple[FrameType, int]] = []
@@ -233,7 +222,7 @@ def _work_apart(environment: Environment, requests: Channel, answers: _Answers) 
 def _work_in_fork(environment: Environment, request: Request, shared: mmap.mmap) -> NoReturn:
     own = os.getpid()
     try:
-        signal.signal(signal.SIGTERM, _live_on)
+        lifeline.leave_signals_to_trainer()
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         found = _called(environment, request)
