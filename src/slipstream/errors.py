@@ -31,7 +31,7 @@ FailureClass = Literal[
 _MAX_CHARACTERS = 300
 SECTIONS = (
     *("algorithm", "cluster", "critic", "data", "environment", "evaluation", "inference", "lora", "matching"),
-    *("model", "redis", "run", "sampling", "teacher", "training", "weights"),
+    *("model", "preferences", "redis", "run", "sampling", "teacher", "training", "weights"),
 )
 """Sections of a run file."""
 _NAME = rf"(?:{'|'.join(SECTIONS)})(?:\.(?!toml\b|jsonl?\b|parquet\b|txt\b|py\b)\w+)+"

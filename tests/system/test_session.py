@@ -66,9 +66,7 @@ def test_losses_and_tasks_of_the_callers(program, run_file, tmp_path):
 @pytest.mark.full
 def test_a_stream_goes_on_from_its_checkpoint(program, run_file, tmp_path):
     folder = tmp_path / "s"
-    said = [
-        json.loads(program("stream_in_two_parts", run_file, folder, last).ok().splitlines()[-1]) for last in (2, 4)
-    ]
+    said = [json.loads(program("stream_in_two_parts", run_file, folder, last).ok().splitlines()[-1]) for last in (2, 4)]
     assert said == [{"begun": 0, "known": {}}, {"begun": 2, "known": {"step": 2}}]
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(5))
