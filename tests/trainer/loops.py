@@ -69,9 +69,6 @@ class Learner:
         values = [torch.full((s.num_trainable,), self.logprob) for s in sequences]
         return Scores(values, values)
 
-    def fill_old_logprobs(self, steps, sampling):
-        self.calls.append(f"old {len(steps)}")
-
     def forward_backward(self, batch, objective):
         self.steps.append(batch)
         return dict(self.metrics)

@@ -51,7 +51,8 @@ def test_the_rate_follows_the_number_of_the_optimizer_step_in_the_run():
     # 12 steps in all; the second batch begins with the fifth.
     rates = [0.5 * (12 - number) / 10 for number in range(4, 8)]
     each = [call for rate in rates for call in (f"prepare {rate:g}", "write", "commit")]
-    assert trainer.learner.calls == ["old 4", "steps 4", *each]
+    assert trainer.learner.calls == ["steps 4", *each]
+    assert all("old_logprobs" in sequence.streams for step in trainer.learner.steps for sequence in step.sequences)
     assert result.metrics["train/learning_rate"] == pytest.approx(sum(rates) / 4)
     assert (result.metrics["train/grad_norm"], result.metrics["train/loss"]) == (0.125, 0.25)
     assert (result.metrics["train/skipped_updates"], result.no_signal, result.is_critic_only) == (0.0, None, False)
@@ -59,7 +60,7 @@ def test_the_rate_follows_the_number_of_the_optimizer_step_in_the_run():
     assert [len(batch.sequences) for batch in trainer.learner.steps] == [4] * 4
     first = make_trainer(planned(training=settings))
     first.train(batch_of(0, *GROUPS))
-    assert first.learner.calls[2] == "prepare 0.25", "half of the peak: the first of two steps of warm-up"
+    assert first.learner.calls[1] == "prepare 0.25", "half of the peak: the first of two steps of warm-up"
 
 
 def test_metrics_are_named_by_their_group_and_a_loss_scale_is_told_in_float16_only():
@@ -97,11 +98,11 @@ def test_steps_without_signal_are_left_out_and_counted():
     groups = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0))
     trainer = make_trainer(planned(training={"updates_per_batch": 2}))
     result = trainer.train(batch_of(1, *groups))
-    assert trainer.learner.calls == ["old 1", "steps 1", "prepare 0.5", "write", "commit"]
+    assert trainer.learner.calls == ["steps 1", "prepare 0.5", "write", "commit"]
     assert result.metrics["train/skipped_updates"] == 1.0
     second = make_trainer(planned(training={"updates_per_batch": 2, "schedule": "linear"}))
     second.train(batch_of(1, *reversed(groups)))
-    assert second.learner.calls[2] == f"prepare {0.5 * 3 / 6:g}", "the second of its batch, and fourth of six"
+    assert second.learner.calls[1] == f"prepare {0.5 * 3 / 6:g}", "the second of its batch, and fourth of six"
 
 
 def test_a_batch_without_variance_trains_nothing():
@@ -178,7 +179,7 @@ def test_a_critic_is_trained_first_and_alone_while_it_warms_up():
         assert bool(trainer.learner.steps) == (not is_alone)
         ((planned_step,),) = critic.trained
         assert all({"old_values", "returns"} <= each.streams.keys() for each in planned_step.sequences)
-        assert (result.no_signal, result.credit.is_per_token) == (None, True)
+        assert (result.no_signal, result.credit.advantages) == (None, [None, None])
 
 
 def test_a_critic_learns_from_rewards_that_teach_the_policy_nothing():

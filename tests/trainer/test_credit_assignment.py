@@ -274,7 +274,7 @@ def test_turns_of_rollouts_that_carry_no_loss_get_no_credit_and_each_sequence_it
     assert group[1].sequences[0].values("advantages") == [0.0] * 2
     assert credit.carries_loss == [True, False]
     assert credit.has_signal
-    assert credit.advantages == [0.0, 0.0]
+    assert credit.advantages == [None, None]
 
 
 def test_returns_of_turns_that_are_no_numbers_are_refused():

@@ -200,7 +200,7 @@ def test_the_reward_is_at_the_last_token_of_the_last_turn():
     first, second = batch.rollouts[0].sequences
     assert first.values("advantages") == [0.0, 0.25]
     assert second.values("advantages") == [0.75]
-    assert credit.advantages == [0.0, 0.0]
+    assert credit.advantages == [None, None]
     assert (first.values("returns"), second.values("returns")) == ([0.25, 0.5], [1.0])
     assert credit.has_signal
     assert credit.metrics["value/mean"] == 0.25

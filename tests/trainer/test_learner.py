@@ -10,6 +10,7 @@ from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.learner import deterministic_on_cpu
 from slipstream.trainer.loss import PolicyObjective, SFTObjective
+from slipstream.trainer.old_logprobs import fill_logprobs
 from slipstream.trainer.packing import StepBatch, make_step_batches
 
 SAMPLING = records.SamplingParams(max_tokens=64)
@@ -69,10 +70,10 @@ def test_forward_scores_every_trainable_token_in_order(make_learner, make_batch,
 def test_old_logprobs_are_filled_once_for_several_updates(make_learner, make_batch):
     learner, batch = make_learner(), make_batch(num=4)
     single = [StepBatch(batch.sequences, batch.advantages)]
-    learner.fill_old_logprobs(single, SAMPLING)
+    fill_logprobs(single, resolved(RLConfig()), learner, None, SAMPLING)
     assert "old_logprobs" not in single[0].sequences[0].streams
     twice = [single[0], single[0]]
-    learner.fill_old_logprobs(twice, SAMPLING)
+    fill_logprobs(twice, resolved(RLConfig()), learner, None, SAMPLING)
     objective = PolicyObjective(resolved(RLConfig(importance_sampling="none")), SAMPLING)
     ratios = []
     for step in twice:

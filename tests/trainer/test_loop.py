@@ -28,7 +28,7 @@ def collected(monkeypatch):
 def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_path, collected):
     run = finished(tmp_path)
     steps = [
-        [f"take {step}", "old 1", "prepare 0.5", "fence", "commit", f"update {step + 1}", f"release {step + 1}"]
+        [f"take {step}", "prepare 0.5", "fence", "commit", f"update {step + 1}", f"release {step + 1}"]
         for step in range(3)
     ]
     assert run.calls == ["update 0", "release 0", *itertools.chain(*steps)]

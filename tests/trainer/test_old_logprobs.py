@@ -20,24 +20,20 @@ class Model:
 
     def __init__(self, value):
         self.value = value
-        self.filled = []
 
     def forward(self, sequences, sampling):
         return SimpleNamespace(logprobs=[torch.full((s.num_trainable,), self.value) for s in sequences])
-
-    def fill_old_logprobs(self, steps, sampling):
-        self.filled += steps
 
 
 def step():
     return StepBatch([SEQUENCE])
 
 
-@pytest.mark.parametrize(("old_policy", "expected"), [("trainer", 2), ("engine", 0)])
+@pytest.mark.parametrize(("old_policy", "expected"), [("trainer", [-1.0, -1.0]), ("engine", None)])
 def test_the_trainer_computes_them_unless_they_are_the_engines(old_policy, expected):
-    learner = Model(-1.0)
-    fill_logprobs([step(), step()], resolved(rl(old_policy=old_policy)), learner, None, SAMPLING)
-    assert len(learner.filled) == expected
+    steps = [step(), step()]
+    fill_logprobs(steps, resolved(rl(old_policy=old_policy)), Model(-1.0), None, SAMPLING)
+    assert [each.sequences[0].values("old_logprobs") for each in steps] == [expected] * 2
 
 
 def test_the_reference_is_asked_where_the_loss_has_the_kl_term():

@@ -239,12 +239,13 @@ class Session:
         assert not isinstance(algorithm, SFTConfig)
         rollouts = as_rollouts(groups, steps.step)
         batch = Batch(steps.step, Version(steps.log.lineage, steps.step), rollouts)
-        found = assign_credit(batch, algorithm, steps.sampling.max_tokens)
-        for rollout, advantage in zip(rollouts, found.advantages, strict=True):
+        credit = assign_credit(batch, algorithm, steps.sampling.max_tokens)
+        found = [advantage or 0.0 for advantage in credit.advantages]
+        for rollout, advantage in zip(rollouts, found, strict=True):
             for sequence in rollout.sequences:
                 if "advantages" not in sequence.streams:
                     sequence.put("advantages", [advantage] * len(sequence))
-        return found.advantages
+        return found
 
     def sync(self) -> dict[str, float]:
         """Bring the trainer's weights to the engine, and verify every parameter there; returns metrics of the update

@@ -36,22 +36,17 @@ from slipstream.trainer.turn_credit import (
 class Credit:
     """The result, for each rollout of the batch in order."""
 
-    advantages: list[float]
-    """0 for rollouts that cannot be trained on, and for those whose tokens have advantages of their own."""
+    advantages: list[float | None]
+    """0 for rollouts that cannot be trained on, None for those whose tokens have advantages of their own."""
     carries_loss: list[bool]
     metrics: dict[str, float]
     has_signal: bool
     """Whether any advantage is nonzero because of the rewards; a KL term alone does not count."""
-    is_per_token: bool = False
-    """Whether tokens have advantages of their own: from a critic, or by turns."""
-    with_own: frozenset[int] = frozenset()
-    """Rollouts with advantages of tokens from elsewhere."""
 
     def of(self, place: int) -> dict[str, Any]:
         """What samples record of rollout number `place`; without an advantage if its tokens have their own."""
-        has_own = self.is_per_token or place in self.with_own
-        whole = {} if has_own else {"advantage": self.advantages[place]}
-        return {**whole, "carries_loss": self.carries_loss[place]}
+        advantage, carries = self.advantages[place], {"carries_loss": self.carries_loss[place]}
+        return carries if advantage is None else {"advantage": advantage, **carries}
 
 
 def assign_credit(
@@ -98,19 +93,17 @@ def assign_credit(
         _check_finite(advantages_K, batch, config)
         write_turn_advantages(rollouts, advantages_K, carries_S)
         has_signal = bool((advantages_K if of_usable is None else of_turns()).any())
-        advantages_S = torch.zeros_like(advantages_S)
-    advantages, carried = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
-    with_own: set[int] = set()
+    advantages: list[float | None] = [None if gives_turns else 0.0] * len(batch.rollouts)
+    carried = [False] * len(batch.rollouts)
     for i, advantage, carries in zip(usable, advantages_S.tolist(), carries_S.tolist(), strict=True):
         of_rollout = batch.rollouts[i].sequences
         has_own = bool(of_rollout) and all("advantages" in sequence.streams for sequence in of_rollout)
-        with_own |= {i} if has_own else set()
-        advantages[i], carried[i] = advantage if carries and not has_own else 0.0, carries
+        advantages[i], carried[i] = None if gives_turns or has_own else advantage if carries else 0.0, carries
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     has_own = any(any(sequence.values("advantages") or ()) for sequence in sequences)
     taught = any("teacher_logprobs" in sequence.streams for sequence in sequences) or (has_own and not gives_turns)
     has_signal &= any(advantages) or (has_own and gives_turns)
-    return Credit(advantages, carried, metrics, taught or has_signal, gives_turns, frozenset(with_own))
+    return Credit(advantages, carried, metrics, taught or has_signal)
 
 
 def _check_finite(advantages: Tensor, batch: records.Batch, config: PlannedRL) -> None:
@@ -157,8 +150,8 @@ def _by_critic(
             start = end
     metrics |= _value_metrics(values_N, returns_N)
     has_signal = bool(scaled_N.any())
-    nothing = [0.0] * len(batch.rollouts)
-    return Credit(nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, is_per_token=True)
+    carried = [i in set(trained) for i in range(len(batch.rollouts))]
+    return Credit([None] * len(carried), carried, metrics, has_signal)
 
 
 def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:

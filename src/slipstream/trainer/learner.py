@@ -247,15 +247,6 @@ class Learner:
         """See `predicted`."""
         return predicted(self.model, sequences, sampling, micro_batch_tokens)
 
-    def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
-        """Fill the stream `old_logprobs`, the denominator of the importance ratio, before the first of several updates.
-
-        A single update needs none: its ratio is 1 by construction.
-        """
-        if len(steps) > 1:
-            for step in {id(step): step for step in steps}.values():
-                step.fill("old_logprobs", self.forward(step.sequences, sampling).logprobs)
-
     def forward_backward(self, batch: StepBatch, objective: Objective, weight: float = 1.0) -> dict[str, float]:
         """Accumulate the gradient of the step's loss, or of a further one with this `weight`; returns the objective's
         metrics. Raises TrainingError for a batch without a trainable token."""

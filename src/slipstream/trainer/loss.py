@@ -186,8 +186,8 @@ class PolicyObjective(OneForward):
         if (weighting := config.importance_sampling) != "none":
             importance_N, bounded_N = self._importance(micro, old_N, weighting)
             per_token_N = per_token_N * importance_N
-            sums["importance"] = importance_N.sum()
-            sums["importance_capped"] = bounded_N.sum()
+            sums["importance_weight"] = importance_N.sum()
+            sums["importance_capped_fraction"] = bounded_N.sum()
         if self._has_kl_term:
             if (reference_N := micro.streams.get("reference_logprobs")) is None:
                 raise TrainingError("kl_coef is above 0 but the batch has no reference log-probabilities")
@@ -269,21 +269,8 @@ class PolicyObjective(OneForward):
             "num_sequences": divisors["sequences"],
             "silent_fraction": 1.0 - tokens / divisors["tokens"],
         }
-        names = {
-            "importance": "importance_weight",
-            "importance_capped": "importance_capped_fraction",
-            "abs_logprob_diff": "mismatch/abs_logprob_diff",
-            "mismatch_kl": "mismatch/kl",
-            "teacher_kl": "teacher/kl",
-            "teacher_kl_k3": "teacher/kl_k3",
-            "teacher_logprob": "teacher/logprob",
-            "teacher_abs_difference": "teacher/abs_difference",
-            "teacher_divergence": "teacher/divergence",
-            "teacher_tail": "teacher/tail",
-            "teacher_policy_tail": "teacher/policy_tail",
-        }
         hidden = ("loss", "off_policy", "off_policy_squared")
-        metrics |= {names.get(key, key): value / tokens for key, value in numbers.items() if key not in hidden}
+        metrics |= {key: value / tokens for key, value in numbers.items() if key not in hidden}
         if numbers.get("off_policy_squared"):
             metrics["effective_sample_size"] = numbers["off_policy"] ** 2 / (tokens * numbers["off_policy_squared"])
         for key, histogram in vectors.items():
@@ -347,9 +334,9 @@ def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> d
     # Clamped at e**20, so that squares stay finite; ratios that large only mean "broken".
     ratio_N = (logprobs_N - behaviour_N).double().clamp(-20.0, 20.0).exp()
     return {
-        "abs_logprob_diff": (old_N - behaviour_N).abs().sum(),
+        "mismatch/abs_logprob_diff": (old_N - behaviour_N).abs().sum(),
         # KL(engine || trainer), on tokens sampled by the engine.
-        "mismatch_kl": kl_estimate(behaviour_N, old_N, "k3").clamp(max=math.exp(20.0)).sum(),
+        "mismatch/kl": kl_estimate(behaviour_N, old_N, "k3").clamp(max=math.exp(20.0)).sum(),
         "mismatch_histogram": log_ratio_histogram(old_N - behaviour_N),
         "off_policy": ratio_N.sum(),
         "off_policy_squared": ratio_N.square().sum(),

@@ -29,11 +29,14 @@ def fill_logprobs(
 ) -> None:
     """Set the log-probabilities that the loss compares the policy's with: the reference model's for a KL term in the
     loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
-    for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
+    different = {id(step): step for step in steps}.values()  # epochs repeat the same objects
+    for step in different:
         if reference is not None and not _kl_in_reward(algorithm) and not step.has("reference_logprobs"):
             step.fill("reference_logprobs", reference.forward(step.sequences, sampling).logprobs)
-    if algorithm.old_policy == "trainer" and not all(step.has("old_logprobs") for step in steps):
-        learner.fill_old_logprobs(steps, sampling)
+    # A single update needs none: its ratio is 1 by construction.
+    if algorithm.old_policy == "trainer" and len(steps) > 1 and not all(step.has("old_logprobs") for step in steps):
+        for step in different:
+            step.fill("old_logprobs", learner.forward(step.sequences, sampling).logprobs)
 
 
 def fill_read(

@@ -417,7 +417,7 @@ def _with_own(sequence: records.Sequence, count: int) -> dict[str, records.Strea
 
 def make_step_batches(
     batch: records.Batch,
-    advantages: Sequence[float] | None = None,
+    advantages: Sequence[float | None] | None = None,
     *,
     updates_per_batch: int = 1,
     epochs: int = 1,
@@ -427,10 +427,11 @@ def make_step_batches(
     """Split a batch into the step batches of its optimizer steps: whole groups over `updates_per_batch` steps, repeated
     `epochs` times.
 
-    `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, and those with
-    `carries_loss` false. Rollouts without a trainable token are left out too, so that no step is empty. With
-    `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat the
-    same objects, so that streams filled in once serve all. Fewer groups than updates give fewer steps.
+    `advantages`: one per rollout, None if its tokens have their own. Left out are rollouts with an outcome that is
+    never trained on, and those with `carries_loss` false. Rollouts without a trainable token are left out too, so that
+    no step is empty. With `ignores_silent` most rollouts of advantage 0 only count in the divisors
+    (`StepBatch.silent`). Epochs repeat the same objects, so that streams filled in once serve all. Fewer groups than
+    updates give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -451,7 +452,7 @@ def make_step_batches(
             if (
                 ignores_silent
                 and advantages is not None
-                and advantages[index] == 0.0
+                and not advantages[index]
                 and not any(sequence.streams for sequence in sequences)
             ):
                 num_silent += 1
@@ -461,7 +462,7 @@ def make_step_batches(
             step.sequences += sequences
             rollout_tokens += [batch.rollouts[index].num_sampled] * len(sequences)
             if advantages is not None and step.advantages is not None:
-                step.advantages += [advantages[index]] * len(sequences)
+                step.advantages += [advantages[index] or 0.0] * len(sequences)
         step.rollout_tokens = rollout_tokens if step.num_further else None
         steps.append(step)
     return steps * epochs

@@ -41,9 +41,9 @@ class TeacherTerm:
         # The student's are float64 in references only.
         divergence_N = top_divergence(student_NK, teacher_NK.to(student_NK.dtype), self.config.jsd_beta)
         sums = {
-            "teacher_divergence": divergence_N.detach().sum(),
-            "teacher_tail": tail_logprob(teacher_NK).exp().sum(),
-            "teacher_policy_tail": tail_logprob(student_NK.detach()).exp().sum(),
+            "teacher/divergence": divergence_N.detach().sum(),
+            "teacher/tail": tail_logprob(teacher_NK).exp().sum(),
+            "teacher/policy_tail": tail_logprob(student_NK.detach()).exp().sum(),
         }
         return self.config.coef * divergence_N, sums
 
@@ -51,10 +51,10 @@ class TeacherTerm:
         """Sums for metrics of the distance of the old policy from its teacher: the reverse KL by k1 and k3."""
         teacher_N = micro.streams["teacher_logprobs"]
         return {
-            "teacher_kl": kl_estimate(old_N, teacher_N, "k1").sum(),
-            "teacher_kl_k3": kl_estimate(old_N, teacher_N, "k3").clamp(max=math.exp(20.0)).sum(),
-            "teacher_logprob": teacher_N.sum(),
-            "teacher_abs_difference": (teacher_N - old_N).abs().sum(),
+            "teacher/kl": kl_estimate(old_N, teacher_N, "k1").sum(),
+            "teacher/kl_k3": kl_estimate(old_N, teacher_N, "k3").clamp(max=math.exp(20.0)).sum(),
+            "teacher/logprob": teacher_N.sum(),
+            "teacher/abs_difference": (teacher_N - old_N).abs().sum(),
         }
 
 
