@@ -1,7 +1,7 @@
 """Self-play of two models: matching pennies. An answer is heads or tails by the parity of its characters. The matcher
 wins if both answers are equal, and the hider if they differ.
 
-python examples/algorithms/self_play.py runs/quickstart/sft/checkpoints/latest/weights --folder runs/self-play
+python examples/algorithms/self_play.py runs/quickstart/sft --folder runs/self-play
 """
 
 import argparse

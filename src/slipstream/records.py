@@ -286,8 +286,9 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
         return self.streams[name].tolist() if name in self.streams else None
 
     def put(self, name: str, values: Iterable[float]) -> None:
-        """Set a stream to those of the `values` that belong to trained tokens; there is one for each token."""
-        self.streams[name] = Stream.of(compress(values, self.mask))
+        """Set a stream to those of the `values` that belong to trained tokens. Raises ValueError unless there is one
+        for each token."""
+        self.streams[name] = Stream.of(value for value, trained in zip(values, self.mask, strict=True) if trained)
 
     def ages(self, step: int) -> Counter[int]:
         """Number of sampled tokens by how many versions they are behind `step`."""

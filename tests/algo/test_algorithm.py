@@ -67,6 +67,12 @@ class Typo(Algorithm):
 class Credit(Algorithm):
     def credit(self, group):
         return [1.0] * len(group)
+class Unsolved(Algorithm):
+    def credit(self, group):
+        return None if any(rollout.reward for rollout in group) else group.nothing
+class Streams(Algorithm):
+    def credit(self, group):
+        group[0].sequences[0].put("mine", [1.0] * len(group[0].sequences[0]))
 class Other:
     pass
 '''
@@ -132,6 +138,7 @@ def test_the_loss_is_tried_with_the_streams_of_credit_and_those_that_it_reads(ow
             "Raises.credit_batch raised AttributeError: 'Rollout' object has no attribute 'nothing' (line",
         ),
         ("Few", "Few.credit_batch: ValueError: 1 advantages for the 3 sampled tokens of 0.0.0 (group 0.0)"),
+        ("Unsolved", "Unsolved.credit raised AttributeError: 'list' object has no attribute 'nothing' (line"),
         ("Typo", "Typo.reads names 'reference_logprob': did you mean 'reference_logprobs'?"),
         ("Other", "is no subclass of slipstream.Algorithm"),
         ("Missing", "has no class 'Missing'"),
@@ -156,6 +163,15 @@ def test_arguments_that_it_does_not_take_and_two_that_give_advantages(own):
     ):
         with pytest.raises(ConfigError, match=says):
             check_algorithm(own("Credit", **fields))
+
+
+def test_a_credit_without_advantages_leaves_the_recipes(own):
+    check_algorithm(own("Streams", kl_coef=0.1, arguments={"kl_in": "reward"}))
+
+
+def test_a_stream_has_a_value_for_each_token():
+    with pytest.raises(ValueError, match=r"argument 2 is (longer|shorter)"):
+        group_of(1.0)[0].sequences[0].put("mine", [1.0] * 99)
 
 
 def test_errors_in_training_name_file_hook_and_line(own):

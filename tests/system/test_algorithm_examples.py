@@ -27,6 +27,7 @@ TALK = ("--environment.name", f"{Path(__file__).parent}/talk.py:Talk", "--enviro
         pytest.param((LOSS, f"{EXAMPLES}/entropy_weighted.py:loss"), id="entropy_weighted"),
         pytest.param((HOOKS, f"{EXAMPLES}/rloo_with_kl.py:RLOO"), id="rloo_with_kl"),
         pytest.param((HOOKS, f"{EXAMPLES}/echo.py:Echo", *TALK), id="echo"),
+        pytest.param((HOOKS, f"{EXAMPLES}/gold_answers.py:GoldAnswers"), id="gold_answers"),
     ],
 )
 def test_it_trains(command, run_file, tmp_path, options):

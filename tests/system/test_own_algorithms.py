@@ -103,3 +103,18 @@ def test_echo_learns_the_environments_tokens_though_rewards_agree(ranks, scripte
     losses = [row["term/echo"] for row in scripted.metrics[1:]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("refills", [0, 1])
+def test_gold_answers_of_unsolved_tasks_are_learned_unless_dynamic_sampling_drops_them(refills, scripted):
+    hooks = (HOOKS, f"{EXAMPLES}/gold_answers.py:GoldAnswers", "--training.learning_rate", "3e-3")
+    small = ("--algorithm.group_size", "2", "--algorithm.max_refills", str(refills))
+    scripted.finish(4, *SHORT, *hooks, *small, "--training.steps", "4")
+    losses = [row["term/gold"] for row in scripted.metrics[1:] if "term/gold" in row]
+    if refills:
+        assert losses == []
+    else:
+        assert losses[-1] < losses[0]
+    warnings = [event["message"] for event in scripted.events("warning")]
+    says = "algorithm.max_refills = 1 leaves out groups whose rewards agree, so algorithm.hooks: "
+    assert any(each.startswith(says) for each in warnings) == bool(refills)

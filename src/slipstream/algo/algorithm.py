@@ -41,28 +41,31 @@ class LossTerm:
     """Their masks say which tokens carry this loss."""
     weight: float = 1.0
     loss: str = ""
-    """A method of the class: `LossInputs` to a loss for each token, `[N]`. Empty: cross-entropy."""
+    """The name of a method of the class: `LossInputs` to a loss for each token, `[N]`. Empty: cross-entropy."""
 
 
 class Algorithm:
     """The recipe of a run. A subclass replaces the hooks it defines; `super()` calls the recipe's. Each process has its
-    own object, so hooks share no state; a stream of a sequence carries values from `credit` to `loss`."""
+    own object, so hooks share no state; a stream of a sequence carries values from `credit` to `loss` and `terms`."""
 
     reads: ClassVar[Collection[str]] = ()
     """Per-token values for `credit_batch` and `loss`. The trainer computes `old_logprobs` (by the weights before the
     batch) and `reference_logprobs` (by the initial model) if they are named. Others are streams of rollouts."""
     settings: PlannedRL
     """The section [algorithm] as planned; set after construction."""
+    tokenizer: Any = None
+    """The model's `slipstream.plugins.ChatTokenizer`, for `credit` alone; set after construction."""
 
     def credit(self, group: list[Rollout]) -> Credits | None:
-        """Advantages of a complete group, without failed rollouts, in the orchestrator. None: see `credit_batch`."""
+        """Advantages of a complete group, without failed rollouts, in the orchestrator. None: `credit_batch` has them,
+        or the recipe."""
         name = self.settings.credit
         own = None if name is None or name in BUILT_IN["credit"] else user_function("credit", name)
         return None if own is None else own(group)
 
     def credit_batch(self, rollouts: list[Rollout]) -> Credits | None:
-        """Advantages of a whole batch, without failed rollouts, in the trainer. None: those of `credit`, or else the
-        recipe's from the rewards."""
+        """Advantages of a whole batch, without failed rollouts, in the trainer. None: those of `credit`, or else of the
+        recipe, from the rewards."""
         return None
 
     def loss(self, inputs: LossInputs) -> PolicyLoss | Tensor:
@@ -71,7 +74,8 @@ class Algorithm:
         return (LOSSES.get(name) or user_function("loss", name))(inputs)
 
     def terms(self, sequences: list[Sequence]) -> list[LossTerm]:
-        """Further losses of an optimizer step with these sequences. Their gradients add up with that of `loss`."""
+        """Further losses of an optimizer step, given all its sequences, in the trainer, on one rank. Their gradients
+        add up with that of `loss`."""
         return []
 
     def metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
@@ -92,8 +96,8 @@ class Algorithm:
         return f"algorithm.{hook}: {getattr(self.settings, hook)}"
 
 
-def algorithm_of(settings: PlannedRL) -> Algorithm:
-    """The algorithm of `settings`. Raises ConfigError for an unusable class."""
+def algorithm_of(settings: PlannedRL, tokenizer: Any = None) -> Algorithm:
+    """The algorithm of `settings`; `tokenizer`: for `credit`. Raises ConfigError for an unusable class."""
     if settings.hooks is None:
         made = Algorithm()
     else:
@@ -106,9 +110,9 @@ def algorithm_of(settings: PlannedRL) -> Algorithm:
         try:
             made = own(**given)
         except Exception as error:  # the user's code, whatever it raises
-            found = f"algorithm.arguments = {given}"
-            raise ConfigError(f"{place} cannot be made with {found} ({one_line(error)}): correct it") from error
-    made.settings = settings
+            where = f"{place} cannot be made with algorithm.arguments = {given}"
+            raise ConfigError(f"{where} ({one_line(error)}, {place_of(error)}): correct it") from error
+    made.settings, made.tokenizer = settings, tokenizer
     return made
 
 

@@ -1,8 +1,9 @@
-"""The trial of an algorithm's hooks before a run: on a made-up group of three rollouts with six sampled tokens."""
+"""The trial of an algorithm's hooks before a run: on two made-up groups of three rollouts with six sampled tokens."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from slipstream.algo.algorithm import (
     READABLE,
     Algorithm,
-    Hook,
     algorithm_of,
     custom_metrics,
     loss_of,
@@ -34,11 +34,15 @@ _INDEX = (0, 0, 0, 1, 2, 2)
 """The sequence of each token."""
 
 
-def check_algorithm(settings: PlannedRL) -> None:
-    """Try all hooks on a made-up group of three rollouts with six tokens. Raises ConfigError."""
-    algorithm = algorithm_of(settings)
-    hooks: tuple[Hook, ...] = ("credit", "credit_batch")
-    own = next((algorithm.place(hook) for hook in hooks if algorithm.defines(hook)), "")
+def check_algorithm(settings: PlannedRL, tokenizer: Any = None) -> None:
+    """Try all hooks on two made-up groups of three rollouts with six tokens; in one no reward is above 0. Raises
+    ConfigError."""
+    algorithm = algorithm_of(settings, tokenizer)
+    try:
+        own = _try_hooks(algorithm, made_up_group())
+        own = _try_hooks(algorithm, made_up_group(solved=False)) or own
+    except TrainingError as error:
+        raise ConfigError(f"{error} (it was tried on three made-up rollouts)") from error
     if own and settings.advantage in ("gae", "none"):
         raise ConfigError(
             f"{own} gives the advantages, and algorithm.advantage = {settings.advantage!r} does, too: "
@@ -49,10 +53,6 @@ def check_algorithm(settings: PlannedRL) -> None:
             f"{own} gives the advantages, and a KL term in the reward would change them: set "
             'algorithm.arguments.kl_in = "loss"'
         )
-    try:
-        _try_hooks(algorithm)
-    except TrainingError as error:
-        raise ConfigError(f"{error} (it was tried on three made-up rollouts)") from error
     if settings.advantage not in BUILT_IN["advantage"]:
         _check_advantage(settings.advantage)
 
@@ -74,10 +74,11 @@ def _check_advantage(name: str) -> None:
         raise ConfigError(f"{setting} returned {values.tolist()} for finite inputs: return finite numbers")
 
 
-def _try_hooks(algorithm: Algorithm) -> None:
-    """Call every hook of the user's. Raises TrainingError for unusable results."""
-    rollouts = made_up_group()
+def _try_hooks(algorithm: Algorithm, rollouts: list[Rollout]) -> str:
+    """Call every hook of the user's; returns the place of the one that gives advantages, if any. Raises TrainingError
+    for unusable results."""
     write_credit(algorithm, "credit", rollouts)
+    gives = algorithm.place("credit") if _have_advantages(rollouts) else ""
     for name in algorithm.reads:
         if name not in READABLE and (close := get_close_matches(name, READABLE, cutoff=0.8)):
             hooks = algorithm.settings.hooks
@@ -86,11 +87,18 @@ def _try_hooks(algorithm: Algorithm) -> None:
         for name in algorithm.reads:
             _fill(rollout, name)
     write_credit(algorithm, "credit_batch", rollouts)
+    if not gives and _have_advantages(rollouts):
+        gives = algorithm.place("credit_batch")
     custom_metrics(algorithm, rollouts)
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     methods = [term.loss for term in terms_of(algorithm, sequences) if term.loss]
     for method in [*(["loss"] if algorithm.defines("loss") else []), *methods]:
         try_loss(algorithm, rollouts, method=method)
+    return gives
+
+
+def _have_advantages(rollouts: list[Rollout]) -> bool:
+    return any("advantages" in sequence.streams for rollout in rollouts for sequence in rollout.sequences)
 
 
 def try_loss(
@@ -121,8 +129,8 @@ def try_loss(
         raise TrainingError(f"{found} for finite inputs: return finite numbers")
 
 
-def made_up_group() -> list[Rollout]:
-    """Two answers and an episode of two turns with a call of a tool."""
+def made_up_group(*, solved: bool = True) -> list[Rollout]:
+    """Two answers and an episode of two turns with a call of a tool; if not `solved`, every reward is 0."""
     answer, other = Sequence([1, 2, 3, 4], [False, True, True, True]), Sequence([1, 4], [False, True])
     episode = Sequence([1, 5, 6, 7, 8], [False, True, False, False, True])
     given = iter(_LOGPROBS["behaviour_logprobs"])
@@ -134,6 +142,8 @@ def made_up_group() -> list[Rollout]:
         Rollout("0.0.1", "t", "0.0", [other], 0.0, "truncated", {"in_place": 0.0}, "no", stop="length"),
         Rollout("0.0.2", "t", "0.0", [episode], 0.5, "done", {"tool_calls": 1.0}, "yes", num_turns=2, turn_spans=spans),
     ]
+    for rollout in rollouts:
+        rollout.prompt, rollout.answer, rollout.reward = "1 + 1 =", "2", rollout.reward * solved
     for rollout in rollouts[:2]:
         rollout.turn_spans = [TurnSpan(0, 1, len(rollout.sequences[0]))]
     return rollouts

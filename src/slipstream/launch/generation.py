@@ -205,6 +205,12 @@ class _Generation:
         assert self._ledger is not None
         assert not isinstance(algorithm, SFTConfig)
         assert config.environment is not None
+        own = algorithm_of(algorithm, context.prepared.tokenizer)
+        if algorithm.max_refills and own.defines("terms"):
+            context.log.warning(
+                f"algorithm.max_refills = {algorithm.max_refills} leaves out groups whose rewards agree, so "
+                f"{own.place('terms')} gets none of them: set it to 0 if they teach there"
+            )
         return Batcher(
             self._runner,
             group_size=algorithm.group_size,
@@ -214,7 +220,7 @@ class _Generation:
             needs_logprobs=needs_engine_logprobs(algorithm),
             staleness=config.training.staleness,
             has_signal=signal_rule(algorithm),
-            credit=partial(write_credit, algorithm_of(algorithm), "credit"),
+            credit=partial(write_credit, own, "credit"),
             parts=config.environment.mixture.keys(),
             refills=self._order.refills(),
             teacher=self._children.teacher,

@@ -49,7 +49,7 @@ from slipstream.plan.preflight.model_folder import (
     find_teacher,
     has_weights,
 )
-from slipstream.plan.preflight.needs import check_needs
+from slipstream.plan.preflight.needs import check_functions, check_needs
 from slipstream.plan.preflight.rows import builder_of, read_data, source_of
 from slipstream.plan.preflight.texts import check_texts
 from slipstream.plan.preflight.torch_builds import check_torch_builds
@@ -154,6 +154,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     check_model(model, packing=config.training.packing is True, weights=weights or has_weights(Path(model.path)))
     check_adapter(model, config.lora.path if config.lora else None)
     tokenizer = _tokenizer(config)
+    check_functions(config, tokenizer)
     check_teacher(config, tokenizer, weights=weights)
     environment = load_environment(config.environment) if config.environment else None
     method = method_of(config)

@@ -1,4 +1,4 @@
-"""Checks what a run needs besides model and data: packages, a server, the user's functions, the engine's plugin."""
+"""Checks what a run needs besides model and data: packages, a server, the engine's plugin, the user's functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 from slipstream.config import RunConfig, SFTConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.traits import BY_BITSANDBYTES, uses_engine
+from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError
 from slipstream.inference.preimport import check_plugin
 from slipstream.sinks import require_sinks
@@ -20,7 +21,6 @@ def check_needs(config: RunConfig) -> None:
         check_redis(config.redis.url, config.redis.password_variable)
     _check_launcher(config)
     _check_optimizer(config)
-    _check_functions(config)
     if uses_engine(config):
         check_plugin()
 
@@ -49,9 +49,9 @@ def _check_optimizer(config: RunConfig) -> None:
         )
 
 
-def _check_functions(config: RunConfig) -> None:
+def check_functions(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     """Try the user's own functions and hooks of the algorithm, if any."""
     if not isinstance(config.algorithm, SFTConfig):
         from slipstream.algo.trial import check_algorithm
 
-        check_algorithm(resolved(config.algorithm))
+        check_algorithm(resolved(config.algorithm), tokenizer)
