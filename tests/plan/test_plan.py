@@ -720,6 +720,8 @@ def test_the_plan_can_be_shown():
     text = out.getvalue()
     assert "sampling.max_tokens" in text
     assert "warning: training.prompts_per_batch was lowered from 32" in text
+    Console(file=out, width=80).print(render_plan(made))
+    assert all(f" {item.name} " in out.getvalue()[len(text) :] for item in made.derived)
     content = json.loads(plan_as_json(made))
     assert content["config"]["training"]["prompts_per_batch"] == 12
     assert content["derived"][0] == {

@@ -22,12 +22,14 @@ def render_plan(plan: Plan) -> Group:
     """What matters first: what will run, its memory and time, and the warnings. Then two tables, derived settings and
     what follows from them; a rich renderable."""
     from rich.console import Group
-    from rich.table import Table
+    from rich.table import Column, Table
 
     lead = Table("", "", box=None, show_header=False, pad_edge=False)
     for name, text in leading(plan):
         lead.add_row(f"[bold]{name}[/]", _shown(text))
-    settings = Table("setting", "value", "why", title="derived settings", title_justify="left", box=None)
+    settings = Table(
+        Column("setting", no_wrap=True), "value", "why", title="derived settings", title_justify="left", box=None
+    )
     for item in plan.derived:
         settings.add_row(item.name, _shown(_plain(item.value)), _shown(item.reason))
     totals = Table("", "", "", title="what follows", title_justify="left", box=None, show_header=False)
