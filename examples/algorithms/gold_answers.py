@@ -1,7 +1,6 @@
 """GRPO, and a cross-entropy on the gold answer of each task that no rollout of its group solved."""
 
-from slipstream import Algorithm, LossTerm, Rollout, Sequence, Stream
-from slipstream.envs import Message
+from slipstream import Algorithm, LossTerm, Message, Rollout, Sequence, Stream
 
 
 class GoldAnswers(Algorithm):

@@ -17,23 +17,26 @@ from itertools import chain
 from pathlib import Path
 
 import slipstream
-from slipstream.envs import Message
 
 ARITHMETIC = Path(__file__).resolve().parents[1] / "pretrained" / "arithmetic.py"
 
 
-def solved(tasks: list[slipstream.Task], hint: str, draw: random.Random) -> list[Message]:
+def solved(tasks: list[slipstream.Task], hint: str, draw: random.Random) -> list[slipstream.Message]:
     """Four solved tasks, or their words in a random order."""
     chosen = [(task.prompt[0].content, str(task.answer)) for task in draw.sample(tasks, 4)]
     if hint == "right":
-        return [Message(role, text) for pair in chosen for role, text in zip(("user", "assistant"), pair, strict=True)]
+        return [
+            slipstream.Message(role, text)
+            for pair in chosen
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
     words = " ".join(" ".join(pair) for pair in chosen).split()
     draw.shuffle(words)
-    return [Message("user", " ".join(words) + "\n")]
+    return [slipstream.Message("user", " ".join(words) + "\n")]
 
 
 def answers(
-    s: slipstream.Session, tasks: list[slipstream.Task], hint: list[Message], num_each: int
+    s: slipstream.Session, tasks: list[slipstream.Task], hint: list[slipstream.Message], num_each: int
 ) -> list[slipstream.Sequence]:
     """Answers that the engine gives after the hint, behind prompts without it."""
     questions = {task.id: task.prompt[0] for task in tasks}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         sft,
         train,
     )
-    from slipstream.records import Rollout, Sequence, Stream, Task
+    from slipstream.records import Message, Rollout, Sequence, Stream, Task
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Evaluation",
     "LossInputs",
     "LossTerm",
+    "Message",
     "Rollout",
     "Run",
     "Sequence",
@@ -46,6 +47,7 @@ _MODULES = {
     "Algorithm": "algo.algorithm",
     "LossInputs": "algo.surrogate_losses",
     "LossTerm": "algo.algorithm",
+    "Message": "records",
     "Rollout": "records",
     "Sequence": "records",
     "Stream": "records",
