@@ -288,6 +288,18 @@ def test_an_hour_without_the_store(run, tmp_path, adapter):
     assert not [name for name in opened(address)._files.sizes("run") if "learner" in name and "step-000008" not in name]
 
 
+def test_the_first_whole_model_in_the_store_can_be_resumed_from(run, tmp_path):
+    """Others came while the process of the uploads started."""
+    there = opened(str(tmp_path / "store"))
+    there.claim(run)
+    for step in (2, 4):
+        checkpoint(run, step, adapter=False)
+        hold(run)
+    there.upload(run)
+    assert [(step, has_state(each)) for step, each in there.steps().items()] == [(4, True)]
+    assert Outgoing(run).waiting() == {}
+
+
 def test_a_full_disk(run, tmp_path):
     place = tmp_path / "disk"
     place.mkdir()

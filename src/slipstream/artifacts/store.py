@@ -134,6 +134,7 @@ class RunStore:
     def upload(self, folder: Path) -> None:
         """Upload the waiting checkpoints in order. After an interruption nothing incomplete looks whole."""
         outgoing = Outgoing(folder)
+        outgoing.drop_old()  # a run that is lost meanwhile has the newest state sooner
         waiting = outgoing.waiting()
         if not waiting:
             return
