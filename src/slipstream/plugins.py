@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from slipstream.config.environment import EnvironmentConfig
     from slipstream.config.methods import MethodSection
     from slipstream.config.schema import RunConfig
+    from slipstream.config.sft import TrainOn
     from slipstream.data.chat_template import ChatTokenizer
     from slipstream.data.conversations import PROMPTS, Columns, Conversation, Judged, plain_conversation
     from slipstream.data.examples import Examples, SFTReader
     from slipstream.data.files.folders import held_out_split, subset_of
     from slipstream.data.images.parts import COLUMNS, with_images
     from slipstream.data.readers import Row, read_rows
+    from slipstream.envs.rewards.contract import Reward
     from slipstream.envs.rows import check_settings
     from slipstream.orchestrator.method import Batches, Material, Method, RollsOut
     from slipstream.trainer.learner import Learner, Scorer
@@ -61,6 +63,7 @@ __all__ = [
     "OneForward",
     "PolicyModel",
     "Problems",
+    "Reward",
     "RollsOut",
     "Row",
     "RowEmbeddings",
@@ -70,6 +73,7 @@ __all__ = [
     "Scorer",
     "Share",
     "StepBatch",
+    "TrainOn",
     "check_settings",
     "held_out_split",
     "plain_conversation",
@@ -87,12 +91,14 @@ __getattr__ = exported(
         "config.environment": "EnvironmentConfig",
         "config.methods": "MethodSection",
         "config.schema": "RunConfig",
+        "config.sft": "TrainOn",
         "data.chat_template": "ChatTokenizer",
         "data.conversations": "PROMPTS Columns Conversation Judged plain_conversation",
         "data.examples": "Examples SFTReader",
         "data.files.folders": "held_out_split subset_of",
         "data.images.parts": "COLUMNS with_images",
         "data.readers": "Row read_rows",
+        "envs.rewards.contract": "Reward",
         "envs.rows": "check_settings",
         "orchestrator.method": "Batches Material Method RollsOut",
         "trainer.learner": "Learner Scorer",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
@@ -42,7 +43,7 @@ def write(model, tmp_path):
             good, bad = f"{left}", f"{left}{right}"  # the shorter answer is preferred
             row = {"prompt": f"{left}+{right}=" + " " * (20 if number % 10 == 0 else 0)}
             labelled = {"completion": good if number % 2 else bad, "label": bool(number % 2)}
-            rows.append(row | ({"chosen": good, "rejected": bad} if kind == "dpo" else labelled))
+            rows.append(row | (labelled if kind == "kto" else {"chosen": good, "rejected": bad}))
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         path = tmp_path / f"{kind}.toml"
         path.write_text(RUN.format(model=model, loss="sigmoid" if kind == "dpo" else kind))
@@ -107,6 +108,48 @@ def test_an_adapter_is_its_own_reference(command, write, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--lora.rank", "4"), marks=pytest.mark.full),
+     pytest.param(("--training.ranks", "2"), marks=pytest.mark.full)],
+    ids=["whole", "adapter", "ranks"],
+)  # fmt: skip
+def test_a_reward_model_learns_the_order_and_transformers_loads_it(options, command, write, tmp_path):
+    given = (
+        "--data.eval_fraction",
+        "0.2",
+        "--training.learning_rate",
+        "1e-3",
+        "--run.folder",
+        tmp_path / "run",
+        *options,
+    )
+    command("train", write("reward"), *given).ok()
+    before, *_, last = rows_of(tmp_path / "run")
+    assert before["eval/loss"] == pytest.approx(0.6931, abs=0.05)
+    assert last["eval/preference_accuracy"] == 1.0
+    assert last["eval/loss"] < 0.1 * before["eval/loss"]
+    (path,) = tmp_path.glob("run/checkpoints/*/weights")
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()[:4]):
+        texts = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[name]}]
+                 for name in ("chosen", "rejected")]  # fmt: skip
+        batch = tokenizer.apply_chat_template(texts, padding=True, return_tensors="pt", return_dict=True)
+        (chosen,), (rejected,) = model(**batch).logits.tolist()
+        assert chosen > rejected + 1.0
+
+
+@pytest.mark.full
+def test_a_reward_model_goes_on_where_it_was(command, write, tmp_path):
+    path = write("reward")
+    command("train", path, "--training.steps", "8", "--run.folder", tmp_path / "whole").ok()
+    options = ("--run.folder", tmp_path / "half", "--run.checkpoint_every", "4")
+    command("train", path, "--training.steps", "4", *options).ok()
+    command("train", path, "--training.steps", "8", *options, "--resume").ok()
+    whole, again = rows_of(tmp_path / "whole")[-1], rows_of(tmp_path / "half")[-1]
+    assert again["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         (("--data.eval_fraction", "0.1", "--environment.name", "letters.py"), "held-out rows or the tasks of"),
@@ -126,17 +169,22 @@ def test_what_has_no_effect_or_another_name_is_refused(options, says, write):
 @pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.quick("dpo")
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "rl"])
 def test_the_example(kind, command, tmp_path, monkeypatch):
     from slipstream.commands.small_models.tiny_qwen3 import new_model
 
     monkeypatch.setattr(sys, "argv", ["pairs.py", "--number", "80", "--folder", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / "pairs.py"))
     model = new_model(tmp_path / "model", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
-    data = tmp_path / ("pairs.jsonl" if kind == "dpo" else "labelled.jsonl")
-    options = ("--model.path", model, "--data.path", data, "--training.steps", 3, "--training.prompts_per_batch", 16,
-               "--evaluation.num_tasks", 8, "--run.folder", tmp_path / "run")  # fmt: skip
+    data = tmp_path / ("labelled.jsonl" if kind == "kto" else "pairs.jsonl")
+    common = ("--model.path", model, "--training.steps", 3, "--training.prompts_per_batch", 16)
+    options = (*common, "--evaluation.num_tasks", 8, "--run.folder", tmp_path / "run", "--data.path", data)
+    if kind == "rl":
+        rewards = ("--data.path", data, "--run.folder", tmp_path / "reward")
+        assert "in the right order" in command("train", EXAMPLES / "reward.toml", *common, *rewards).ok(300)
+        rubric = f'[{{ reward = "model:{tmp_path / "reward"}" }}, {{ reward = "exact", weight = 0.0 }}]'
+        options = (*options[:-2], "--environment.settings.path", data, "--environment.settings.rubric", rubric)
     command("train", EXAMPLES / f"{kind}.toml", *options).ok(300)
     rows = rows_of(tmp_path / "run")
     assert "eval/accuracy" in rows[-1]
-    assert "preference/chosen_reward" in rows[-1]
+    assert ("reward/exact" if kind == "rl" else "preference/chosen_reward") in rows[-1]

@@ -245,13 +245,16 @@ def _gain_line(folder: Path) -> str:
 
 
 def _loss_line(folder: Path) -> str:
-    """The loss of held-out rows, before and after."""
+    """The loss of held-out rows, or the share of their pairs in the right order, before and after."""
     from slipstream.runlog import read_metrics
 
-    found = [(row["step"], row["eval/loss"]) for row in read_metrics(folder) if row.get("eval/loss") is not None]
-    (first, before), (_, after) = found[0], found[-1]
-    text = f"eval loss:  {after:.4f} nats a token"
-    return f"{text}, {before:.4f} at step {first}" if len(found) > 1 else text
+    rows = [row for row in read_metrics(folder) if row.get("eval/loss") is not None]
+    first, last, pairs = rows[0], rows[-1], "eval/preference_accuracy"
+    if pairs in last:
+        text, before = f"eval pairs: {last[pairs]:.1%} in the right order", f"{first[pairs]:.1%}"
+    else:
+        text, before = f"eval loss:  {last['eval/loss']:.4f} nats a token", f"{first['eval/loss']:.4f}"
+    return f"{text}, {before} at step {first['step']}" if len(rows) > 1 else text
 
 
 def init(folder: Path, /, *, json: Json = False) -> int:

@@ -47,6 +47,11 @@ class MethodSection(Section):
         return False
 
     @property
+    def scores(self) -> bool:
+        """Whether the model has a head with one number, as a reward model, in the place of its LM head."""
+        return False
+
+    @property
     def rolls_out(self) -> bool:
         """Whether any step trains on rollouts of the engine."""
         return False

@@ -115,12 +115,13 @@ def tokenized(
     where: Callable[[Conversation], str],
     bound: str = "the limit",
     prefix: str = "",
+    tokens: Callable[[Conversation, ChatTokenizer, TrainOn], TokenSequence] | None = None,
 ) -> tuple[list[Conversation], Examples]:
     """The conversations that can be used, and their tokens.
 
     One of more than `limit` tokens is dropped, cut to its first `limit`, or a `DataError` that names it by `where`.
     `bound` says in errors what the limit is. `dropped` counts what is dropped or cut, under names that begin with
-    `prefix`.
+    `prefix`. `tokens`: in the place of the tokenizer's `training_tokens`.
     """
     kept: list[Conversation] = []
     examples = Examples()
@@ -132,7 +133,8 @@ def tokenized(
         parts: list[TokenSequence] = []
         for part in parts_of([conversation]):
             try:
-                sequence = tokenizer.training_tokens(part, train_on)
+                plain = tokens is None
+                sequence = tokenizer.training_tokens(part, train_on) if plain else tokens(part, tokenizer, train_on)
             except DataError as error:
                 raise DataError(f"{where(conversation)}: {error}") from error
             if len(sequence) > limit:

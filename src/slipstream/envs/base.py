@@ -318,6 +318,9 @@ class Environment(ABC):
         None where texts were received."""
         return {}
 
+    def setup_scoring(self) -> None:  # noqa: B027 (a hook)
+        """Called once in each process that grades, before the deadlines of its calls: for a reward model, say."""
+
     async def setup(self) -> None:  # noqa: B027 (a hook)
         """Called once before the first episode, where episodes are played."""
 

@@ -50,6 +50,10 @@ class _Graded(SingleTurn):
     def _check(self, tasks: list[Task]) -> None:
         self._reward.check([Checked(f"task {task.id} of {self.name}", task) for task in tasks])
 
+    def setup_scoring(self) -> None:
+        """See `Environment`."""
+        self._reward.setup_scoring()
+
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """See `Environment`."""
         return self._reward(task, completion)

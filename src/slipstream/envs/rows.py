@@ -102,6 +102,11 @@ class Rows(SingleTurn):
             )
         return found[:num_tasks]
 
+    def setup_scoring(self) -> None:
+        """See `Environment`."""
+        for reward in self._rewards.values():
+            reward.setup_scoring()
+
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward that the row's `data_source` selects."""
         return self._reward_of(task)(task, completion)

@@ -159,7 +159,7 @@ def build(
         return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
 
     with stage("load the trainer's model"):
-        model = with_adapter(config, load_model(config, open_shared(config.model.path, config.model.dtype, workers)))
+        model = load_policy(config, open_shared(config.model.path, config.model.dtype, workers))
     policy = learner(model)
     policy.planned_bytes = planned_bytes
     reference = None
@@ -240,7 +240,7 @@ def build_parts(
             model.use_fp32_head()
         return model
 
-    policy = with_adapter(config, load_model(config, group=group))
+    policy = load_policy(config, group=group)
     policy.check_parts()
     memory = WorkerMemory(policy, shared, group.rank) if shared else None
     shard(policy, memory=memory)
@@ -293,6 +293,22 @@ def with_adapter(config: PlannedConfig, model: PolicyModel) -> PolicyModel:
     return model
 
 
+def load_policy(
+    config: PlannedConfig, shared: SharedTensors | None = None, group: RankGroup | None = None
+) -> PolicyModel:
+    """The trained model with its adapter, or the reward model that a method asks for."""
+    from transformers import AutoTokenizer
+
+    from slipstream.trainer.critic import RewardModel
+
+    model = with_adapter(config, load_model(config, shared, group))
+    if config.method is None or not config.method.scores:
+        return model
+    tokenizer: Any = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=config.model.trust_remote_code)
+    is_own = tokenizer.pad_token_id != tokenizer.eos_token_id
+    return RewardModel(model, tokenizer.pad_token_id if is_own else None)
+
+
 def build_optimizer(config: PlannedConfig, network: nn.Module, place: int = 0) -> Optimizer:
     """Build `training.optimizer` for all trainable parameters of `network`, or for the shards at this `place`."""
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
@@ -324,7 +340,7 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, place: int = 0) -
 
 def _rate_of(config: PlannedConfig, network: nn.Module) -> RateOf:
     """The factors on `training.learning_rate`: of LoRA+, and of a vision tower."""
-    from slipstream.trainer.critic import VALUE_HEAD
+    from slipstream.trainer.critic import SCORE_HEAD, VALUE_HEAD
     from slipstream.trainer.model.lora import rate_in_adapter
     from slipstream.trainer.model.vision_towers import in_modules, tower_names
 
@@ -333,8 +349,8 @@ def _rate_of(config: PlannedConfig, network: nn.Module) -> RateOf:
     if training.tower_learning_rate is None:
         return in_adapter
     of_tower = training.tower_learning_rate / training.learning_rate
-    # A critic's head belongs to neither decoder nor LM head either.
-    towers = [name for name in tower_names(network) if name != VALUE_HEAD]
+    # These heads belong to neither decoder nor LM head either.
+    towers = [name for name in tower_names(network) if name not in (SCORE_HEAD, VALUE_HEAD)]
     return lambda name: in_adapter(name) * (of_tower if in_modules([name], towers) else 1.0)
 
 

@@ -32,7 +32,7 @@ from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.orchestrator.batches.batch_order import BatchOrder
-from slipstream.orchestrator.method import method_of
+from slipstream.orchestrator.method import Method, method_of
 from slipstream.plan.deployable import with_weights_folder
 from slipstream.plan.derive import Plan, draft_plan
 from slipstream.plan.draw_notes import method_notes, mixture_notes
@@ -191,7 +191,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     elif is_sft:
         question_of = partial(_question, num_before=0 if config.data else examples_before)
         conversations = _not_held_out(conversations, question_of, held_out, dropped)
-        tokens_of = partial(_tokenized, tokenizer, config, context, dropped, place)
+        tokens_of = partial(_tokenized, tokenizer, config, context, dropped, place, method)
         conversations, examples = tokens_of(conversations)
         eval_rows, eval_examples = tokens_of(eval_rows, held_out=True)
     items = [part_of.get(id(each), "") for each in conversations] if is_sft else [task.part for task in train_tasks]
@@ -412,6 +412,7 @@ def _tokenized(
     context: int,
     dropped: dict[str, int],
     place: Callable[[Sequence[Message]], str],
+    method: Method | None,
     conversations: list[Sequence[Message]],
     *,
     held_out: bool = False,
@@ -435,6 +436,7 @@ def _tokenized(
         where=place,
         bound=bound,
         prefix="eval_" if held_out else "",
+        tokens=None if method is None else method.tokens,
     )
 
 

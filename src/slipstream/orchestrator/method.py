@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.methods import loaded
+from slipstream.config.sft import TrainOn
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, Conversation, plain_conversation
 from slipstream.data.examples import Examples, SFTReader
@@ -19,6 +20,7 @@ from slipstream.data.readers import Row
 from slipstream.envs.base import Environment
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import Batch, Message, Rollout, Task
+from slipstream.records import Sequence as TokenSequence
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective
 from slipstream.trainer.packing import StepBatch
@@ -75,6 +77,10 @@ class Method(ABC):
         """The conversation of a row of [data], and the columns used. A `Judged` one has rewards, or others. Raises
         `DataError`."""
         return plain_conversation(row, columns)
+
+    def tokens(self, conversation: Sequence[Message], tokenizer: ChatTokenizer, train_on: TrainOn) -> TokenSequence:
+        """The tokens of a conversation, and their loss mask. Raises `DataError`."""
+        return tokenizer.training_tokens(conversation, train_on)
 
     def conversations(self, tasks: Sequence[Task], max_turns: int) -> list[Sequence[Message]]:
         """Without [data]: the training tasks with their gold answers, for people, checks and digests. Raises

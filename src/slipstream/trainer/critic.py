@@ -21,19 +21,21 @@ from slipstream.config.planned import PlannedCritic
 from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import OneForward
-from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.policy import Form, PolicyModel
 from slipstream.trainer.packing import MicroBatch, StepBatch
 
-VALUE_HEAD = "value_head"
-"""The name of a critic's head in its network."""
+VALUE_HEAD, SCORE_HEAD = "value_head", "score"
+"""Names of the head of a critic and of a reward model in their networks."""
 
 
 class ValueModel(PolicyModel):
     """A policy's trunk, with its adapter, and a linear head with one output: `logits` gives `[N, 1]`.
 
-    The head is in float32 and starts at zero, so that before the first update all values are 0 and advantages are the
-    discounted rewards.
+    The head is in float32. A critic's starts at zero. Before the first update all values are then 0, and advantages are
+    the discounted rewards.
     """
+
+    head_name = VALUE_HEAD
 
     def __init__(self, policy: PolicyModel) -> None:
         """Takes over `policy`: its network loses its LM head."""
@@ -43,15 +45,23 @@ class ValueModel(PolicyModel):
         old_head = network.get_output_embeddings()
         if network.base_model is network or old_head is None:
             raise ConfigError(
-                f"{type(network).__name__} cannot be told from its output head, so that a critic cannot be made of it: "
-                "use another algorithm.advantage than gae"
+                f"{type(network).__name__} cannot be told from its output head, and a critic or reward model needs its "
+                "trunk alone: use another model"
             )
         self._trunk: nn.Module = network.base_model
-        self._head = nn.Linear(old_head.weight.shape[1], 1, device=policy.device, dtype=torch.float32)
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        has_bias = self.head_name == VALUE_HEAD
+        self._head = nn.Linear(old_head.weight.shape[1], 1, has_bias, device=policy.device, dtype=dtype)
+        self._start()
+        network.set_output_embeddings(nn.Identity())
+        network.add_module(self.head_name, self._head)
+
+    def _start(self) -> None:
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
-        network.set_output_embeddings(nn.Identity())
-        network.add_module(VALUE_HEAD, self._head)
+
+    def use_fp32_head(self) -> None:
+        """The head is in float32 already."""
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -61,13 +71,36 @@ class ValueModel(PolicyModel):
     def _logits(self, row: MicroBatch) -> Tensor:
         if row.images:
             hidden_ND = self.within(lambda: self.forward(self.embed(row), row)[row.predict_index_N])
-            return self._head(hidden_ND.float())
+            return self._head(hidden_ND.to(self._head.weight.dtype))
         token_ids_T, position_ids_T, predict_index_N = row.inputs
         output = self._trunk(
             input_ids=token_ids_T[None], position_ids=position_ids_T[None], use_cache=False, **self._of_row(row)
         )
-        values_N1 = self._head(output.last_hidden_state[0, predict_index_N].float())
+        values_N1 = self._head(output.last_hidden_state[0, predict_index_N].to(self._head.weight.dtype))
         return values_N1 if row.shard is None else row.shard.join(values_N1, len(row.target_ids_N))
+
+
+class RewardModel(ValueModel):
+    """A model of `AutoModelForSequenceClassification` with one label: the same names, and the same start of the head.
+    An adapter is merged in where it is saved."""
+
+    head_name = SCORE_HEAD
+
+    def __init__(self, policy: PolicyModel, pad_token_id: int | None) -> None:
+        """`pad_token_id`: of the saved configuration; transformers passes over it and scores the token before."""
+        super().__init__(policy)
+        self._pad_token_id = pad_token_id
+
+    def _start(self) -> None:
+        settings = self.config.get_text_config()
+        nn.init.normal_(self._head.weight, std=getattr(settings, "initializer_range", 0.02))
+
+    @property
+    def form(self) -> Form:
+        """See the base."""
+        name = type(self.network).__name__.replace("ForCausalLM", "ForSequenceClassification")
+        labels = {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+        return Form(None, {"architectures": [name], "pad_token_id": self._pad_token_id, **labels})
 
 
 class ValueObjective(OneForward):

@@ -22,10 +22,10 @@ from slipstream.errors import TrainingError, one_line
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
 from slipstream.trainer.experts.replay import share_that_differs
 from slipstream.trainer.loss import Objective, sampled_logprobs
-from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.policy import Form, PolicyModel
 from slipstream.trainer.optim.base import Optimizer, OptimStats
 from slipstream.trainer.packing import MicroBatch, StepBatch, dummy_micro_batch, micro_batches
-from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
+from slipstream.weights.adapter_folder import write_adapter_folder
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import write_model_folder
@@ -312,13 +312,13 @@ class Learner:
     def write_weights(self, folder: Path, source: Path) -> tuple[records.ParameterSpec, ...]:
         """Write a deployable folder: the model with the other files of `source`, or the adapter alone. Returns its
         tensors' names and shapes with the fingerprints of the live weights."""
-        adapter, weights = self.model.adapter, held(self.deployable())
-        write_deployable(folder, weights, adapter.config if adapter is not None else None, source)
+        weights = held(self.deployable())
+        write_deployable(folder, weights, self.model.form, source)
         return describe(weights)
 
     def deployable(self) -> NamedWeights:
         """The live tensors that `write_weights` writes."""
-        return self.named_weights() if self.model.adapter is None else self.adapter_weights()
+        return self.named_weights() if self.model.form.adapter is None else self.adapter_weights()
 
     def state(self) -> dict[str, Tensor]:
         """The resume state by name: the optimizer's, and of the random generators."""
@@ -336,12 +336,12 @@ class Learner:
         self._weights_changed()
 
 
-def write_deployable(folder: Path, weights: NamedWeights, adapter: AdapterConfig | None, source: Path) -> None:
-    """Write `weights` as a model, with the other files of `source`, or as an `adapter`."""
-    if adapter is None:
-        write_model_folder(folder, weights, source, durable=True)
+def write_deployable(folder: Path, weights: NamedWeights, form: Form, source: Path) -> None:
+    """Write `weights` as a model, with the other files of `source`, or as an adapter."""
+    if form.adapter is None:
+        write_model_folder(folder, weights, source, form.config, durable=True)
     else:
-        write_adapter_folder(folder, weights, adapter, durable=True)
+        write_adapter_folder(folder, weights, form.adapter, durable=True)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -40,12 +40,17 @@ _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h
 
 
 def write_model_folder(
-    folder: Path, named_weights: Iterable[tuple[str, Tensor]], source: Path, *, durable: bool = False
+    folder: Path,
+    named_weights: Iterable[tuple[str, Tensor]],
+    source: Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    durable: bool = False,
 ) -> int:
     """Make `folder` a model of these tensors, with the configuration, tokenizer and code files of `source`.
 
-    Tensors are written as they are; `config.json` gets the dtype that most of the numbers have. The folder, and
-    what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
+    Tensors are written as they are; `config.json` gets `changes`, and the dtype that most of the numbers have. The
+    folder, and what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
     `durable`: it is on the disk (fsync) when this returns. Returns the bytes of all tensors.
     """
     # Tensors gathered from several GPUs must not all be on one.
@@ -53,7 +58,7 @@ def write_model_folder(
     weights = {name: (t.detach().cpu() if gathers else t.detach()).contiguous() for name, t in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         _copy_companions(source, temporary)
-        _write_config(source, temporary, weights.values())
+        _write_config(source, temporary, weights.values(), changes or {})
         stream_tensors(temporary / WEIGHTS_FILE, weights, durable=durable)
     return sum(tensor.nbytes for tensor in weights.values())
 
@@ -259,11 +264,12 @@ def _holds_weights(path: Path) -> bool:
     return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
 
 
-def _write_config(source: Path, folder: Path, weights: Iterable[Tensor]) -> None:
+def _write_config(source: Path, folder: Path, weights: Iterable[Tensor], changes: Mapping[str, Any]) -> None:
     numbers: Counter[str] = Counter()
     for tensor in weights:
         numbers[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
+    config |= changes
     config["dtype"] = max(numbers, key=lambda dtype: numbers[dtype])
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

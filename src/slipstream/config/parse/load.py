@@ -374,7 +374,9 @@ _CODE = re.compile(r"(trl:|verifiers/|)((?!mcp:).+?[.]py)(:.*|)", re.DOTALL)
 """A Python file and what is taken from it, in a setting that may name other things, too."""
 
 
-def _code(at: Callable[[str], str], text: str) -> str:
+def _code(at: Callable[..., str], text: str) -> str:
+    if text.startswith("model:"):  # a folder, or a hub id
+        return "model:" + at(text.removeprefix("model:"), always=False)
     found = _CODE.fullmatch(text)
     return found[1] + at(found[2]) + found[3] if found else text
 

@@ -81,6 +81,9 @@ class Reward:
     def check(self, rows: Sequence[Checked]) -> None:
         """Raises `DataError` that names the first row which this reward cannot grade."""
 
+    def setup_scoring(self) -> None:
+        """See `Environment`."""
+
     def __call__(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """Grades one completion."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """Finds a reward by what a run file or a Python caller says of it.
 
 Names: `exact`, `number`, `math`, `code`; `path/to/file.py:function`, of the signature `reward(task, completion)` or
-verl's; `trl:...` (TRL's); `judge:<name>`. A list of parts, tables with `reward` and `weight`, is a rubric. A Python
-caller may also give a `Reward` or such a function.
+verl's; `trl:...` (TRL's); `judge:<name>`; `model:path/to/folder`, a reward model. A list of parts, tables with `reward`
+and `weight`, is a rubric. A Python caller may also give a `Reward` or such a function.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
+from slipstream.config.methods import loaded
 from slipstream.envs.rewards import trl
 from slipstream.envs.rewards.code_tests import Code
 from slipstream.envs.rewards.contract import Options, Reward
@@ -23,10 +24,10 @@ from slipstream.envs.rewards.texts import Exact, Number
 from slipstream.errors import ConfigError, did_you_mean
 
 BUILT_IN = ("exact", "number", "math", "code")
-JUDGE = "judge:"
+JUDGE, MODEL = "judge:", "model:"
 FORMS = (
     '"exact", "number", "math", "code", "path/to/file.py:function", "trl:path/to/file.py:function", '
-    '"trl:package.module:function", "judge:name"'
+    '"trl:package.module:function", "judge:name", "model:path/to/folder"'
 )
 
 
@@ -66,6 +67,8 @@ def _by_name(name: str, options: Options, setting: str) -> Reward:
             hint = did_you_mean(judge, options.judges) or ": describe it there"
             raise ConfigError(f"{setting} = {name!r}: environment.settings.judges has no {judge!r}{hint}")
         return judge_of(options.judges[judge], judge, options.reward_timeout_s)
+    if name.startswith(MODEL):
+        return loaded("slipstream_preferences.scorer:ModelReward")(name.removeprefix(MODEL), setting)
     if name.partition(":")[0].endswith(".py"):
         return function_of_file(name, setting, strip_thinking=options.strip_thinking)
     raise ConfigError(f"{setting} = {name!r:.80} is not a reward: use {FORMS}")

@@ -51,6 +51,11 @@ class WeightedParts(Reward):
         for part in self._parts:
             part.reward.check(rows)
 
+    def setup_scoring(self) -> None:
+        """What every part loads."""
+        for part in self._parts:
+            part.reward.setup_scoring()
+
     def __call__(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """See the module; a coroutine if a part is one."""
         found: list[Score | Awaitable[Score] | None] = []

@@ -30,6 +30,7 @@ import msgspec
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
 from slipstream.envs.base import Environment, RewardError, Score, ToolResult
+from slipstream.envs.mixed import parts_of
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.process import Answer, Request, Setup, decode, encode
 from slipstream.envs.scoring.worker_calls import explained, failed_tool, judge, judge_group, run_tool
@@ -63,6 +64,8 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         environment = load_environment(config)
+        for part in parts_of(environment).values():
+            part.setup_scoring()
     except SlipstreamError as error:
         answers.write(Answer("failed", message=str(error)))
         return 1

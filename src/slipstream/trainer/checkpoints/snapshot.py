@@ -21,7 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.records import ParameterSpec
 from slipstream.trainer.checkpoints.state_files import write_state
 from slipstream.trainer.learner import Learner, write_deployable
-from slipstream.weights.adapter_folder import AdapterConfig
+from slipstream.trainer.model.policy import Form
 from slipstream.weights.fingerprint import describe
 
 _PAGE_BYTES = 4096
@@ -37,7 +37,7 @@ class Snapshot:
     """The deployable weights, by name."""
     parameters: tuple[ParameterSpec, ...]
     """Their specs with the fingerprints of the live weights."""
-    adapter: AdapterConfig | None
+    form: Form
     state: Mapping[str, Tensor]
     step: int
     wait: Callable[[], None]
@@ -46,7 +46,7 @@ class Snapshot:
     def write_weights(self, folder: Path, source: Path) -> tuple[ParameterSpec, ...]:
         """See `Learner.write_weights`."""
         self.wait()
-        write_deployable(folder, self.weights, self.adapter, source)
+        write_deployable(folder, self.weights, self.form, source)
         return self.parameters
 
     def save(self, folder: Path) -> None:
@@ -73,13 +73,13 @@ class Snapshots:
 
     def take(self) -> Snapshot:
         """Copy the learner's current state."""
-        weights, state, adapter = self._weights(), self._learner.state(), self._learner.model.adapter
+        weights, state = self._weights(), self._learner.state()
         parameters = describe(weights)  # before the copies, because it synchronizes the device
         copies = self._buffer.copies([*(tensor for _, tensor in weights), *state.values()])
         return Snapshot(
             [(name, next(copies)) for name, _ in weights],
             parameters,
-            adapter.config if adapter is not None else None,
+            self._learner.model.form,
             {name: next(copies) for name in state},
             self._learner.step,
             self._buffer.wait_for_copies(),

@@ -11,9 +11,9 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -54,6 +54,14 @@ from slipstream.trainer.model.wide_residual import widen_residual
 from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.model_files import weights_digest
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is saved: as this adapter alone, or whole, and with these keys of config.json otherwise."""
+
+    adapter: AdapterConfig | None = None
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class PolicyModel:
@@ -158,6 +166,11 @@ class PolicyModel:
     def roots(self) -> list[nn.Module]:
         """The modules that are called to compute; together they have every parameter."""
         return [self.network]
+
+    @property
+    def form(self) -> Form:
+        """What checkpoints have of it."""
+        return Form(None if self.adapter is None else self.adapter.config)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,66 @@
+"""A reward model as a reward: `reward = "model:path/to/folder"`.
+
+The folder is a run's, of which the last checkpoint counts, or one of `AutoModelForSequenceClassification` with one
+label; a name of the hub is one, too. Each reward worker loads it on the CPU, in float32, before its first call.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slipstream.envs import Score
+from slipstream.errors import ConfigError, first_line
+from slipstream.plugins import ChatTokenizer, Reward
+from slipstream.records import Message, Task
+
+
+class ModelReward(Reward):
+    """The score of a conversation by a reward model. Raises `ConfigError` for a model of another kind."""
+
+    name = "reward_model"
+    answer_is_gold = False
+    needs_answers = False
+
+    def __init__(self, path: str, setting: str) -> None:
+        from transformers import AutoConfig
+
+        checkpoints = sorted(Path(path).glob("checkpoints/step-*/weights"))
+        self._path = str(checkpoints[-1]) if checkpoints else path
+        try:
+            config: Any = AutoConfig.from_pretrained(self._path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'{setting} = "model:{path}" is no model ({first_line(error)}): correct it') from error
+        kind = (config.architectures or ["a model without a head"])[0]
+        if not kind.endswith("ForSequenceClassification") or config.num_labels != 1:
+            raise ConfigError(
+                f'{setting} = "model:{path}" is {kind} with {config.num_labels} labels, and a reward model has one '
+                'number: train one with preferences.loss = "reward"'
+            )
+
+    def setup_scoring(self) -> None:
+        """Loads model and tokenizer."""
+        assert self._model is not None
+        assert self._tokenizer is not None
+
+    def __call__(self, task: Task, completion: str) -> Score:
+        """The model's score of prompt and completion, thinking included."""
+        import torch
+
+        conversation = [*task.prompt, Message("assistant", completion)]
+        token_ids = self._tokenizer.training_tokens(conversation, "everything").token_ids
+        with torch.inference_mode():
+            return Score(self._model(torch.tensor([token_ids])).logits.item())
+
+    @cached_property
+    def _tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer(self._path)
+
+    @cached_property
+    def _model(self) -> Any:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        torch.set_num_threads(1)  # as many workers as cores grade side by side
+        return AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32).eval()
