@@ -127,7 +127,7 @@ def test_a_reward_model_learns_the_order_and_transformers_loads_it(options, comm
     before, *_, last = rows_of(tmp_path / "run")
     assert before["eval/loss"] == pytest.approx(0.6931, abs=0.05)
     assert last["eval/preference_accuracy"] == 1.0
-    assert last["eval/loss"] < 0.1 * before["eval/loss"]
+    assert last["eval/loss"] < 0.3 * before["eval/loss"]
     (path,) = tmp_path.glob("run/checkpoints/*/weights")
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()[:4]):

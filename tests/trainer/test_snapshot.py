@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 from slipstream.errors import SlipstreamError
 from slipstream.trainer.checkpoints import snapshot
 from slipstream.trainer.checkpoints.snapshot import Snapshot, Snapshots
+from slipstream.trainer.model.policy import Form
 from slipstream.weights.adapter_folder import AdapterConfig
 
 
 def test_copies_are_complete_before_they_are_written(model_folder, tmp_path):
     name, waited = "model.embed_tokens.weight", []
     copy = torch.zeros(2, 3)
-    taken = Snapshot([(name, copy)], (), None, {"a": copy}, 4, lambda: waited.append(copy.add_(1.0)))
+    taken = Snapshot([(name, copy)], (), Form(), {"a": copy}, 4, lambda: waited.append(copy.add_(1.0)))
     taken.save(tmp_path / "a" / "state")
     assert load_file(tmp_path / "a" / "state" / "learner.safetensors")["a"].tolist() == [[1.0] * 3] * 2
     assert taken.write_weights(tmp_path, model_folder) == ()
@@ -29,11 +30,11 @@ def test_copies_are_complete_before_they_are_written(model_folder, tmp_path):
 
 def test_an_adapters_configuration_is_in_its_snapshot(make_learner):
     learner = make_learner()
-    assert Snapshots(learner).take().adapter is None
+    assert Snapshots(learner).take().form.adapter is None
     config = AdapterConfig(4, 8.0, ("q_proj",), base="")
     learner.model.add_adapter(config)
     taken = Snapshots(learner).take()
-    assert taken.adapter == learner.model.adapter.config
+    assert taken.form.adapter == learner.model.adapter.config
     assert dict(taken.weights).keys() == dict(learner.deployable()).keys()
 
 
