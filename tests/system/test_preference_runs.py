@@ -173,17 +173,19 @@ def test_what_has_no_effect_or_another_name_is_refused(options, says, write):
 def test_the_example(kind, command, tmp_path, monkeypatch):
     from slipstream.commands.small_models.tiny_qwen3 import new_model
 
-    monkeypatch.setattr(sys, "argv", ["pairs.py", "--number", "80", "--folder", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["pairs.py", "--number", "100", "--folder", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / "pairs.py"))
     model = new_model(tmp_path / "model", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
     data = tmp_path / ("labelled.jsonl" if kind == "kto" else "pairs.jsonl")
     common = ("--model.path", model, "--training.steps", 3, "--training.prompts_per_batch", 16)
     options = (*common, "--evaluation.num_tasks", 8, "--run.folder", tmp_path / "run", "--data.path", data)
     if kind == "rl":
-        rewards = ("--data.path", data, "--run.folder", tmp_path / "reward")
+        held_out = tmp_path / "held_out.jsonl"
+        rewards = ("--data.path", data, "--data.eval_path", held_out, "--run.folder", tmp_path / "reward")
         assert "in the right order" in command("train", EXAMPLES / "reward.toml", *common, *rewards).ok(300)
         rubric = f'[{{ reward = "model:{tmp_path / "reward"}" }}, {{ reward = "exact", weight = 0.0 }}]'
-        options = (*options[:-2], "--environment.settings.path", data, "--environment.settings.rubric", rubric)
+        rows = ("--environment.settings.path", data, "--environment.settings.eval_path", held_out)
+        options = (*options[:-2], *rows, "--environment.settings.rubric", rubric)
     command("train", EXAMPLES / f"{kind}.toml", *options).ok(300)
     rows = rows_of(tmp_path / "run")
     assert "eval/accuracy" in rows[-1]
