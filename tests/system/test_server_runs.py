@@ -226,7 +226,9 @@ def test_one_wrong_value_in_the_second_copy_is_found(run_file, model, tmp_path):
     with server(model, socket=socket, **spoilt) as engine:
         output = finish(train((), run_file, folder, *setting_of(engine)), code=None)
         status, health = asyncio.run(ask(socket, "/health"))
-    assert read_exit(folder).status == "failed"
+    report = read_exit(folder)
+    assert report is not None, output
+    assert report.status == "failed"
     assert "model.norm.weight" in output
     assert [event["version"] for event in read_events(folder, kinds=("apply",))] == ["0.0", "0.1"]
     assert (status, health["reason"]) == (503, "version 0.2 did not verify: model.norm.weight")
