@@ -18,6 +18,7 @@ import torch
 from benchmarks.bridges import Bridge
 from benchmarks.event_loop import call
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
@@ -26,7 +27,6 @@ from slipstream.records import ApplyReport, Completion, GenerateRequest, Samplin
 from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.weights import check_report
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.processes import launchers
 from slipstream.processes.identity import is_alive
@@ -22,7 +23,6 @@ from slipstream.service.records import ACTIVE, Need
 from slipstream.service.runs import LocalRuns
 from slipstream.service.store import Store
 from slipstream.service.submission import submit
-from slipstream.commands.small_models.tiny_qwen3 import new_model
 from tests.waiting import until
 
 from .made import ESTIMATE

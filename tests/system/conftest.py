@@ -22,6 +22,7 @@ from benchmarks.scripted_engine import ScriptedEngine
 
 from slipstream import records
 from slipstream.cli import main
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
@@ -33,7 +34,6 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.view import make_view
 from slipstream.weights.model_files import read_model_folder
 

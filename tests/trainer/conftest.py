@@ -5,11 +5,11 @@ import torch
 import transformers
 
 from slipstream import records
+from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.trainer.distributed.fsdp import RankGroup
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.packing import StepBatch
 
