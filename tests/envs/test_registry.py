@@ -203,7 +203,7 @@ def test_what_the_librarys_code_raises_is_named_by_the_users_line_and_settings(l
         make_tasks(load(STRICT, length="abc"), "train", 1)
     environment = load(STRICT, length=7)
     (task,) = make_tasks(environment, "train", 1)
-    with pytest.raises(EnvironmentFault, match=rf"task train/0 \(line {line_of('random.choice')} of .*mine.py; "):
+    with pytest.raises(EnvironmentFault, match=rf"task train/0 of .* \(line {line_of('random.choice')} of .*mine.py; "):
         gold_of(environment, task)
     with pytest.raises(RewardFailed, match=rf"JSONDecodeError.*\(line {line_of('json.loads')} of .*mine.py\)"):
         judge(environment, task, Episode("{"))

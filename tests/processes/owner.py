@@ -92,7 +92,7 @@ async def reward_worker(folder):
     from tests.envs.environments import config
 
     section = config(timeout_s=600.0)
-    worker = await Worker.start(Setup(section.model_dump_json(), 600.0, 1, 1 << 33, 64, True))
+    worker = await Worker.start(Setup(section.model_dump_json(), 600.0, 1 << 33, 64, True))
     loop = asyncio.get_running_loop()
     await worker.receive(loop.time() + 60, 60)
     yield worker.pid
@@ -108,7 +108,7 @@ async def hosted_environment(folder):
 
     exclude = {"num_train_tasks", "reward_workers"}
     own = config().model_copy(update={"apart": False}).model_dump_json(exclude=exclude)
-    host = await Host.start(sys.executable, {"own": own, "passed": "", "interrupt_s": None})
+    host = await Host.start(sys.executable, {"module": "own", "section": own, "passed": "", "interrupt_s": None})
     yield host._process.pid
     host._frames["e"] = asyncio.Queue()
     try:

@@ -48,7 +48,7 @@ def test_a_class_trains_as_the_recipe_that_it_repeats(ranks, scripted, tmp_path)
 @pytest.mark.parametrize(
     ("hook", "argument", "calls", "what", "result", "says"),
     [
-        # The trial calls each hook once. A batch has four groups and one micro-batch.
+        # The trial calls each hook twice. A batch has four groups and one micro-batch.
         (
             "credit",
             "group",

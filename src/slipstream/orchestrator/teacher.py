@@ -16,7 +16,7 @@ from slipstream.engine_protocols import Generates
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.openai_client import OpenAIClient, Unanswered
 from slipstream.orchestrator.concurrency import retry_on_restart
-from slipstream.records import GenerateRequest, Likeliest, Rollout, SamplingParams
+from slipstream.records import GenerateRequest, Likeliest, Rollout, SamplingParams, Stream
 
 _PATIENCE_S = 120.0
 """How long requests to a server that is busy or restarting are repeated."""
@@ -57,7 +57,7 @@ async def score(source: Source, rollout: Rollout) -> None:
             values, likeliest = await source.scores(sequence.token_ids[:end]) if end else Scored([])
             if not all(map(math.isfinite, itertools.compress(values, sequence.mask))):
                 raise Refused("gave a log-probability that is not finite")
-            sequence.put("teacher_logprobs", values)
+            sequence.streams["teacher_logprobs"] = Stream.of(itertools.compress(values, sequence.mask))
             if likeliest is not None:
                 own = likeliest.where(sequence.mask)
                 sequence.streams |= {"teacher_top_ids": own.token_ids, "teacher_top_logprobs": own.logprobs}
