@@ -1,9 +1,8 @@
 """The conversation of an episode of `verifiers`: chat completions there, records here.
 
-An environment sends the whole conversation in every turn, the policy's own turns among it, in OpenAI's form. A turn
-that it sends back as it got it is replaced by the very text that was sampled, so that a template renders the tokens
-that were sampled and the conversation continues its token sequence. One that it changed stays as it is and begins a
-new sequence, in which it is masked.
+An environment sends the whole conversation in every turn, with the policy's own turns, in OpenAI's form. An unchanged
+turn of the policy is replaced by the sampled text. So a template renders the sampled tokens, and the conversation
+continues its token sequence. A changed turn stays as it is. It begins a new sequence, with a mask on it.
 """
 
 from __future__ import annotations

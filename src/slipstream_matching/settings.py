@@ -59,9 +59,8 @@ class MatchingConfig(MethodSection):
     """Weight of the negative log-probability that a coordinate token is written where one belongs, and no text; 0:
     nothing keeps text out of boxes."""
     soft_ce_weight: NonNegativeFactor = 0.0
-    """Weight of the cross-entropy of a coordinate's token, among coordinate tokens, against a Gaussian around the true
-    one. Losses of boxes look at expectations alone, and greedy answers at the likeliest token: a model without plain
-    SFT on coordinates needs this."""
+    """Weight of a coordinate token's cross-entropy against a Gaussian around the true one. Losses of boxes see
+    expectations alone, so a model without plain SFT on coordinates needs this."""
     soft_ce_sigma: Annotated[float, Field(gt=0.0, le=500.0)] = 2.0
     """Standard deviation of that Gaussian, in bins."""
     object_order: Literal["sorted", "as_given"] = "sorted"

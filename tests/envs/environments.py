@@ -21,6 +21,7 @@ class Behaving(SingleTurn):
     """The reward does what the completion says; otherwise it compares with the answer."""
 
     changed = 0.0
+    is_set_up = False
 
     def __init__(self, seed=0, size=8, gold=True):
         super().__init__(seed)
@@ -47,6 +48,12 @@ class Behaving(SingleTurn):
             finally:
                 await asyncio.sleep(0)
                 print("cancelled", file=notes, flush=True)
+
+    def setup_scoring(self):
+        self.is_set_up = True
+
+    def _ready(self, _):
+        return float(self.is_set_up)
 
     def _sleep(self, seconds):
         time.sleep(float(seconds))

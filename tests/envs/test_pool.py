@@ -188,6 +188,13 @@ async def test_large_completions_pass(pool):
     assert {result.metrics["length"] for result in results} == {3_000_000.0}
 
 
+@pytest.mark.parametrize("fresh_worker", [False, True])
+async def test_a_worker_is_set_up_before_its_first_call(fresh_worker):
+    given = config().model_copy(update={"fresh_worker": fresh_worker})
+    async with ScorerPool(given) as pool:
+        assert (await pool.score(task(), "ready")).reward == 1.0
+
+
 async def test_two_workers_share_the_work(tmp_path):
     """Two rewards that wait for each other are at work at once."""
     async with ScorerPool(of_workers(2)) as pool:

@@ -94,8 +94,8 @@ class ArgumentsConfig(Section):
     reward_threshold: float | None = None
     """Train on right or wrong: a reward of at least this counts as 1, a lower one as 0. Not set: on the reward."""
     overlong_buffer: bounds.Share | Auto = "auto"
-    """Soft punishment of long completions (DAPO, arXiv 2503.14476, equation 13): over this last part of
-    `sampling.max_tokens` the reward falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
+    """Soft punishment of long completions (DAPO, equation 13): over this last part of `sampling.max_tokens` the reward
+    falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
     overlong_penalty: bounds.Factor = 1.0
     """What a completion of full length loses."""
     thinking_budget: bounds.NonNegativeItems | None = None
@@ -176,10 +176,8 @@ class RLConfig(Section):
     entropy_coef: bounds.NonNegativeFactor = 0.0
     """Weight of an entropy bonus: the policy's entropy, a mean over tokens, is raised."""
     importance_sampling: Auto | Correction = "auto"
-    """Correct for the difference between engine and trainer by weights, which need the engine's log-probabilities: one
-    for each token, cut at `arguments.importance_cap` (`truncated`) or set to 0 outside that and
-    `arguments.importance_floor` (`masked`, IcePop), or the same with one weight for a whole sequence
-    (`sequence_truncated`, `sequence_masked`)."""
+    """Weights for the difference between engine and trainer: `truncated` at `importance_cap`, or `masked` (IcePop), 0
+    outside `importance_floor` and cap; of tokens, or with `sequence_` before it of sequences."""
     max_refills: bounds.UpToThousand | Auto = "auto"
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
     often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
@@ -227,9 +225,8 @@ class TeacherConfig(Section):
     coef: bounds.Factor = 1.0
     """Weight of the teacher's part of an advantage; with `top_k`, of the divergence in the loss."""
     top_k: bounds.Items | None = None
-    """Number of the teacher's likeliest tokens at each place. The loss is then the divergence of both distributions:
-    over these tokens, and the rest as one more outcome. The vocabulary's size is exact. Not set: the sampled tokens
-    alone."""
+    """Number of the teacher's likeliest tokens at each place. The loss is then a divergence over these, and all others
+    as one more outcome. The vocabulary's size is exact. Not set: the sampled tokens alone."""
     jsd_beta: bounds.Share = 1.0
     """With `top_k`, which divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them there is
     the generalized Jensen-Shannon divergence (GKD)."""

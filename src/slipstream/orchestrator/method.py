@@ -18,6 +18,7 @@ from slipstream.data.conversations import Columns, Conversation, plain_conversat
 from slipstream.data.examples import Examples, SFTReader
 from slipstream.data.readers import Row
 from slipstream.envs.base import Environment
+from slipstream.errors import ConfigError
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import Batch, Message, Rollout, Task
 from slipstream.records import Sequence as TokenSequence
@@ -84,12 +85,12 @@ class Method(ABC):
 
     def conversations(self, tasks: Sequence[Task], max_turns: int) -> list[Sequence[Message]]:
         """Without [data]: the training tasks with their gold answers, for people, checks and digests. Raises
-        `ConfigError` for an environment of too many turns."""
-        raise NotImplementedError
+        `ConfigError` for an environment of too many turns, or if the method knows rows alone."""
+        raise ConfigError(f"{type(self).__name__} learns from rows, and there are none: give them in data.path")
 
     def examples(self, tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int) -> Examples:
         """Without [data]: the tokens of each task's gold answer, at most `limit`. Raises `DataError` with the task."""
-        raise NotImplementedError
+        raise ConfigError(f"{type(self).__name__} makes no tokens of tasks: give rows in data.path")
 
     @abstractmethod
     def objective(self, tokenizer: ChatTokenizer) -> Objective:

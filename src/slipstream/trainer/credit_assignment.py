@@ -37,7 +37,7 @@ class Credit:
     """The result, for each rollout of the batch in order."""
 
     advantages: list[float | None]
-    """0 for rollouts that cannot be trained on, None for those whose tokens have advantages of their own."""
+    """0 for rollouts without loss; None if each token has one."""
     carries_loss: list[bool]
     metrics: dict[str, float]
     has_signal: bool
