@@ -114,28 +114,27 @@ def test_an_adapter_is_its_own_reference(command, write, tmp_path):
     ids=["whole", "adapter", "ranks"],
 )  # fmt: skip
 def test_a_reward_model_learns_the_order_and_transformers_loads_it(options, command, write, tmp_path):
-    given = (
-        "--data.eval_fraction",
-        "0.2",
-        "--training.learning_rate",
-        "1e-3",
-        "--run.folder",
-        tmp_path / "run",
-        *options,
-    )
-    command("train", write("reward"), *given).ok()
+    file = write("reward")
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(lines[16:]))
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[:16]))
+    given = ("--data.eval_path", tmp_path / "held_out.jsonl", "--training.learning_rate", "1e-3")
+    command("train", file, *given, "--run.folder", tmp_path / "run", *options).ok()
     before, *_, last = rows_of(tmp_path / "run")
     assert before["eval/loss"] == pytest.approx(0.6931, abs=0.05)
     assert last["eval/preference_accuracy"] == 1.0
     assert last["eval/loss"] < 0.3 * before["eval/loss"]
     (path,) = tmp_path.glob("run/checkpoints/*/weights")
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()[:4]):
+    margins = []
+    for row in map(json.loads, lines[:16]):
         texts = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[name]}]
                  for name in ("chosen", "rejected")]  # fmt: skip
         batch = tokenizer.apply_chat_template(texts, padding=True, return_tensors="pt", return_dict=True)
         (chosen,), (rejected,) = model(**batch).logits.tolist()
-        assert chosen > rejected + 1.0
+        margins.append(chosen - rejected)
+    assert min(margins) > 0.0
+    assert sum(margins) / len(margins) == pytest.approx(last["eval/preference_margin"], rel=1e-3)
 
 
 @pytest.mark.full
