@@ -254,8 +254,17 @@ def test_the_plan_waits_for_a_server_and_names_it(tmp_path):
     listening.close()
     began = time.monotonic()
     with pytest.raises(ConfigError, match=f"{url} does not answer .* within 0.5 s: start it with slipstream engine"):
-        read_facts([InferenceServer(url=url)], 0.5)
+        read_facts([InferenceServer(url=url)], 0.5, 60)
     assert time.monotonic() - began < 10
+
+
+def test_the_plan_waits_longer_for_a_server_that_loads(tmp_path):
+    began = time.monotonic()
+    with doors(f"unix:{tmp_path}/") as made, made.busy():
+        given = [InferenceServer(url=made.url)]
+        with pytest.raises(ConfigError, match=r"still loads its weights after 2 s: raise inference\.start_timeout_s"):
+            read_facts(given, 0.1, 2)
+    assert time.monotonic() - began > 2
 
 
 def engine(url, **options):

@@ -31,10 +31,10 @@ T = TypeVar("T")
 class Unreached(EngineError):
     """No usable answer, for the reason `why`."""
 
-    def __init__(self, server: str, why: str, *, is_gone: bool = False) -> None:
-        """`is_gone`: nobody listens there. A server listens from its start to its end."""
+    def __init__(self, server: str, why: str, *, is_gone: bool = False, is_loading: bool = False) -> None:
+        """`is_gone`: nobody listens there. A server listens from its start to its end. `is_loading`: it says so."""
         super().__init__(f"{server} {why}")
-        self.why, self.is_gone = why, is_gone
+        self.why, self.is_gone, self.is_loading = why, is_gone, is_loading
 
 
 class ServerClient(EngineClient):
@@ -93,6 +93,8 @@ class ServerClient(EngineClient):
             raise Held(msgspec.json.decode(answer, type=Refusal))
         if status == 401:
             raise ConfigError(f"{self._name} refuses the token: give its own by token_variable")
+        if status == 503 and b'"starting"' in answer:
+            raise Unreached(self._name, "still loads its weights", is_loading=True)
         if status != 200:
             raise Unreached(self._name, f"answers with status {status}: {answer[:200].decode(errors='replace')}")
         return answer
@@ -137,19 +139,24 @@ class ServerClient(EngineClient):
 
 
 def read_facts(
-    servers: Sequence[InferenceServer], wait_s: float, folder: Path | None = None
+    servers: Sequence[InferenceServer], wait_s: float, load_s: float, folder: Path | None = None
 ) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
-    """Of all servers, after up to `wait_s` of loading; and the addresses of those blind to `folder`. Raises ConfigError
-    for one without an answer."""
+    """Of all servers, and the addresses of those blind to `folder`. A server has `wait_s` to appear, and `load_s` to
+    load its weights. Raises ConfigError after these."""
 
     async def read(address: ControlAddress) -> tuple[ServerFacts, bool]:
-        client, until = ServerClient(address), time.monotonic() + wait_s
+        client, began = ServerClient(address), time.monotonic()
+        heard = began
         try:
             while True:
                 try:
                     return await client.facts(), folder is None or await client.sees(folder)
                 except Unreached as error:
-                    if time.monotonic() > until:
+                    now = time.monotonic()
+                    heard = now if error.is_loading else heard
+                    if now - began > load_s and error.is_loading:
+                        raise ConfigError(f"{error} after {load_s:g} s: raise inference.start_timeout_s") from error
+                    if now - heard > wait_s:
                         raise ConfigError(
                             f"{error} within {wait_s:g} s: start it with slipstream engine, or correct "
                             "inference.servers.url"

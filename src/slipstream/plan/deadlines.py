@@ -46,7 +46,7 @@ def plan_deadlines(builder: PlanBuilder) -> None:
         reason = (
             f"at least {LEAST_S:.0f} s; {STARTING_S:.0f} s, and {gib(num_bytes)} {what} at {FILE_RATE / 1e9:g} GB/s"
         )
-        builder.derive_auto(path, _rounded(STARTING_S + times * num_bytes / FILE_RATE), reason)
+        builder.derive_auto(path, start_seconds(times * num_bytes), reason)
     tokens, sequences = builder["sampling.max_tokens"], builder["inference.max_num_seqs"]
     step_s = _step_seconds(builder, policy, sequences)
     seconds = SLACK * QUEUED * (tokens * step_s + _prefill_seconds(builder, sequences))
@@ -56,6 +56,11 @@ def plan_deadlines(builder: PlanBuilder) -> None:
         f"{SLACK * QUEUED:g} times {tokens} tokens in steps of {1000 * step_s:.3g} ms with {sequences} sequences, as "
         f"a slow machine makes them; at least {LEAST_S:.0f} s",
     )
+
+
+def start_seconds(num_bytes: float) -> float:
+    """How long an engine may take to start and read so many bytes."""
+    return _rounded(STARTING_S + num_bytes / FILE_RATE)
 
 
 def retry_notes(config: PlannedConfig) -> Iterator[Note]:

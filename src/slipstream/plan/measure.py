@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config import RunConfig
 from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError, first_line
+from slipstream.plan.deadlines import start_seconds
 from slipstream.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts, TowerFacts
 from slipstream.plan.machine import describe_gpus, measure_disk, usable_cpus, usable_memory_bytes
 from slipstream.plan.memory.cards import Gpus, with_gpus
 from slipstream.plan.memory.last_run import last_run_memory
 from slipstream.plan.memory.shortages import find_shortages
+from slipstream.plan.memory.sizes import weights_bytes
 from slipstream.plan.preflight.model_folder import hub_commit, read_config_file
 from slipstream.plan.vllm_version import read_engine
 from slipstream.records import Message, Task
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_MEASURED = 1000
 START_S = 60.0
-"""Seconds for the answer of a server, if `inference.start_timeout_s` is `auto`."""
+"""Seconds for a server to appear, if `inference.start_timeout_s` is `auto`."""
 NAMES_IN_CONFIG = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -64,9 +66,9 @@ def gather_facts(
     Raises ConfigError when the model cannot be read.
     """
     gpus = describe_gpus() if gpus is None else gpus
-    servers, blind = read_servers(config)
     trusted, with_tower = config.model.trust_remote_code, config.model.train_tower
     model = read_trained_model(config.model.path, trust_remote_code=trusted, with_tower=with_tower)
+    servers, blind = read_servers(config, model)
     last_run = last_run_memory(config.run.folder, config.model.path) if gpus.count else ""
     shortages, damage = find_shortages(config.run.folder)
     facts = Facts(
@@ -89,7 +91,7 @@ def gather_facts(
     return with_gpus(facts, gpus)
 
 
-def read_servers(config: RunConfig) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
+def read_servers(config: RunConfig, model: ModelFacts) -> tuple[tuple[ServerFacts, ...], tuple[str, ...]]:
     """The facts of all servers, and the addresses of those without the run folder, if weights go through it."""
     if not config.inference.servers or not uses_engine(config):
         return (), ()
@@ -100,7 +102,8 @@ def read_servers(config: RunConfig) -> tuple[tuple[ServerFacts, ...], tuple[str,
         folder = (config.run.folder or Path("runs")).absolute()
         folder = next(each for each in (folder, *folder.parents) if each.is_dir())
     asked = config.inference.start_timeout_s
-    return read_facts(config.inference.servers, START_S if asked == "auto" else asked, folder)
+    wait_s, load_s = (START_S, start_seconds(weights_bytes(model, "float32"))) if asked == "auto" else (asked, asked)
+    return read_facts(config.inference.servers, wait_s, load_s, folder)
 
 
 def read_teacher(config: RunConfig) -> ModelFacts | None:
