@@ -60,6 +60,7 @@ def test_a_secret_in_any_setting_leaves_nothing_of_it(form, tmp_path):
     assert [text for text in (*texts, sink) if SECRET in text] == []
     again = tomllib.loads(redact_toml("\n".join(lines))[0])["environment"]["name"]
     assert changed_settings({"environment.name": settings["environment.name"]}, {"environment.name": again}) == []
+    assert changed_settings({"environment.apart": True}, {"environment.processes": 1}) == [], "its former name"
 
 
 @given(st.lists(st.sampled_from(FORMS), min_size=1), st.text(max_size=20))

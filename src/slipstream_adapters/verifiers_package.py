@@ -74,6 +74,7 @@ class Verifiers(KeptEnvironment):
         self._tasks: dict[Split, list[Task]] = {"train": [], "eval": []}
         self._is_read: dict[Split, bool] = {"train": False, "eval": False}
         self.keeper = Keeper(self.name, lambda: self._started(self.log), self.where)
+        self.keepers = (self.keeper,)
 
     @property
     def max_turns(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

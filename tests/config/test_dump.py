@@ -89,14 +89,17 @@ def test_round_trip(run_file, overrides):
     assert "gradient_checkpointing" not in given.read_text()  # a default
 
 
-def test_a_run_of_before_the_arguments_reads_back(run_file):
+def test_a_run_with_former_keys_reads_back(run_file):
     path = run_file(name="resolved.toml")
     overrides = ("--algorithm.kl_coef", "0.1", "--algorithm.arguments.best_of", "2")
-    loaded = load_config(path, [*overrides, "--algorithm.hooks", "own", "--algorithm.arguments.weight", "0.5"])
+    overrides += ("--environment.processes", "1", "--algorithm.hooks", "own", "--algorithm.arguments.weight", "0.5")
+    loaded = load_config(path, overrides)
     moved = rf"^arguments[.]({'|'.join(ArgumentsConfig.model_fields)}) "
     old = re.sub(moved, r"\1 ", dump_resolved(loaded), flags=re.MULTILINE)
     assert "\nbest_of = 2 " in old
     assert "arguments.weight = 0.5" in old
+    old, num_changed = re.subn(r"^processes = 1 ", "apart = true ", old, flags=re.MULTILINE)
+    assert num_changed == 1
     path.write_text(old, encoding="utf-8")
     assert load_config(path).config == loaded.config
 

@@ -257,6 +257,14 @@ class TestKnobsWithoutEffect:
         with pytest.raises(ConfigError, match=re.escape(f"{hint} (Python call)")):
             load_settings(tables)
 
+    def test_the_former_key_of_processes_is_refused_with_the_new_one(self, run_file):
+        for sentence in (
+            refusal(run_file(with_line("apart = true", "[environment]"))),
+            refusal(run_file(), "--environment.apart"),
+            refusal(run_file(), "--environment.no-apart"),
+        ):
+            assert "did you mean environment.processes?" in sentence
+
     def test_arguments_of_nobody_are_refused(self, run_file):
         file = run_file(with_line("arguments.best_off = 2", "[algorithm]"))
         says = "algorithm.arguments.best_off is not a known key: did you mean algorithm.arguments.best_of? (run.toml:8)"

@@ -66,7 +66,7 @@ class Talk(Environment):
 
 def config_in(folder):
     (folder / "talk.py").write_text(SOURCE)
-    return EnvironmentConfig(name=str(folder / "talk.py"), apart=True, reward_workers=1, reward_timeout_s=60.0)
+    return EnvironmentConfig(name=str(folder / "talk.py"), processes=1, reward_workers=1, reward_timeout_s=60.0)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ async def test_an_episode_that_is_given_up_before_it_has_begun_costs_no_other(co
     """The process stands still meanwhile, and finds both requests at once."""
     async with Played(config, tmp_path, 60.0) as played:
         assert (await played.rollout("plain")).outcome == "done"
-        host = played.environment.keeper.host
+        host = played.environment.keepers[0].host
         (process,) = psutil.Process(host._process.pid).children()
         process.suspend()
         given_up = asyncio.create_task(played.rollout("plain"))
@@ -224,6 +224,51 @@ async def test_an_episode_that_is_given_up_before_it_has_begun_costs_no_other(co
     assert not psutil.pid_exists(process.pid)
 
 
+async def test_each_of_several_processes_has_its_own_episodes(config, tmp_path):
+    """An episode begins in the process with the fewest; the end of a process ends its own episodes only."""
+    config = config.model_copy(update={"processes": 3})
+    async with Played(config, tmp_path, 60.0) as played:
+        keepers = played.environment.keepers
+        before = [each.host for each in keepers]
+        assert len({host._process.pid for host in before}) == 3, "all start at once"
+        waiting = [asyncio.create_task(played.rollout("nothing")) for _ in range(7)]
+        async with asyncio.timeout(60):
+            while sum(len(host._frames) - 1 for host in before) < 7:
+                await asyncio.sleep(0.01)
+        assert [each.num_playing for each in keepers] == [3, 2, 2]
+        waiting[1].cancel()
+        await asyncio.wait([waiting[1]])
+        assert [each.num_playing for each in keepers] == [3, 1, 2]
+        exits = await played.rollout("exit")
+        assert (exits.outcome, keepers[1].host) == ("environment_error", None)
+        (lost,), others = await asyncio.wait([waiting[n] for n in (0, 2, 3, 4, 5, 6)], return_when="FIRST_COMPLETED")
+        assert (lost, lost.result().outcome) == (waiting[4], "environment_error")
+        after = await asyncio.gather(*(played.rollout("pause") for _ in range(6)))
+        assert {rollout.outcome for rollout in after} == {"done"}, [rollout.error for rollout in after]
+        assert [each.host is host for each, host in zip(keepers, before, strict=True)] == [True, False, True]
+        assert len({rollout.metrics["pid"] for rollout in after}) == 3, "another process has taken its place"
+        assert not any(task.done() for task in others)
+        pids = [psutil.Process(each.host._process.pid).pid for each in keepers]
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.full
+async def test_one_of_several_processes_that_hangs_costs_no_episode_of_another(config, tmp_path):
+    config = config.model_copy(update={"processes": 2})
+    async with Played(config, tmp_path, 2.0) as played:
+        keepers = played.environment.keepers
+        plays_on = keepers[1].host
+        hangs, others = await asyncio.gather(played.rollout("block for ever"), played.rollout("plain"))
+        assert (hangs.outcome, hangs.stop, others.outcome) == ("environment_error", "timeout", "done")
+        assert "its process hung" in hangs.error
+        assert "talk.py" in hangs.error
+        assert keepers[1].host is plays_on
+        assert {(await played.rollout("plain")).outcome for _ in range(2)} == {"done"}
+
+
 async def test_what_cannot_be_apart_is_said(config, tmp_path):
     source = Path(config.name)
     source.write_text(
@@ -232,5 +277,5 @@ async def test_what_cannot_be_apart_is_said(config, tmp_path):
     environment = played(load_environment(config), config)
     with pytest.raises(EnvironmentFault, match="the process of Talk did not start"):
         await environment.setup()
-    with pytest.raises(ConfigError, match=r"environment\.apart has no effect"):
-        load_environment(EnvironmentConfig(name="verifiers/x", apart=True))
+    with pytest.raises(ConfigError, match=r"environment\.processes has no effect"):
+        load_environment(EnvironmentConfig(name="verifiers/x", processes=1))

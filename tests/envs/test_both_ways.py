@@ -1,5 +1,5 @@
-"""A user's environment acts the same in the run's process and in a process of its own (`environment.apart`): what it
-makes of an episode, what it is told, what it is asked to close, and what the run says of its failures."""
+"""A user's environment acts the same in the run's process and in one of its own (`environment.processes`): its
+episodes, what it is told and asked to close, and what the run says of its failures."""
 
 import asyncio
 import contextlib
@@ -137,7 +137,7 @@ def config_of(tmp_path, apart, how=""):
     settings = {"diary": str(tmp_path / f"diary_{apart}"), "how": how}
     patient = {"run_timeout_s": 1.5, "reward_timeout_s": 60.0, "tool_timeout_s": 60.0}
     return EnvironmentConfig(
-        name=str(tmp_path / "talk.py"), apart=apart, reward_workers=1, settings=settings, **patient
+        name=str(tmp_path / "talk.py"), processes=int(apart), reward_workers=1, settings=settings, **patient
     )
 
 
@@ -328,12 +328,12 @@ async def test_an_object_of_a_python_program_acts_the_same(tmp_path):
     give(passed)
     rollouts = []
     for apart in (False, True):
-        config = EnvironmentConfig(name=passed.name, apart=apart, reward_workers=1)
+        config = EnvironmentConfig(name=passed.name, processes=int(apart), reward_workers=1)
         async with at_work(config, pytest.fail) as (runner, *_):
             rollouts.append(await play(runner, "plain"))
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     assert words == ["a", "b"], "each process has its own"
-    assert placement(load_environment(config)) == (True, "run() of Local may block, which would hold up the run")
+    assert placement(load_environment(config)) == (1, "run() of Local may block, which would hold up the run")
 
 
 @pytest.mark.parametrize("name", ["reasoning_gym/spell_backward", "rows", "functions.py", "tools.py", "verifiers/x"])
@@ -347,7 +347,7 @@ def test_what_runs_no_code_of_the_users_own_stays_in_the_run(tmp_path, monkeypat
         "from slipstream.envs import SingleTurn\nclass T(SingleTurn):\n    tools = (print,)\n    max_turns = 2\n"
         "    def tasks(self, split, num_tasks): return []\n    def reward(self, task, completion): return 0.0\n"
     )
-    assert placement(load_environment(EnvironmentConfig(name=name, settings=settings)))[0] is False
+    assert placement(load_environment(EnvironmentConfig(name=name, settings=settings)))[0] == 0
 
 
 @pytest.mark.parametrize("hook", ["setup", "close", "setup_episode", "close_episode"])
@@ -357,5 +357,5 @@ def test_a_hook_of_the_users_own_is_played_apart(tmp_path, hook):
         "    def tasks(self, split, num_tasks): return []\n    def reward(self, task, completion): return 0.0\n"
         f"    async def {hook}(self, *given): pass\n"
     )
-    is_apart, reason = placement(load_environment(EnvironmentConfig(name=str(tmp_path / "hook.py"))))
-    assert (is_apart, reason) == (True, f"{hook}() of T may block, which would hold up the run")
+    processes, reason = placement(load_environment(EnvironmentConfig(name=str(tmp_path / "hook.py"))))
+    assert (processes, reason) == (1, f"{hook}() of T may block, which would hold up the run")

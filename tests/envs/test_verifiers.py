@@ -151,7 +151,7 @@ async def test_a_part_of_a_mixture_beside_another_that_plays_itself(apart, guess
         },
         "own": {"name": str(tmp_path / "own.py")},
     }
-    config = EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture, "apart": apart})
+    config = EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture, "processes": int(apart)})
     environment = load_environment(config)
     assert placement(environment)[0], "of the part with a run"
     for name in ("_known", "_tasks", "_is_read"):  # asked for once

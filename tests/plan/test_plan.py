@@ -343,11 +343,20 @@ def test_every_auto_gets_its_value_and_reason():
 
 
 def test_where_episodes_are_played():
-    apart = (True, "run() may block")
-    (found,) = [item for item in plan(apart=apart).derived if item.name == "environment.apart"]
-    assert (found.value, found.reason) == (True, "run() may block")
-    assert plan({"environment.apart": False}, apart=apart).config.environment.apart is False
-    assert plan().config.environment.apart is False
+    one, agents = (1, "run() may block"), (8, "it takes long")
+    (found,) = [item for item in plan(processes=one).derived if item.name == "environment.processes"]
+    assert (found.value, found.reason) == (1, "run() may block")
+    assert plan({"environment.processes": 0}, processes=one).config.environment.processes == 0
+    assert plan({"environment.processes": 3}, processes=one).config.environment.processes == 3
+    assert plan().config.environment.processes == 0
+    for values, num_cpus, number in [
+        *(({}, 2, 1), ({}, 16, 4), ({}, 128, 8)),
+        *(({"run.orchestrators": 2}, 16, 2), ({"inference.max_num_seqs": 3}, 64, 3)),
+    ]:
+        made = plan(values, processes=agents, num_cpus=num_cpus)
+        (found,) = [item for item in made.derived if item.name == "environment.processes"]
+        assert (found.value, made.config.environment.processes) == (number, number), values
+        assert found.reason.startswith(f"it takes long: a process for 4 of {num_cpus} cores, at most 8")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def check_rewards(config: RunConfig, num_tasks: int) -> Checked:
     assert config.environment is not None
     section, environment = settled(config.environment)
     threshold = (config.evaluation or EvaluationConfig()).threshold
-    has_turns = placement(environment)[0] or bool(environment.tools) or section.apart is True
+    has_turns = placement(environment)[0] > 0 or bool(environment.tools) or section.processes not in ("auto", 0)
     has_turns = has_turns and not environment.needs_address  # an agent sends requests: its results alone are graded
     warnings: list[str] = []
 

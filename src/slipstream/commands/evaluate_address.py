@@ -51,9 +51,9 @@ def settled(section: EnvironmentConfig) -> tuple[EnvironmentConfig, Environment]
     """The section with every `auto` decided as the plan does, and its environment: for commands that plan no run."""
     section = located(section)
     environment = load_environment(section)
-    apart, workers = section.apart, section.reward_workers
+    processes, workers = section.processes, section.reward_workers
     decided = {
-        "apart": placement(environment)[0] if apart == "auto" else apart,
+        "processes": min(1, placement(environment)[0]) if processes == "auto" else processes,
         "reward_workers": usual_reward_workers(usable_cpus()) if workers == "auto" else workers,
     }
     return section.model_copy(update=decided), environment

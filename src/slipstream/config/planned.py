@@ -48,9 +48,9 @@ class PlannedModel(ModelConfig):
 class PlannedEnvironment(EnvironmentConfig):
     """[environment]."""
 
-    apart: bool = False
     max_turns: int = 1
     num_train_tasks: int = 0
+    processes: int = 0
     reward_workers: int = 1
 
 

@@ -8,7 +8,7 @@ Settings:
 
 A command is started for each task, below a guard. It gets the task as JSON on standard input, and in the file named by
 `SLIPSTREAM_TASK`. The variables of OpenAI's and Anthropic's clients hold address and key. Its result is its last line
-of standard output. A callable gets the task and an `Address`, in the process of `environment.apart`, and returns the
+of standard output. A callable gets the task and an `Address`, in one of `environment.processes`, and returns the
 result.
 """
 

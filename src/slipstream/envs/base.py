@@ -281,7 +281,7 @@ class Environment(ABC):
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Talks to the policy about `task` until the episode ends. All episodes share one event loop, so a synchronous
         call blocks all of them: `await`, or use `asyncio.to_thread`. By default that loop is in a process of its own
-        (`environment.apart`), in which the environment is constructed again. No episode is run twice: if the engine
+        (`environment.processes`), in which the environment is constructed again. No episode is run twice: if the engine
         dies, only the lost turn is requested again. The policy cannot be called after the return."""
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:

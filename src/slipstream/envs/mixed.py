@@ -33,7 +33,7 @@ def section_of(config: EnvironmentConfig, part: MixturePart) -> EnvironmentConfi
             "python": part.python,
             "tools": part.tools,
             "max_turns": "auto" if part.max_turns is None else part.max_turns,
-            "apart": False,  # the whole mixture is
+            "processes": 0,  # the whole mixture has them
         }
     )
 

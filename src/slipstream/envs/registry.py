@@ -58,8 +58,8 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
     _check_grades(environment)
-    if config.apart is True and environment.plays_itself:
-        raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
+    if config.processes not in ("auto", 0) and environment.plays_itself:
+        raise ConfigError(f"environment.processes has no effect: {config.name} has a process of its own: remove it")
     environment.given_settings = config.settings
     if config.name != MIXTURE:
         environment.num_solved_examples = config.num_examples
@@ -80,9 +80,9 @@ def load_environment(config: EnvironmentConfig) -> Environment:
 
 
 def played(environment: Environment | None, config: EnvironmentConfig | None) -> Environment | None:
-    """The environment as a run plays it, by the planned `config`: under `environment.apart` with its episodes in
-    another process. None if there is none."""
-    if environment is None or config is None or config.apart is not True:
+    """The environment as a run plays it, by the planned `config`: with its episodes in `environment.processes`. None
+    if there is none."""
+    if environment is None or config is None or config.processes in ("auto", 0):
         return environment
     return Apart(environment, config)
 

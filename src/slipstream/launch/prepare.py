@@ -206,7 +206,7 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         *(train_tasks, tokenizer, eval_tasks, examples.lengths, eval_examples.lengths, gold),
         max_prompt_tokens=longest_prompt,
         max_turns=environment.max_turns if environment else 1,
-        apart=placement(environment) if environment else DataFacts.apart,
+        processes=placement(environment) if environment else DataFacts.processes,
         num_requested_tasks=requested,
     )
     facts = gather_facts(

@@ -138,7 +138,7 @@ class RolloutRunner:
         message of the environment holds one of `control_texts`. `on_ended` is told of each rollout. `idle` counts the
         engine's requests. `gateway`: for an environment that needs an address."""
         self._environment = environment
-        self._shares_tasks = placement(environment)[0]
+        self._shares_tasks = placement(environment)[0] > 0
         self._scorer = scorer
         self.tokenizer = tokenizer
         self.engine = engine
@@ -239,7 +239,7 @@ class RolloutRunner:
         of_run = task
         try:
             if self._shares_tasks:
-                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as under environment.apart
+                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as in another process
             if self._environment.bounds_itself:
                 await self._environment.setup()  # a new process, where the last one ended
             async with turns.deadline:

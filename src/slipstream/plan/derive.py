@@ -136,6 +136,10 @@ class DoesNotFit(ConfigError):
         """All of it, to be shown."""
 
 
+_CORES_OF_AGENTS = 4
+"""One of them plays agents: engines, rewards and the trainer need the others."""
+
+
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
     """Derive every `auto` of `config` from `facts`. Raises ConfigError for what cannot work, `DoesNotFit` among it."""
     return draft_plan(config, facts).checked()
@@ -183,7 +187,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
         builder.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
     if config.environment is not None and uses_engine(config):
         builder.derive_auto("environment.max_turns", facts.data.max_turns, "what the environment says")
-        builder.derive_auto("environment.apart", *facts.data.apart)
+        builder.derive_auto("environment.processes", *_processes(builder))
         builder.derive_auto("environment.reward_workers", *_reward_workers(facts.num_cpus, config.run.orchestrators))
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     if config.evaluation is not None and uses_engine(config):
@@ -242,6 +246,17 @@ def _plan_engine(builder: PlanBuilder) -> None:
         plan_beside(builder)
     plan_tool_parser(builder)
     plan_deadlines(builder)
+
+
+def _processes(builder: PlanBuilder) -> tuple[int, str]:
+    """The number of processes for episodes, of each orchestrator, and the reason."""
+    most, why = builder.facts.data.processes
+    if most <= 1:
+        return most, why
+    num_cpus, orchestrators = builder.facts.num_cpus, builder.original.run.orchestrators
+    number = max(1, min(most, num_cpus // _CORES_OF_AGENTS // orchestrators, builder["inference.max_num_seqs"]))
+    divided = f", divided among {orchestrators} orchestrators" if orchestrators > 1 else ""
+    return number, f"{why}: a process for {_CORES_OF_AGENTS} of {num_cpus} cores, at most {most}{divided}"
 
 
 def _reward_workers(num_cpus: int, orchestrators: int) -> tuple[int, str]:

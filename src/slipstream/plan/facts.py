@@ -107,8 +107,8 @@ class DataFacts:
     """Held-out tasks that exist and fit; None if not counted."""
     max_turns: int = 1
     """Most turns of the model in an episode."""
-    apart: tuple[bool, str] = (False, "there is no environment")
-    """Whether episodes are best played in a process of their own, and why."""
+    processes: tuple[int, str] = (0, "there is no environment")
+    """Most processes for episodes (0: the run's own process is best), and why."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ OPTIONS_FIXED = {
 }
 """vLLM's engine arguments that Slipstream sets itself, and why."""
 _OF_ENGINES = (
-    "sampling inference weights run.placement run.save_failures environment.max_turns environment.apart "
+    "sampling inference weights run.placement run.save_failures environment.max_turns environment.processes "
     "environment.reward_timeout_s environment.reward_workers environment.reward_concurrency "
     "environment.reward_memory_gib environment.reward_processes environment.tool_timeout_s "
     "environment.tool_concurrency environment.fresh_worker environment.user_namespace environment.max_reward_failures"

@@ -29,7 +29,9 @@ _TOKEN = re.compile(
 
 
 _OLD = re.compile(rf"^({'|'.join(ArgumentsConfig.model_fields)})(?= =)", re.MULTILINE)
-"""Keys of [algorithm] in the `resolved.toml` of runs from before they were arguments."""
+"""Former keys of [algorithm] in the `resolved.toml` of earlier runs; now they are arguments."""
+_APART = re.compile(r"^apart = (true|false)\b", re.MULTILINE)
+"""`environment.processes` there."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def read_run_file(path: Path | str) -> RunFile:
     text = _read_text(path)
     if path.name == "resolved.toml":
         text = _OLD.sub(r"arguments.\1", text)
+        text = _APART.sub(lambda found: f"processes = {int(found[1] == 'true')}", text)
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -46,6 +46,7 @@ OTHER_NAMES: dict[str, str] = {
         "critic.gae_lambda": "lam",
         "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length",
         "environment.settings": "reward_funcs",
+        "environment.processes": "apart",
         "inference.max_model_len": "max_seq_length max_prompt_length vllm_max_model_length",
         "inference.tensor_parallel_size": "tensor_model_parallel_size",
         "inference.replicas": "data_parallel_size",
@@ -61,7 +62,8 @@ OTHER_NAMES: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Names in TRL, verl and prime-rl that resemble none of ours, and the setting to use (docs/coming-from.md)."""
+"""Names in TRL, verl and prime-rl that resemble none of ours, and former names; and the setting to use
+(docs/coming-from.md)."""
 
 
 FORMER_KINDS = {"dpo": "sigmoid", "kto": "kto"}

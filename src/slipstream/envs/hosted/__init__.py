@@ -1,4 +1,4 @@
-"""Environments in a process of their own, with the run's interpreter (`environment.apart`) or another."""
+"""Environments in a process of their own, with the run's interpreter (`environment.processes`) or another."""
 
 from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper, KeptEnvironment
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed

@@ -1,10 +1,10 @@
-"""A user's environment whose `run` is played in a process of its own (`environment.apart`).
+"""A user's environment whose `run` is played in processes of its own (`environment.processes`).
 
 Code that blocks there holds up neither the engine nor other work of the run. A synchronous call that blocks for half of
 `environment.run_timeout_s` is interrupted: its episode fails, with the line in the error. If the
-episode still does nothing until the limit, the process is killed; its stacks are in the error, and all its episodes
-count as failed. Tasks are made in the run's process. Rewards and tools run in their workers, each with its own
-environment object.
+episode still does nothing until the limit, its process is killed; the stacks are in the error, and all episodes of that
+process count as failed. An episode begins in the process with the fewest, and stays there. Tasks are made in the run's
+process. Rewards and tools run in their workers, each with its own environment object.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Split
-from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper, KeptEnvironment
+from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper, KeptEnvironment, all_of
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
 from slipstream.envs.lifetime import CLOSE_S
 from slipstream.envs.mixed import Mixture, parts_of
@@ -38,25 +39,26 @@ _TAKEN_OVER = (
 _ANSWER_S = 5.0
 """How long the process may take to answer, beside the time that the environment's code has."""
 _SPACE = (
-    "it is played in a process of its own (environment.apart), in which tasks() was not called and which has the "
+    "it is played in a process of its own (environment.processes), in which tasks() was not called and which has the "
     "variables of environment.variables only"
 )
+_MOST_OF_AGENTS = 8
 
 
-def placement(environment: Environment) -> tuple[bool, str]:
-    """Whether episodes are played in a process of their own where nothing else is said, and why."""
+def placement(environment: Environment) -> tuple[int, str]:
+    """Most processes that play episodes where nothing else is said, and why; 0: the run's own process."""
     if isinstance(environment, Mixture):
-        found = {name: placement(part) for name, part in environment.parts.items()}
-        return next((each for each in found.values() if each[0]), next(iter(found.values())))
+        found = [placement(part) for part in environment.parts.values()]
+        return min((each for each in found if each[0]), key=lambda each: each[0], default=found[0])
     if environment.plays_itself:
-        return False, f"an environment of {environment.package} has a process of its own anyway"
-    own = [name for name in _HOOKS if _has_own(environment, name)]
+        return 0, f"an environment of {environment.package} has a process of its own anyway"
     if environment.runs_user_code:
-        own = ["run"]
+        return _MOST_OF_AGENTS, "the agent's function may block, and its client takes milliseconds a request"
+    own = [name for name in _HOOKS if _has_own(environment, name)]
     if not own:
-        return False, "episodes run no code of the environment's own between turns"
-    named = ", ".join(f"{name}()" for name in own)
-    return True, f"{named} of {environment.name} may block, which would hold up the run"
+        return 0, "episodes run no code of the environment's own between turns"
+    named = ", ".join(f"{name}()" for name in own)  # their variables may be shared by all episodes
+    return 1, f"{named} of {environment.name} may block, which would hold up the run"
 
 
 def plays_own_turns(environment: Environment) -> bool:
@@ -78,32 +80,34 @@ class _Playing:
     """An episode that the environment's `close_episode` is to close: `policy.state` in the run's process."""
 
     name: str
+    keeper: Keeper | None = None
     host: Host | None = None
     """The process that plays it."""
 
 
 class Apart(KeptEnvironment):
-    """`environment`, whose `run`, `setup` and `close` happen in another process, with their episodes' own."""
+    """`environment`, whose `run`, `setup` and `close` happen in other processes, with their episodes' own."""
 
     bounds_itself = True
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
+        """`config`: as planned."""
         self.name = environment.name
         super().__init__(environment.seed)
         self._environment = environment
         self._config = config
         for name in _TAKEN_OVER:
             setattr(self, name, getattr(environment, name))
-        self.keeper = Keeper(self.name, self._started, self.where)
+        number = 1 if config.processes == "auto" else config.processes
+        self.keepers = [Keeper(self.name, self._started, self.where) for _ in range(number)]
         self._closes_episodes = any(_has_own(each, "close_episode") for each in parts_of(environment).values())
         self._serial = itertools.count()
-        self._held_up_until = 0.0
 
     @property
     def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Environment`; also shortly afterwards, when the next episode may block. A call that goes on long after
         it should have been interrupted is not waited for."""
-        return time.monotonic() < self._held_up_until
+        return any(each.host is not None and each.host.is_held_up for each in self.keepers)
 
     @property
     def num_train_tasks(self) -> int:
@@ -120,8 +124,11 @@ class Apart(KeptEnvironment):
         return self._environment.tasks(split, num_tasks)
 
     async def close(self) -> None:
-        """Has the environment closed, and ends the process. Raises what `close` of the environment made of it."""
-        host = self.keeper.host
+        """Has the environment closed in each process, and ends it. Warns of what `close` of the environment raises."""
+        await all_of(self._close(each) for each in self.keepers)
+
+    async def _close(self, keeper: Keeper) -> None:
+        host = keeper.host
         try:
             if host is not None and host.alive:
                 await host.ask({"op": "close"}, CLOSE_S + _ANSWER_S)
@@ -130,7 +137,7 @@ class Apart(KeptEnvironment):
         except TimeoutError:
             self.on_warning(f"close() of {self.name} blocks, and its process was killed")
         finally:
-            await self.keeper.close()
+            await keeper.close()
 
     async def setup_episode(self, task: Task) -> _Playing | None:
         """Nothing but a name: the environment's is called in the process."""
@@ -138,21 +145,23 @@ class Apart(KeptEnvironment):
 
     async def close_episode(self, task: Task, state: _Playing | None) -> None:
         """Has the environment's called in the process that played the episode, if it lives."""
-        if state is None or state.host is None or state.host is not self.keeper.host or not state.host.alive:
+        keeper = state.keeper if state is not None else None
+        if state is None or keeper is None or state.host is not keeper.host or not keeper.is_up:
             return
-        frame = self._check(await self.keeper.play({"close": state.name}, _nothing))
+        frame = self._check(await keeper.play({"close": state.name}, _nothing))
         if "failed" in frame:
             raise EnvironmentRaised(frame["failed"])
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """An episode, played in the process."""
+        """An episode, played in the process with the fewest."""
+        keeper = min(self.keepers, key=lambda each: each.num_playing)
         playing: _Playing | None = policy.state
         if playing is not None:
-            playing.host = await self.keeper.ready()
+            playing.keeper, playing.host = keeper, await keeper.ready()
         asked = {"task": msgspec.to_builtins(task), "name": playing.name if playing else ""}
         if policy.address is not None:
             asked["address"] = msgspec.to_builtins(policy.address)
-        frame = self._check(await self.keeper.play(asked, lambda frame: _answer(frame, policy)))
+        frame = self._check(await keeper.play(asked, lambda frame: _answer(frame, policy)))
         if "episode" not in frame:
             raise ContextFull(frame["context_full"])
         return msgspec.convert(frame["episode"], Episode)
@@ -166,9 +175,9 @@ class Apart(KeptEnvironment):
             raise kind(f"{frame['details'].rstrip()}\n({_SPACE})")
         return frame
 
-    def _blocks(self, frame: Frame) -> None:
+    def _blocks(self, host: Host, frame: Frame) -> None:
         now = time.monotonic()
-        self._held_up_until = now + (self._interrupt_s - frame["seconds"] if frame["where"] else 0.0) + _ANSWER_S
+        host.held_up_until = now + (self._interrupt_s - frame["seconds"] if frame["where"] else 0.0) + _ANSWER_S
         if not frame["is_new"]:
             return
         self.on_warning(
@@ -185,7 +194,7 @@ class Apart(KeptEnvironment):
         passed = given(self._config.name) if is_python_object(self._config.name) else None
         setup: Frame = {
             "module": "own",
-            "section": self._config.model_copy(update={"apart": False}).model_dump_json(
+            "section": self._config.model_copy(update={"processes": 0}).model_dump_json(
                 exclude={"num_train_tasks", "reward_workers"}
             ),
             "passed": base64.b64encode(msgspec.msgpack.encode(passed)).decode() if passed is not None else "",
@@ -199,7 +208,7 @@ class Apart(KeptEnvironment):
         except (HostFailed, HostDied, TimeoutError, OSError) as error:
             reason = str(error) or "it was not loaded in time"
             raise EnvironmentFault(f"the process of {self.name} did not start: {reason}{self.where()}") from error
-        host.on_blocks, host.is_held_up, self._held_up_until = self._blocks, lambda: self.is_held_up, 0.0
+        host.on_blocks = partial(self._blocks, host)
         try:
             await host.ask({"op": "serve"}, self._config.run_timeout_s + _ANSWER_S)
         except BaseException as error:

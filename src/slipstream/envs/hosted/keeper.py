@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,34 @@ class EnvironmentBlocked(EnvironmentRaised):
 
 
 class KeptEnvironment(Environment):
-    """An environment whose episodes are played in a process that is kept."""
+    """An environment whose episodes are played in processes that are kept."""
 
-    keeper: Keeper
+    keepers: Sequence[Keeper]
 
     @property
     def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Environment`."""
-        return self.keeper.hung
+        return next((each.hung for each in self.keepers if each.hung), "")
 
     async def setup(self) -> None:
-        """Starts the process, in which the environment is set up."""
-        await self.keeper.ready()
+        """Starts the processes that there are not, in each of which the environment is set up."""
+        await all_of(each.ready() for each in self.keepers if not each.is_up)
 
     @property
     def log(self) -> Path | None:
-        """The file of the process's output."""
+        """The file of their output."""
         return self.log_folder and self.log_folder / LOG
 
     def where(self) -> str:
         """In errors: where its output is."""
         return f"; its output is in {self.log}" if self.log else ""
+
+
+async def all_of(calls: Iterable[Awaitable[Any]]) -> None:
+    """Waits until all have ended, and raises the first failure."""
+    for found in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(found, BaseException):
+            raise found
 
 
 class Keeper:
@@ -64,10 +71,17 @@ class Keeper:
         """The process, if there is one."""
         self.hung = ""
         """Stacks of the last process killed because it hung."""
+        self.num_playing = 0
+        """Episodes under way."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._deaths = 0
         self._serial = itertools.count()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a process in this event loop."""
+        return self._loop is asyncio.get_running_loop() and self.host is not None and self.host.alive
 
     async def ready(self) -> Host:
         """The process, started if there is none."""
@@ -82,7 +96,13 @@ class Keeper:
     async def play(self, task: Any, answer: Callable[[Frame], Awaitable[Frame]]) -> Frame:
         """Plays an episode; `answer` answers its requests, several at once if it makes several. Returns its last frame:
         `done`, `raised` or `cancelled`. Raises `EnvironmentRaised` if the process ends, and what `answer` raises."""
-        host = await self.ready()
+        self.num_playing += 1
+        try:
+            return await self._play(await self.ready(), task, answer)
+        finally:
+            self.num_playing -= 1
+
+    async def _play(self, host: Host, task: Any, answer: Callable[[Frame], Awaitable[Frame]]) -> Frame:
         name = f"episode-{next(self._serial)}"
         host.begin(name, task)
         try:

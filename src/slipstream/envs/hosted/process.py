@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -71,8 +72,8 @@ class Host:
         self._process = process
         self._frames: dict[str, asyncio.Queue[Frame | None]] = {"": asyncio.Queue()}
         self._end = ""
-        self.is_held_up: Callable[[], bool] = lambda: False
-        """Whether a call blocks it that is going to be interrupted, so that it is not taken for hanging."""
+        self.held_up_until = 0.0
+        """By the monotonic clock; see `is_held_up`."""
         self.facts: Frame = {}
         """What it said of the environment when it had loaded it."""
         self.num_ended = 0
@@ -105,6 +106,11 @@ class Host:
             await host.kill()
             raise
         return host
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether a call blocks it that is going to be interrupted, so that it is not taken for hanging."""
+        return time.monotonic() < self.held_up_until
 
     @property
     def alive(self) -> bool:
@@ -147,7 +153,7 @@ class Host:
                         while (await self.next_of(episode))["op"] not in LAST:
                             pass
                     return True
-                if not self.is_held_up():
+                if not self.is_held_up:
                     return False
         except HostDied:
             return True

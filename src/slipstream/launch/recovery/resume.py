@@ -133,6 +133,8 @@ def changed_settings(before: dict[str, Any], after: dict[str, Any], missing: str
     # Runs of before [algorithm.arguments] have its keys in [algorithm].
     moved = {f"algorithm.{name}": f"algorithm.arguments.{name}" for name in ArgumentsConfig.model_fields}
     before = {moved.get(name, name): value for name, value in before.items()}
+    if isinstance(is_apart := before.pop("environment.apart", None), bool):
+        before["environment.processes"] = int(is_apart)
     names = [name for name in {**before, **after} if name not in _OF_A_START and before.get(name) != after.get(name)]
     return [f"{name} was {before.get(name, missing)} and is {after.get(name, missing)}" for name in names]
 

@@ -1,4 +1,4 @@
-"""Slipstream's own environments in a process of their own (`environment.apart`), with the run's interpreter."""
+"""Slipstream's own environments in processes of their own (`environment.processes`), with the run's interpreter."""
 
 from __future__ import annotations
 
