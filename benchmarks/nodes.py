@@ -5,7 +5,8 @@
 
 GRPO has its trainer on the first GPU and an engine on each other; weights go by `broadcast`. The cases take turns.
 `nodes` has one agent a node on loopback, `network` also a value of NCCL_HOSTID for each node: NCCL then takes them for
-different hosts and uses sockets. Prints a Markdown table: medians and ranges over all steps but the first two.
+different hosts and uses sockets. `server`: the second GPU has an engine as a server (`slipstream engine`).
+Prints a Markdown table: medians and ranges over all steps but the first two.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,35 @@ training = {{ steps = {steps}, prompts_per_batch = 32, learning_rate = 1e-5 }}
 run.checkpoint_every = 1000
 """
 GRPO_CASES, SFT_CASES = ("one host", "nodes", "network"), ("one host", "full", "hybrid")
+SERVER_PORTS, SERVER_START_S = (29451, 29452), 240.0
+"""Of its control address, and of its inference address."""
+
+
+@contextlib.contextmanager
+def served(model: Path, max_length: int, environment: dict[str, str]) -> Iterator[list[str]]:
+    """A server of `model`, and the options of a run on it."""
+    control, port = (f"127.0.0.1:{SERVER_PORTS[0]}", str(SERVER_PORTS[1]))
+    command = [sys.executable, "-m", "slipstream.cli", "engine", str(model), "--dtype", "bfloat16"]
+    command += ["--control", control, "--port", port, "--max-length", str(max_length)]
+    server = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    try:
+        deadline = time.monotonic() + SERVER_START_S
+        while time.monotonic() < deadline and server.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(0.5)
+        yield ["--inference.servers", f'[{{url = "http://{control}"}}]']
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 def measure(case: str, file: Path, run: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run a case, and read its run folder."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus)))).split(",")[: options.gpus]
-    nodes = 1 if case == "one host" else options.nodes
-    parts = [gpus[start::1][: len(gpus) // nodes] for start in range(0, len(gpus), len(gpus) // nodes)]
+    nodes = 1 if case in ("one host", "server") else options.nodes
+    num_parts = 2 if case == "server" else nodes
+    parts = [gpus[start:][: len(gpus) // num_parts] for start in range(0, len(gpus), len(gpus) // num_parts)]
     token = {"SLIPSTREAM_CLUSTER_TOKEN": secrets.token_hex(16)}
     environments = [
         {**os.environ, **token, "CUDA_VISIBLE_DEVICES": ",".join(part)}
@@ -56,6 +81,9 @@ def measure(case: str, file: Path, run: Path, options: argparse.Namespace) -> di
         command += ["--training.sharding", case]
     program, begun = [sys.executable, "-m", "slipstream.cli"], time.monotonic()
     with contextlib.ExitStack() as stack:
+        if case == "server":
+            model, length = options.folder / f"model-{options.shape}", options.tokens + 128
+            command += stack.enter_context(served(model, length, environments.pop()))
         for environment in environments[1:]:
             join = [*program, "node", "--join", ADDRESS, "--run-id", RUN_ID, "--attempt", "0"]
             agent = subprocess.Popen(join, env=environment, stdout=sys.stderr)
@@ -99,7 +127,7 @@ def main() -> int:
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.out or Path(scratch)
+        folder = options.folder = options.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         model = folder / f"model-{options.shape}"
         if not model.exists():
