@@ -126,17 +126,21 @@ def test_a_job_that_could_never_start_is_refused(slurm, run_file, tmp_path):
 
 @pytest.mark.full
 def test_a_requeue_by_the_signal_changes_no_loss(slurm, run_file, tmp_path):
-    run = Submitted(slurm, run_file, tmp_path / "run", 60)
+    run = Submitted(slurm, run_file, tmp_path / "run", 100_000)
     run.until_step(5)
     again = ("submit", run.file, *run.settings(run.folder), "--to", "slurm", "--resume")
     assert "is running: wait for its end" in slurm.slipstream(*again, code=2)
     (shown,) = json.loads(slurm.slipstream("status", run.folder, "--json"))
     assert (shown["job"], shown["state"]) == (run.job, "running")
     slurm.run("scancel", "--signal=USR1", "--batch", run.job)
-    run.check_whole(tmp_path, restarts=1)
+    until(lambda: lineages(run.folder) == 2, LONG_S)
+    run.until_step(num_steps(run.folder) + 5)
+    assert slurm.state(run.job) == ("RUNNING", 1)
     assert "the job is requeued: the job's time is over" in run.output
     (resumed,) = (event["step"] for event in read_events(run.folder) if event["kind"] == "resume")
-    assert 5 <= resumed < 60
+    assert resumed >= 5
+    run.cancel_and_go_on(5)
+    run.check_whole(tmp_path, restarts=0)
 
 
 @pytest.mark.cluster
