@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.clusters.batch_script import Request, batch_script, seconds_of
-from slipstream.clusters.slurm import JobState, NodeShape, _shape, _state
+from slipstream.clusters.slurm import JobState, NodeShape, _lost_nodes, _shape, _state
 from slipstream.clusters.starts import Start, own_start
 from slipstream.errors import ConfigError
 
@@ -51,6 +51,21 @@ def test_time_limits(text, seconds):
 def test_a_time_limit_without_time_to_train_is_refused(time, words):
     with pytest.raises(ConfigError, match=words):
         batch_script(request(time=time))
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "is_lost"),
+    [
+        *(("RUNNING", 1, False), ("SUSPENDED", 1, False), ("RUNNING", 2, True)),
+        *(("COMPLETING", 1, True), ("PENDING", 1, True), ("NODE_FAIL", 1, True)),
+    ],
+)
+def test_a_start_has_its_nodes_while_slurm_says_so(state, restarts, is_lost):
+    answer = (
+        f"JobId=7 JobName=a-1 UserId=me(1) JobState={state} Reason=None Dependency=(null) Restarts={restarts} Comment=a"
+    )
+    assert _lost_nodes(answer, 1) == is_lost
+    assert not _lost_nodes("", 1)
 
 
 @pytest.mark.parametrize(

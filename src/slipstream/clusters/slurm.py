@@ -6,6 +6,7 @@ minutes after its end, and accounting may be off: the state is then unknown, and
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _ENDED = frozenset(
         *("REVOKED", "TIMEOUT"),
     }
 )
+_WITHOUT_NODES = _ENDED | {"COMPLETING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,15 @@ def cancel(number: str) -> None:
     _call(["scancel", number], "refuses to cancel the job")
 
 
+def has_lost_nodes(number: str, requeues: int) -> bool:
+    """Whether Slurm has ended the start of a job after so many requeues. Its processes survive a dead daemon of their
+    node. False without an answer."""
+    try:
+        return _lost_nodes(_call(["scontrol", "show", "job", "--oneliner", number], _SILENT), requeues)
+    except ConfigError:
+        return False
+
+
 def requeue(number: str) -> None:
     """Have Slurm start this job again. Raises ConfigError. Called inside the job it does not return for long."""
     _call(["scontrol", "requeue", number], "refuses to requeue the job")
@@ -126,6 +137,12 @@ def _call(command: Sequence[str], problem: str, given: str | None = None) -> str
 def _state(line: str) -> JobState:
     number, name, reason, elapsed, limit, nodes = line.split("|")[:6]
     return JobState(number, name.split()[0].rstrip("+"), reason if reason != "None" else "", elapsed, limit, nodes)
+
+
+def _lost_nodes(answer: str, requeues: int) -> bool:
+    """Of `JobId=7 JobName=a ... JobState=RUNNING Reason=None ... Restarts=0 ...`."""
+    state, count = re.search(r"\sJobState=(\w+)", answer), re.search(r"\sRestarts=(\d+)", answer)
+    return (state is not None and state[1] in _WITHOUT_NODES) or (count is not None and int(count[1]) > requeues)
 
 
 def _shape(line: str) -> NodeShape:

@@ -1,8 +1,8 @@
 """The supervisor in a job of Slurm, `python -m slipstream.service.slurm_job FOLDER NAME`.
 
-Before the time limit Slurm signals it. The run saves a checkpoint and ends, and the job is requeued for the rest. Of a
-start of the job after the failure of a node it ends what is left of the earlier one first. The token of a start exists
-in the environment alone.
+Before the time limit Slurm signals it. The run saves a checkpoint and ends, and the job is requeued for the rest. After
+the failure of a node, the next start of the job first ends the rest of the earlier one. The token of a start exists in
+the environment alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SlurmSupervisor(JobSupervisor):
         self._end_earlier()
         super().run()
         record = record_of(self._folder)
-        if record is None or record.state != "queued" or self._begins.is_over(self._folder):
+        if record is None or record.state != "queued" or self._is_over():
             return
         if self._stop == signal.SIGUSR1:
             print(f"the job is requeued: {_TIME_IS_OVER}", flush=True)
@@ -63,6 +63,10 @@ class SlurmSupervisor(JobSupervisor):
                 print(f"{error}; another job follows", flush=True)
         if self._stop in (0, signal.SIGUSR1):
             self.leave_job()
+
+    def _is_over(self) -> bool:
+        """Whether the job starts again elsewhere. After the death of a node's daemon this process lives on."""
+        return self._begins.is_over(self._folder) or slurm.has_lost_nodes(self._number, self._begins.number)
 
     def _note_start(self) -> None:
         write_whole(self._folder / FILE, f"{self._begins.job}.{self._begins.number}\n".encode())
@@ -106,12 +110,13 @@ class SlurmSupervisor(JobSupervisor):
     def _conclude(self, code: int | None, host_bytes: int) -> Record:
         # After SIGKILL of srun its step may hold the nodes: no further step here.
         self._is_stuck = code is not None and code < 0
+        if code and self._is_over():
+            code = None  # that of srun, without nodes
         how = _TIME_IS_OVER if self._stop == signal.SIGUSR1 else f"Slurm has stopped job {self._number}"
         return conclude(self._folder, self._launch, code, 0, stopped=how if self._stop else "")
 
     def _has_time(self, record: Record) -> bool:
-        # Slurm may have started the job again elsewhere, after this node's daemon had died.
-        return not self._is_stuck and super()._has_time(record) and not self._begins.is_over(self._folder)
+        return not self._is_stuck and super()._has_time(record) and not self._is_over()
 
 
 def main() -> None:
