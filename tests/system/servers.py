@@ -36,7 +36,7 @@ class Server:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         self.log = []
-        threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
+        threading.Thread(target=self._follow, daemon=True).start()
         self.lines = []
         while line := self.process.stdout.readline():
             self.lines.append(line.rstrip())
@@ -44,6 +44,11 @@ class Server:
                 break
         assert self.lines, "".join(self.log)
         self.url = next(line for line in self.lines if line.startswith("url")).split('"')[1]
+
+    def _follow(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+            sys.stderr.write(line)
 
     @property
     def inference(self):
