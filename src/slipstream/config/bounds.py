@@ -78,8 +78,8 @@ Times = Annotated[int, Field(gt=0, le=1000)]
 """How often something is repeated."""
 UpToThousand = Annotated[int, Field(ge=0, le=1000)]
 Processes = Annotated[int, Field(gt=0, le=256)]
-EnvironmentProcesses = Annotated[int, Field(ge=0, le=64)]
 """Of one machine."""
+EnvironmentProcesses = Annotated[int, Field(ge=0, le=64)]
 Threads = Annotated[int, Field(gt=0, le=1024)]
 GroupSize = Annotated[int, Field(gt=0, le=10_000)]
 Tokens = Annotated[int, Field(gt=0, le=1_000_000_000)]
