@@ -67,7 +67,7 @@ def convert(name: str, gguf: Path, folder: Path) -> None:
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    # transformers 5.17 gives the file's first token as `eos_token`. Answers would not end, and the template would be wrong.
+    # transformers 5.17 takes the first token of the file for the last: answers would not end.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.chat_template = TEMPLATES[name]
     model.save_pretrained(folder)

@@ -76,6 +76,12 @@ def test_a_gpu_is_lost(smi):
     assert (found.verdict, LOST in found.reason, "restart the machine" in found.remedy) == ("fault", True, True), found
 
 
+def test_nvidia_smi_fails_beside_a_gpu_that_computes(smi):
+    smi(**{"": (LOST, 15)})
+    (found,) = gpus.check_gpus(torch_view=lambda: TorchView("13.0", gpus=[("H100", 9, 80 << 30, "GPU-a")]))
+    assert (found.verdict, LOST in found.reason, "memory held by others" in found.remedy) == ("warning", True, True)
+
+
 @pytest.mark.real_start
 @pytest.mark.parametrize("ready_after", [2, 1000])
 def test_a_gpu_that_is_not_ready_is_awaited_for_a_time(ready_after, smi, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from slipstream.processes.launchers import LOCAL
 from slipstream.processes.temporary import temporary
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = "/dev/nvidiactl"
 _OTHERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _HIDDEN = ("", "-1")
 _READY_S = 120.0
@@ -93,7 +94,11 @@ def check_gpus(
     if seen.error or not seen.gpus:
         yield _unusable(cards, seen, listed)
         return
-    is_fine = True
+    is_fine = bool(cards or seen.hip)
+    if not is_fine:
+        reason = f"torch computes, and nvidia-smi does not answer: {listed()[1] or 'it is not in PATH'}"
+        remedy = "install the driver's tools; without them memory held by others is not seen"
+        yield Finding("GPUs", "warning", reason, remedy)
     states = {card["uuid"]: card for card in cards}
     for number, (name, major, size, uuid) in enumerate(seen.gpus):
         if major < HAS_BFLOAT16:
@@ -170,7 +175,8 @@ def check_visible(
 
 
 def check_compiler(
-    has_gpu: Callable[[], bool] = lambda: bool(gpus_at_start()), which: Callable[[str], str | None] = shutil.which
+    has_gpu: Callable[[], bool] = lambda: bool(gpus_at_start()) or os.path.exists(_DRIVER),
+    which: Callable[[str], str | None] = shutil.which,
 ) -> Iterator[Finding]:
     """Triton builds its launchers with a C compiler."""
     if not has_gpu():
