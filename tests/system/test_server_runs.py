@@ -16,7 +16,7 @@ from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.inference.lending import TOKEN_VARIABLE
 from slipstream.runlog import read_events, read_exit, read_metrics
 from tests.nodes.networks import networks
-from tests.waiting import until
+from tests.waiting import is_there, until
 
 from .servers import TOKEN, Server, ended, server, setting_of
 from .test_node_runs import PARITY, finish, start
@@ -212,6 +212,24 @@ def test_a_server_with_several_workers(run_file, tmp_path, option):
     check_run(folder, steps=3)
     # The probe asks each engine, and engine cores are one.
     assert [row[:3] for row in figures(folder)] == [row[:3] for row in figures(one)]
+
+
+@pytest.mark.servers
+def test_nothing_is_left_of_a_killed_server_with_several_cores(model, tmp_path):
+    with server(model, socket=tmp_path / "engine.sock", data_parallel=2) as engine:
+        until(lambda: get_status(f"{engine.inference.removesuffix('/v1')}/health") == 200, 200)
+        processes = psutil.Process(engine.process.pid).children(recursive=True)
+        assert len([each for each in processes if is_core(each)]) == 2
+        engine.process.kill()
+        until(lambda: not any(is_there(each.pid) for each in processes))
+
+
+def get_status(url):
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def is_core(process):

@@ -378,6 +378,10 @@ class AsyncHost(Host):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if arguments.get("data_parallel_size", 1) > 1:
+            from slipstream.inference.plugin import coordinator
+
+            coordinator.follow_parent()
         super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
 
     @property
