@@ -21,6 +21,7 @@ from slipstream.processes import exits
 from slipstream.processes.channel import Channel, ChannelClosed
 from slipstream.processes.files import open_own
 from slipstream.processes.launchers import LOCAL, Child, Resources
+from slipstream.processes.libraries import remove_unfinished
 from slipstream.processes.temporary import cache_root, private_folder, remove_temporary
 
 MODULE = "slipstream.inference.plugin.main"
@@ -48,6 +49,8 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
     if not environment.get("TORCHINDUCTOR_CACHE_DIR"):
         with contextlib.suppress(OSError, RuntimeError):  # no usable home: torch makes one in the engine's TMPDIR
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(cache_root(environment) / "engines"))
+    if folder := environment.get("TORCHINDUCTOR_CACHE_DIR"):
+        remove_unfinished(Path(folder))
     return environment
 
 

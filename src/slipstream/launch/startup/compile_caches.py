@@ -2,8 +2,8 @@
 
 Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it. Other versions and
 devices use other folders. Variables that are set take precedence. Without a usable folder it is temporary: another user
-may have made the compilers' usual ones. Runs may share the folder, since torch and Triton write complete files named
-after their content. It may be removed at any time.
+may have made the compilers' usual ones. Runs may share the folder, since torch and Triton name files after their
+content, and write them whole or under a lock. It may be removed at any time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from slipstream.processes.libraries import remove_unfinished
 from slipstream.processes.temporary import cache_root, private_folder, temporary
 from slipstream.processes.variables import variables_set
 from slipstream.runlog import versions
@@ -36,6 +37,8 @@ def persistent_caches(warn: Callable[[str], None]) -> Generator[None]:
         root = _root(warn, stack) if unset else None
         if root is not None:
             stack.enter_context(variables_set({name: str(root / _FOLDERS[name]) for name in unset}))
+        if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+            remove_unfinished(Path(folder))
         yield
 
 
