@@ -57,26 +57,27 @@ def main() -> None:
     parser.add_argument("--hint", choices=["right", "shuffled"], default="right")
     parser.add_argument("--model", default="models/smollm2")
     parser.add_argument("--folder", type=Path, default=Path("runs/self-distillation-sums"))
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tasks", type=int, default=512, help="held-out tasks")
     options = parser.parse_args()
     with slipstream.session(
         model=options.model,
         environment={"name": str(ARITHMETIC)},
         steps=options.steps,
-        training={"learning_rate": 5e-5, "schedule": "linear"},
+        training={"learning_rate": 1e-4, "schedule": "linear"},
         sampling={"max_tokens": 8},
         evaluation={"num_tasks": options.tasks},
-        inference={"max_model_len": 128, "kv_cache_gib": 2.0},
+        inference={"max_model_len": 128, "kv_cache_gib": 2.0, "enforce_eager": True},
         folder=options.folder / f"{options.hint}-{options.seed}",
         seed=options.seed,
     ) as s:
         draw = random.Random(options.seed)
         hint, before = solved(s.tasks, options.hint, draw), s.evaluate()
-        taught = answers(s, draw.sample(s.tasks, min(1024, len(s.tasks))), hint, 8)
+        taught = answers(s, draw.sample(s.tasks, min(4096, len(s.tasks))), hint, 4)
         for step in range(options.steps):
             metrics = s.train(draw.sample(taught, min(256, len(taught))), "sft")
-            print(f"step {step + 1}: loss {metrics['train/loss']:.2f}", flush=True)
+            if step % 10 == 9:
+                print(f"step {step + 1}: loss {metrics['train/loss']:.2f}", flush=True)
         s.sync()
         after = s.evaluate()
         s.save()
