@@ -353,7 +353,7 @@ def test_what_is_refused(episode, taught):
                 ("no key", "POST", "/v1/chat/completions", chat, {}),
                 ("another key", "POST", "/v1/chat/completions", chat, {"x-api-key": "sk-other"}),
                 ("control", "POST", "/v1/apply", {}, good),
-                ("sessions", "POST", "/session-close", {}, good),
+                ("sessions", "POST", "/sessions-close", {}, good),
                 ("metrics", "GET", "/metrics", None, good),
                 ("another model", "POST", "/v1/chat/completions", {**chat, "model": "gpt-4o"}, good),
                 ("two answers", "POST", "/v1/chat/completions", {**chat, "n": 2}, good),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import aiohttp
@@ -17,6 +17,7 @@ import msgspec
 
 from slipstream.errors import DeadlineError, EngineError, IntegrityError
 from slipstream.inference.addresses import ControlAddress
+from slipstream.inference.shared_requests import SharedRequests
 from slipstream.patience import Patience
 from slipstream.processes.channel import LENGTH, length_of
 from slipstream.records import (
@@ -35,8 +36,6 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
 _SESSION_TIMEOUT_S = 60.0
-_SESSIONS_AT_ONCE = 32
-"""Sessions to open or close at once: a socket takes few connections before they are accepted."""
 SILENCE_S = 60.0
 """An engine that is silent for so long is given up."""
 _LISTEN_S = 1.0
@@ -73,7 +72,8 @@ class EngineClient:
         self._describe = describe
         self._give_up = give_up
         self._session: aiohttp.ClientSession | None = None
-        self._session_places = asyncio.Semaphore(_SESSIONS_AT_ONCE)
+        self._openings = SharedRequests(self._open_sessions)
+        self._endings = SharedRequests(self._close_sessions)
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
         self._asked: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,7 +93,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Drop the connections; a later call opens them again."""
-        for task in list(self._tasks):
+        for task in [*self._tasks, self._openings, self._endings]:
             task.cancel()
         if self._session is not None:
             await self._session.close()
@@ -256,14 +256,22 @@ class EngineClient:
 
     async def open_session(self, opening: SessionOpening) -> None:
         """Record the requests of an agent."""
-        async with self._session_places:
-            await self._post("/session-open", encode(opening), bool, _SESSION_TIMEOUT_S)
+        await self._openings.call(opening)
 
     async def close_session(self, key: str) -> list[SessionTurn]:
         """End a session; returns its turns. Raises `EngineError` if it is not open, as after the engine's death."""
-        body = msgspec.msgpack.encode(key)
-        async with self._session_places:
-            return await self._post("/session-close", body, list[SessionTurn], _SESSION_TIMEOUT_S)
+        turns = await self._endings.call(key)
+        if turns is None:
+            raise EngineError(f"the engine was started again, and has lost an agent's session: {self._describe()}")
+        return turns
+
+    async def _open_sessions(self, openings: Sequence[SessionOpening]) -> Sequence[None]:
+        await self._post("/sessions-open", msgspec.msgpack.encode(openings), bool, _SESSION_TIMEOUT_S)
+        return [None] * len(openings)
+
+    async def _close_sessions(self, keys: Sequence[str]) -> Sequence[list[SessionTurn] | None]:
+        kind = list[list[SessionTurn] | None]
+        return await self._post("/sessions-close", msgspec.msgpack.encode(keys), kind, _SESSION_TIMEOUT_S)
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Load a published version in place and verify it."""

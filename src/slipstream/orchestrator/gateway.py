@@ -331,6 +331,8 @@ class Gateway:
 
 async def _next(answer: aiohttp.ClientResponse, within_s: float) -> bytes:
     """The next bytes of an answer; empty at its end. Streams have signs of life, also during an update."""
+    if answer.content.is_eof():  # a deadline costs more than the read
+        return await answer.content.readany()
     async with asyncio.timeout(within_s):
         return await answer.content.readany()
 

@@ -45,9 +45,10 @@ class Sessions:
         """Begin to record requests with this key."""
         self._open[opening.key] = Session(opening)
 
-    def close(self, key: str) -> list[SessionTurn]:
-        """End a session and forget its key; returns the recorded turns. Raises KeyError for an unknown key."""
-        return self._open.pop(key).turns
+    def close(self, key: str) -> list[SessionTurn] | None:
+        """End a session and forget its key; returns the recorded turns, or None for an unknown key."""
+        session = self._open.pop(key, None)
+        return session.turns if session is not None else None
 
     def clear(self) -> None:
         """Forget all sessions."""

@@ -155,13 +155,17 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
 def _sessions(server: EngineServer) -> list[web.RouteDef]:
     """Routes of agents' sessions; their requests come to the listener of foreign clients."""
 
-    async def open_session(opening: SessionOpening) -> None:
-        server.sessions.open(opening)
+    async def open_sessions(openings: list[SessionOpening]) -> None:
+        for opening in openings:
+            server.sessions.open(opening)
 
-    async def close_session(key: str) -> list[SessionTurn]:
-        return server.sessions.close(key)
+    async def close_sessions(keys: list[str]) -> list[list[SessionTurn] | None]:
+        return [server.sessions.close(key) for key in keys]
 
-    return [_post("/session-open", open_session, SessionOpening), _post("/session-close", close_session, str)]
+    return [
+        _post("/sessions-open", open_sessions, list[SessionOpening]),
+        _post("/sessions-close", close_sessions, list[str]),
+    ]
 
 
 def _post(path: str, call: Callable[..., Awaitable[Any]], takes: Any = None) -> web.RouteDef:
