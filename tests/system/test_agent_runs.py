@@ -44,7 +44,7 @@ def test_an_agent_is_trained_on_what_was_sampled(command, run_file, model, tmp_p
     folder = tmp_path / "run"
     settings = ("--environment.name", "agent", "--environment.settings", table(**TASKS, **KINDS[kind]))
     options = ("--model.path", model, "--sampling.max_tokens", "8", "--evaluation.num_tasks", "4")
-    size = ("--training.steps", "2", "--environment.run_timeout_s", "60")
+    size = ("--training.steps", "2", "--environment.run_timeout_s", "60", "--environment.processes", "2")
     command("train", run_file, *settings, *options, *size, "--run.folder", folder).ok()
     check_run(folder, steps=2)
     rows = read_metrics(folder)

@@ -33,6 +33,8 @@ from slipstream.processes.child import END
 from slipstream.processes.exits import leave, private_folder
 from slipstream.processes.temporary import remove_temporary
 
+_GC_THRESHOLDS = (10_000, 20, 10)
+"""By default the garbage of 256 requests of agents is looked for hundreds of times: a quarter of a request's time."""
 Open = Callable[[EngineServer, contextlib.AsyncExitStack], Awaitable[None]]
 """Begins to answer; the stack ends it."""
 
@@ -56,6 +58,7 @@ async def serve(
             raise
         gc.collect()
         gc.freeze()  # what is imported stays: a full collection takes longer than an update may
+        gc.set_threshold(*_GC_THRESHOLDS)
         gc.enable()
     doors = contextlib.AsyncExitStack()
     await open_doors(server, doors)

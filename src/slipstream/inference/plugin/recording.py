@@ -189,6 +189,8 @@ class Recording:
         self._is_whole = params.output_kind.name == "FINAL_ONLY" and not stop and params.logprobs is None
         self._skips_special = params.skip_special_tokens
         whole: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if self._is_whole else {}
+        if hasattr(params, "skip_clone"):  # these are nobody else's; a copy costs a tenth of a millisecond
+            whole["skip_clone"] = True
         return type(params)(
             max_tokens=min(limits),
             temperature=ours.temperature,
