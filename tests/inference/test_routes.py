@@ -9,8 +9,10 @@ import pytest
 from aiohttp import ClientSession, UnixConnector, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from slipstream.errors import WeightsError
+from slipstream.errors import EngineError, WeightsError
+from slipstream.inference.client import EngineClient
 from slipstream.inference.plugin import routes as routes_module
+from slipstream.inference.plugin.recording import Sessions
 from slipstream.inference.plugin.routes import _Cancelled, errors_as_text, listen, routes
 from slipstream.inference.plugin.service import OutOfService, Service
 from slipstream.records import (
@@ -20,6 +22,7 @@ from slipstream.records import (
     GenerateRequest,
     ParameterSpec,
     SamplingParams,
+    SessionOpening,
     Ticket,
     Version,
     decode,
@@ -225,3 +228,27 @@ async def test_the_socket_is_for_the_user_alone_and_takes_large_bodies(server, t
             await until(lambda: server.ended == ["a", "b"])
     finally:
         await runner.cleanup()
+
+
+async def test_sessions_are_opened_and_closed_together(server, tmp_path):
+    server.sessions, requests, alive = Sessions(), [], [server]
+    opened = server.sessions.open
+    server.sessions.open = lambda opening: requests.append(opening.key) or opened(opening)
+    socket = str(tmp_path / "engine.sock")
+    runner = await listen(server, socket)
+    client = EngineClient(socket, is_alive=lambda: bool(alive), describe=lambda: "its log")
+    keys = [f"key-{number}" for number in range(300)]
+    try:
+        await asyncio.gather(*(client.open_session(SessionOpening(key, SamplingParams(4), 1)) for key in keys))
+        assert requests == keys
+        closed = await asyncio.gather(*map(client.close_session, [*keys, "another"]), return_exceptions=True)
+        assert closed[:-1] == [[]] * len(keys)
+        assert isinstance(closed[-1], EngineError), "an engine that was started again knows no session"
+        assert server.sessions.of([(b"x-api-key", keys[0].encode())]) is None
+    finally:
+        await client.close()
+        await runner.cleanup()
+        alive.clear()
+    with pytest.raises(EngineError, match="died"):
+        await client.close_session(keys[0])
+    await client.close()
