@@ -3,6 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -24,9 +25,12 @@ IMPORT_S, GRAPHS_S, LOAD_RATE = 26.0, 3.0, 8.4e8
 COMPILE_S = 60.0
 PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l40s": 3.6e14, "4090": 1.65e14}
 """Bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
-TRAINING_SHARE, GENERATION_SHARE = 0.3, 0.1
-"""Assumed parts of the peak. Not measured: an earlier run of the same shape replaces them."""
-TRAINER_START_S = 30.0
+SMALL_SHARE, SHARE, SMALL_PARAMETERS = 0.3, 0.47, 1e9
+"""Parts of the peak in training on an H200: 1.5B, and 0.5B by its ratio to 1.5B in an earlier version."""
+BATCH_S, DECODE_S, READ_RATE, LORA_TIMES = 0.75, 2.8e-3, 4.3e12, 1.4
+"""Generation on an H200: seconds of a batch, and of a token of all its sequences, and bytes a second of the weights
+(1.5B, 256 sequences of 256 and 512 tokens). Under LoRA all of it takes that much longer (128 tokens)."""
+UPDATE_S, TRAINER_START_S = 0.3, 30.0
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -66,13 +70,24 @@ def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_to
     peak = next((rate for name, rate in PEAK_FLOPS.items() if name in facts.gpu_name.lower()), 0.0)
     if not facts.num_gpus or not peak:
         return msgspec.structs.replace(known, how="no earlier run of this shape, and no known rate of the device")
-    flops = 2.0 * facts.model.num_parameters * sequences * mean_tokens
-    step_s = 3 * flops / (peak * TRAINING_SHARE * config.training.ranks)
-    rest_s = TRAINER_START_S
-    if uses_engine(config):
-        step_s += flops / (peak * GENERATION_SHARE)
-        rest_s += IMPORT_S + GRAPHS_S + weights_bytes(facts.model, config.model.dtype) / LOAD_RATE
-    how = f"{TRAINING_SHARE:.0%} of {peak:.2g} FLOP/s in training; no earlier run of this shape"
+    share = SMALL_SHARE if facts.model.num_parameters < SMALL_PARAMETERS else SHARE
+    num_bytes = weights_bytes(facts.model, config.model.dtype)
+    tokens, rest_s, generation_s = sequences * mean_tokens, TRAINER_START_S, 0.0
+    if uses_engine(config):  # it starts beside the trainer, and without an earlier run of the shape it compiles
+        compile_s = 0.0 if config.inference.enforce_eager else COMPILE_S
+        rest_s = max(rest_s, IMPORT_S + GRAPHS_S + compile_s + num_bytes / LOAD_RATE)
+    if isinstance(algorithm, RLConfig):
+        length = config.sampling.max_tokens
+        tokens -= (sequences - config.training.prompts_per_batch) * (mean_tokens - length)  # a group shares its prompt
+        turns = math.ceil(sequences / (config.inference.max_num_seqs * config.inference.replicas))
+        decode_s = DECODE_S + num_bytes / config.inference.tensor_parallel_size / READ_RATE
+        generation_s = (BATCH_S + turns * length * decode_s) * (LORA_TIMES if lora else 1.0)
+    training_s = 6.0 * facts.model.num_parameters * tokens / (peak * share * config.training.ranks)
+    is_ahead = config.training.staleness > 0 and config.run.placement == "separate"
+    step_s = max(training_s, generation_s) if is_ahead else training_s + generation_s
+    step_s += UPDATE_S if generation_s else 0.0
+    generates = f", {generation_s:.2g} s of generation" if generation_s else ""
+    how = f"{share:.0%} of {peak:.2g} FLOP/s in training{generates}; no earlier run of this shape"
     return msgspec.structs.replace(known, step_s=step_s, rest_s=rest_s, how=how)
 
 
