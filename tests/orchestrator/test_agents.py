@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 
 import aiohttp
 import msgspec
@@ -242,6 +243,17 @@ async def test_requests_that_nobody_waits_for_end_with_the_episode(rolled_out):
     assert (found.num_turns, found.reward) == (1, 1.0)
     async with asyncio.timeout(5):
         await cancelled.wait()
+
+
+async def test_many_agents_connect_before_the_first_is_accepted(tmp_path):
+    gateway = Gateway(request_timeout_s=5, max_requests=2)
+    async with Engine(tmp_path) as engine:
+        async with gateway.session(engine, SamplingParams(8), 3, "0.0") as session:
+            port = int(session.address.base_url.rpartition(":")[2].removesuffix("/v1"))
+            with contextlib.ExitStack() as stack:
+                for _ in range(400):  # the event loop stands still
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        await gateway.close()
 
 
 def test_a_turn_survives_the_wire():

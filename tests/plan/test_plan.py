@@ -350,13 +350,13 @@ def test_where_episodes_are_played():
     assert plan({"environment.processes": 3}, processes=one).config.environment.processes == 3
     assert plan().config.environment.processes == 0
     for values, num_cpus, number in [
-        *(({}, 2, 1), ({}, 16, 4), ({}, 128, 8)),
-        *(({"run.orchestrators": 2}, 16, 2), ({"inference.max_num_seqs": 3}, 64, 3)),
+        *(({}, 2, 1), ({}, 8, 4), ({}, 128, 8)),
+        *(({"run.orchestrators": 2}, 8, 2), ({"inference.max_num_seqs": 3}, 64, 3)),
     ]:
         made = plan(values, processes=agents, num_cpus=num_cpus)
         (found,) = [item for item in made.derived if item.name == "environment.processes"]
         assert (found.value, made.config.environment.processes) == (number, number), values
-        assert found.reason.startswith(f"it takes long: a process for 4 of {num_cpus} cores, at most 8")
+        assert found.reason.startswith(f"it takes long: a process for 2 of {num_cpus} cores, at most 8")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class EnvironmentConfig(Section):
     processes: bounds.EnvironmentProcesses | Auto = "auto"
     """Processes that play episodes, so that code that blocks there holds up nothing else: it is named, and interrupted
     after half of `run_timeout_s`. 0: the run's own process plays them. `auto`: 1 where the environment has a `run` (or
-    a `setup`, `close`, `setup_episode` or `close_episode`) of its own, one for 4 cores (at most 8) where a function is
+    a `setup`, `close`, `setup_episode` or `close_episode`) of its own, one for 2 cores (at most 8) where a function is
     the agent, otherwise 0. What these methods need must be in the task or follow from the settings, and `variables`
     must name the environment variables that they read. With several processes, episodes do not share variables."""
     run_timeout_s: bounds.Seconds = 300.0

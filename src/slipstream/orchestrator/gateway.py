@@ -55,6 +55,8 @@ _GRACE_S = 0.5
 """For open requests at the end of an episode: their last bytes may be on their way."""
 _BODY_S = 60.0
 _CONNECT_S, _CONNECT_PAUSE_S = 30.0, 0.02
+_BACKLOG = 4096
+"""Connections that wait to be accepted: all agents begin at once, and beyond it a client tries again after a second."""
 _OVERLONG = b"maximum context length"
 
 
@@ -176,7 +178,7 @@ class Gateway:
             app.router.add_route("*", "/{path:.*}", self._handle)
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG)
             await site.start()
             self._runner, self._port = runner, runner.addresses[0][1]
 

@@ -136,8 +136,8 @@ class DoesNotFit(ConfigError):
         """All of it, to be shown."""
 
 
-_CORES_OF_AGENTS = 4
-"""One of them plays agents: engines, rewards and the trainer need the others."""
+_CORES_OF_AGENTS = 2
+"""One of them plays agents: engine, orchestrator and trainer need the others."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:

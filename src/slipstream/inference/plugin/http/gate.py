@@ -127,7 +127,7 @@ class Gate:
                 raise Refusal(421, "misdirected_request", "without a key only 127.0.0.1 and localhost are answered")
 
     async def _until_open(self, method: str) -> None:
-        if method != "POST":
+        if method != "POST" or self._server.service.is_serving:
             return
         try:
             async with asyncio.timeout(QUIET_S):
