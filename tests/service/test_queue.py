@@ -14,7 +14,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_events, read_exit
-from slipstream.service.ending import ended_attempt, exit_since, heartbeat_since
+from slipstream.service.ending import confirmed, ended_attempt, exit_since, heartbeat_since
 from slipstream.service.index import Index
 from slipstream.service.records import Attempt
 from slipstream.service.runs import LocalRuns
@@ -152,7 +152,11 @@ def test_files_of_an_earlier_attempt_do_not_count(tmp_path):
     assert exit_since(tmp_path, 11.0) is heartbeat_since(tmp_path, 11.0) is None
     assert ended_attempt(tmp_path, Attempt(1, 9.0), None, 12.0).kind == "finished"
     assert ended_attempt(tmp_path, Attempt(2, 11.0), None, 12.0).kind == "infrastructure"
+    assert (confirmed(tmp_path, 0), confirmed(tmp_path, 1), confirmed(tmp_path, None)) == (0, 1, None)
+    (tmp_path / "exit.json").write_bytes(msgspec.json.encode(report | {"status": "interrupted"}))
+    assert (confirmed(tmp_path, 0), confirmed(tmp_path, 1)) == (None, 1)
     (tmp_path / "exit.json").write_text("{")
+    assert confirmed(tmp_path, 0) == 0
     assert ended_attempt(tmp_path, Attempt(2, 11.0), None, 12.0).kind == "infrastructure"
 
 

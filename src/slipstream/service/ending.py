@@ -31,6 +31,14 @@ def exit_since(folder: Path, started: float) -> ExitReport | None:
     return report if report is not None and report.time >= started - _ROUNDING_S else None
 
 
+def confirmed(folder: Path, exit_code: int | None) -> int | None:
+    """The exit code, but None for a 0 without a finished run in `exit.json`: srun's own after the failure of a node."""
+    with contextlib.suppress(SlipstreamError):  # a damaged file says nothing
+        report = read_exit(folder)
+        return None if exit_code == 0 and (report is None or report.status != "finished") else exit_code
+    return exit_code
+
+
 def heartbeat_since(folder: Path, started: float) -> Heartbeat | None:
     """The heartbeat, if written since `started`."""
     beat = read_heartbeat(folder)

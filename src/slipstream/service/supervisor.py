@@ -28,7 +28,7 @@ from slipstream.processes.launchers import LOCAL, Child, Resources
 from slipstream.runlog import is_running
 from slipstream.service import dispatch
 from slipstream.service.allocation import CPU, Gpu
-from slipstream.service.ending import conclude, exit_since
+from slipstream.service.ending import conclude, confirmed, exit_since
 from slipstream.service.gpus import read_gpus
 from slipstream.service.providers import all_providers
 from slipstream.service.records import Record
@@ -79,7 +79,7 @@ class Supervisor:
             if uploads is None or uploads.begin(self._has_to_stop):
                 child = self._start(record)
                 try:
-                    code = self._watch(child, record.grace_s, uploads)
+                    code = confirmed(self._folder, self._watch(child, record.grace_s, uploads))
                 finally:
                     child.kill()
                 if uploads is not None:
