@@ -10,8 +10,8 @@ from slipstream.envs.base import Address, Episode
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.hosted.command import run_command
 from slipstream.envs.hosted.keeper import EnvironmentRaised
-from slipstream.envs.registry import load_environment
-from slipstream.errors import ConfigError
+from slipstream.envs.registry import load_environment, played
+from slipstream.errors import ConfigError, EnvironmentFault
 from slipstream.orchestrator.gateway import AgentSession, _Written
 from slipstream.records import Completion, Message, SessionTurn, Task
 
@@ -71,13 +71,17 @@ def test_settings_that_are_no_agent(file, settings, said):
         environment(file, **settings)
 
 
-def test_a_callable_is_read_and_not_run_until_it_is_called(file):
+async def test_a_callable_is_read_and_not_run_before_the_setup(file):
     file.write_text(AGENT.replace("ONE", "0"))
     named = {"callable": f"{file}:solve", "path": str(file.with_suffix(".jsonl")), "reward": "exact"}
     found = load_environment(EnvironmentConfig(name="agent", settings=named))
     assert placement(found)[0] == 8, "its code may block, and takes time"
     with pytest.raises(ConfigError, match="division by zero"):
-        asyncio.run(found.run(TASK, Policy()))
+        await found.setup()
+    apart = played(found, EnvironmentConfig(name="agent", settings=named, processes=2))
+    with pytest.raises(EnvironmentFault, match="division by zero"):
+        await apart.setup()
+    await apart.close()
 
 
 def test_results_and_rewards(file):

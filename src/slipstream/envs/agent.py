@@ -122,6 +122,11 @@ class Agent(Environment):
         """See `Environment`."""
         return self._inner.score_group(task, episodes)
 
+    async def setup(self) -> None:
+        """Loads the function: its imports take seconds, and may fail."""
+        if self._callable is not None:
+            assert self._function
+
     async def run(self, task: Task, policy: Policy) -> Episode:
         """An episode of the program; its requests are recorded elsewhere."""
         if policy.address is None:
