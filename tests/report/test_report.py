@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.python.run_handle import load_run
 from slipstream.report import write_report
 from slipstream.report.markup import data, h
-from slipstream.report.plot import linear_scale, log_scale, step_scale
+from slipstream.report.plot import linear_scale, log_scale, step_scale, y_labels
 from slipstream.report.series import GROUPS, MAX_POINTS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times
 from slipstream.runlog import read_run
@@ -211,6 +211,13 @@ def test_scales_hold_their_values():
     assert len(log_scale([1e-12, 1e3]).ticks) <= 6
     assert step_scale([0, 330]).ticks == (0, 100, 200, 300)
     assert step_scale([0.0]).low < 0 < step_scale([0.0]).high
+
+
+@pytest.mark.parametrize("high", [0.002, 0.011, 0.03, 1.0])
+def test_labels_of_shares_differ(high):
+    scale = linear_scale([0.0, high])
+    labels = re.findall(r">([^<]* %)<", y_labels(scale, "%"))
+    assert len(set(labels)) == len(labels) == len(scale.ticks)
 
 
 def test_markup_is_escaped_and_data_cannot_leave_its_script():

@@ -78,8 +78,18 @@ def test_each_figure_of_the_record(folder):
     )
     assert measured(folder, run, attempts).peaks_gib["host"] == 1.0, "the peak of an earlier attempt counts"
     page = run_page(shown(folder, record(state="done", attempts=attempts, actual=found)), b"", Html(""))
+    assert page.index('id="checkpoints"') < page.index('id="output"')
     for text in ("load the model", "logs/teacher/engine.log", 'href="https://wandb.example/me/mine/runs/key"'):
         assert text in page
+
+
+def test_the_step_of_a_run_without_a_heartbeat_is_that_of_its_end(folder):
+    running = record(state="running", attempts=(Attempt(1, 110.0),))
+    assert shown(folder, running).step == 0
+    report = {"status": "finished", "exit_code": 0, "error": "", "message": "", "step": 3, "seconds": 1.0}
+    for time, step in ((90.0, 0), (148.0, 3)):
+        (folder / "exit.json").write_text(json.dumps(report | {"time": time, "lineage": 0, "versions": {}}))
+        assert shown(folder, running).step == step
 
 
 def test_sft_counts_the_tokens_of_the_loss_and_a_run_without_rows_has_its_time(folder):

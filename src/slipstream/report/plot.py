@@ -176,8 +176,7 @@ def y_labels(vertical: Scale, unit: str = "") -> Html:
 
     def shown(tick: float) -> str:
         if unit == "%":
-            step = vertical.ticks[1] - vertical.ticks[0]
-            return f"{100 * tick:.{0 if step >= 0.01 else 1}f} %"
+            return f"{tick_text(100 * tick, [100 * each for each in vertical.ticks])} %"
         return f"1e{round(math.log10(tick))}" if vertical.log else tick_text(tick, vertical.ticks)
 
     labels = [h("span", shown(tick), style=f"top:{100 * (1 - vertical.place(tick)):.2f}%") for tick in vertical.ticks]

@@ -67,18 +67,28 @@ def chat_page(found: ShownDeployment, messages: Sequence[dict[str, str]], text: 
     form = h(
         "form.fields",
         h("input", type="hidden", name="messages", value=json.dumps([*messages])),
-        h("label", "message", h("textarea", text, name="text", rows=3, required=True, autofocus=True)),
+        h(
+            "label",
+            "message (the button sends it)",
+            h("textarea", text, name="text", rows=3, required=True, autofocus=True),
+        ),
         h("p", h("button", "Send"), " ", h("a", "new conversation", href=f"/deployments/{found.name}")),
         method="post",
         action=f"/deployments/{found.name}",
     )
-    ready = found.state == "ready"
-    waits = h("p.alert", ": ".join(filter(None, (found.state, found.reason)))) if not ready else None
+    ready, kind = (
+        found.state == "ready",
+        "whole model" if found.kind == "model" else f"adapter of rank {found.rank} on ",
+    )
+    facts = [_state(found), h("a", found.run, href=f"/runs/{found.run}"), f"step {found.step}"]
+    facts.append(kind if found.kind == "model" else join(kind, breakable(found.base)))
+    waits = "The chat appears here once it is ready." if found.state == "deploying" else ""
     return whole_page(
         found.name,
-        h("p.facts", h("span.fact", _state(found)), h("span.fact", breakable(found.base))),
+        h("p.facts", [h("span.fact", each) for each in facts]),
         h("p.alert", fault) if fault else None,
-        waits,
+        h("p.alert", found.reason) if found.reason and not ready else None,
+        h("p.note", waits) if waits else None,
         said,
         form if ready else None,
         refreshes=found.state == "deploying",
@@ -90,7 +100,8 @@ def _state(found: ShownDeployment) -> Html:
 
 
 def _deployment(found: ShownDeployment) -> Html:
-    return join(h("a", found.state, href=f"/deployments/{found.name}"), f" {found.reason}" if found.reason else None)
+    text = "chat" if found.state == "ready" else found.state
+    return join(h("a", text, href=f"/deployments/{found.name}"), f" {found.reason}" if found.reason else None)
 
 
 def _button(run: str, step: int) -> Html:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.report.curves import curves
+from slipstream.report.headline import headline
 from slipstream.report.markup import NONE, Child, Html, duration, h, join, number, table
-from slipstream.runlog import holds_run, read_run
+from slipstream.runlog import RunRecord, holds_run, read_run
 from slipstream.service.records import Actual
 from slipstream.service.runs import Shown, ShownPlace
 
@@ -33,6 +34,8 @@ td .state { margin: 0; vertical-align: baseline; }
 .fields label { display: grid; gap: 4px; width: 100%; font-size: 14px; color: var(--soft); }
 .fields label > * { color: var(--ink); width: 100%; }
 .fields textarea { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px; }
+.tail { display: flex; flex-direction: column-reverse; max-height: 320px; overflow: auto; }
+.tail pre { max-height: none; overflow: visible; }
 .choice label { display: block; padding: 3px 0; overflow-wrap: anywhere; }
 .choice p { margin-top: 12px; }
 """)
@@ -76,23 +79,28 @@ def run_page(run: Shown, log: bytes, checkpoints: Html) -> str:
     button = h("form", h("button", "Cancel"), method="post", action=f"/runs/{run.id}/cancel")
     shown = None if run.has_ended or run.cancel_requested else button
     facts = [("state", run.state), ("step", f"{run.step} of {run.steps}"), ("model", run.model), ("time", _took(run))]
-    facts += [("submitted", _time(run.submitted)), ("on", ", ".join(run.places) or NONE), ("folder", run.folder)]
+    on = [("on", ", ".join(run.places))] if run.places else []
+    facts += [("submitted", _time(run.submitted)), *on, ("folder", run.folder)]
+    record = record_of(run)
+    if record is not None and (held_out := headline(record).after) is not None:
+        facts.insert(2, ("held-out accuracy", number(held_out.value, "%")))
     head = h("p.facts", [h("span.fact", h("span.note", f"{name} "), value) for name, value in facts])
     alarm = h("p.alert", run.reason) if run.reason else None
     more = h(
         "nav",
         h("a", "rollouts", href=f"/runs/{run.id}/rollouts"),
         h("a", "compare", href=f"/compare?run={run.id}"),
+        h("a", "output", href="#output"),
     )
-    parts = [section(title, content) for title, content in _curves(Path(run.folder)).items()]
+    parts = [section(title, each) for title, each in curves([record], [""]).items()] if record is not None else []
     return whole_page(
         run.id,
         join(head, alarm, shown, more),
-        *parts,
         section("Checkpoints", checkpoints),
+        *parts,
         section("Attempts", _attempts(run)),
         section("Estimate and actual", _figures(run)),
-        section("Output", h("pre", log.decode(errors="replace"))),
+        section("Output", h("div.tail", h("pre", log.decode(errors="replace")))),
         refreshes=not run.has_ended,
     )
 
@@ -102,11 +110,12 @@ def problem(text: str) -> str:
     return whole_page("Slipstream", h("p.alert", text))
 
 
-def _curves(folder: Path) -> dict[str, Html]:
+def record_of(run: Shown) -> RunRecord | None:
+    """The files of a run that has begun; None for a damaged one."""
     with contextlib.suppress(SlipstreamError, OSError):
-        if holds_run(folder):
-            return curves([read_run(folder)], [""])
-    return {}
+        if holds_run(Path(run.folder)):
+            return read_run(Path(run.folder))
+    return None
 
 
 def _attempts(run: Shown) -> Html:
@@ -178,7 +187,7 @@ def _time(at: float) -> str:
 
 def section(title: str, content: Child) -> Html:
     """A part of a page."""
-    return h("section", h("h2", title), content)
+    return h("section", h("h2", title), content, id=title.lower().replace(" ", "-"))
 
 
 def whole_page(title: str, *content: Child, refreshes: bool = True) -> str:

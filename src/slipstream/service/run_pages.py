@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 
-from slipstream.errors import SlipstreamError
 from slipstream.report.curves import curves
 from slipstream.report.markup import h
 from slipstream.report.plot import NUM_COLORS
 from slipstream.report.rollouts import rollouts
 from slipstream.report.sections import comparison
-from slipstream.runlog import RunRecord, holds_run, read_run
-from slipstream.service.page import section, whole_page
+from slipstream.service.page import record_of, section, whole_page
 from slipstream.service.runs import Shown
 
 _MOST = 4
@@ -51,7 +47,7 @@ def submit_page(name: str = "run", settings: str = "", fault: str = "") -> str:
 
 def rollouts_page(run: Shown) -> str:
     """The model's texts, early and late side by side."""
-    record = _record_of(run)
+    record = record_of(run)
     content = h("p.missing", "It has not started.") if record is None else rollouts(record)
     back = h("p.note", h("a", run.id, href=f"/runs/{run.id}"))
     return whole_page(f"Rollouts of {run.id}", back, section("Rollouts", content), refreshes=False)
@@ -70,7 +66,7 @@ def compare_page(runs: Sequence[Shown], chosen: Sequence[Shown]) -> str:
         for run in reversed(runs)
     ]
     form = h("form.choice", boxes, h("p", h("button", "Compare")), action="/compare")
-    records = {run.id: record for run in chosen[:_MOST] if (record := _record_of(run)) is not None}
+    records = {run.id: record for run in chosen[:_MOST] if (record := record_of(run)) is not None}
     parts = [section("Runs", form if boxes else h("p", "No run was submitted."))]
     if len(records) > 1:
         names, found = list(records), list(records.values())
@@ -83,10 +79,3 @@ def compare_page(runs: Sequence[Shown], chosen: Sequence[Shown]) -> str:
     elif chosen:
         parts.insert(0, h("p.alert", "Choose two runs or more, of which each has begun."))
     return whole_page("Compare", *parts, refreshes=False)
-
-
-def _record_of(run: Shown) -> RunRecord | None:
-    with contextlib.suppress(SlipstreamError, OSError):
-        if holds_run(Path(run.folder)):
-            return read_run(Path(run.folder))
-    return None

@@ -17,7 +17,7 @@ from slipstream.plan.times import Estimate
 from slipstream.regular_files import open_regular
 from slipstream.service.checkpoints import ShownCheckpoint, list_checkpoints
 from slipstream.service.dispatch import tick
-from slipstream.service.ending import heartbeat_since
+from slipstream.service.ending import exit_since, heartbeat_since
 from slipstream.service.providers import Providers, all_providers
 from slipstream.service.records import ACTIVE, NO_OPTIONS, Actual, Asked, Attempt, Record
 from slipstream.service.store import OUTPUT, Store, name_from
@@ -275,10 +275,12 @@ def _places(record: Record) -> tuple[str, ...]:
 
 
 def shown(folder: Path, record: Record) -> Shown:
-    """A run for people. The step of a running one comes from this attempt's heartbeat."""
+    """A run for people. The step of a running one comes from this attempt's heartbeat, and then from its end."""
     step = record.actual.steps if record.actual is not None else 0
-    if record.state in ACTIVE and (beat := heartbeat_since(folder, record.attempts[-1].started)) is not None:
-        step = beat.step
+    if record.state in ACTIVE:
+        with contextlib.suppress(SlipstreamError):  # a damaged file says nothing
+            found = (read(folder, record.attempts[-1].started) for read in (heartbeat_since, exit_since))
+            step = max((each.step for each in found if each is not None), default=step)
     hours = record.estimate.gpu_hours
     return Shown(
         id=record.id,
