@@ -12,8 +12,9 @@ CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_b
 
 @pytest.fixture
 def watch():
-    def make(kind="grpo", **values):
-        return SignalWatch(planned_config(RunConfig.model_validate(CONFIG | {"algorithm": {"kind": kind}} | values)))
+    def make(kind="grpo", *, has_terms=False, **values):
+        config = RunConfig.model_validate(CONFIG | {"algorithm": {"kind": kind}} | values)
+        return SignalWatch(planned_config(config), has_terms=has_terms)
 
     return make
 
@@ -47,6 +48,8 @@ def test_the_first_batch_is_judged_where_groups_are_compared(watch):
     assert watch().judge_first([]) is None
     for kind, values in (("reinforce_pp", {}), ("dapo", {}), ("sft", {}), ("distill", {"teacher": {"path": "t"}})):
         assert watch(kind, **values).judge_first(none) is None
+    assert watch(has_terms=True).judge_first(none) is None
+    assert not any(said(watch(has_terms=True), [0.0] * 9, [None] * 9))
 
 
 def test_no_signal_for_several_steps_is_said_once_and_summed_up_after_a_while(watch):

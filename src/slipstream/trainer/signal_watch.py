@@ -32,12 +32,13 @@ _GROUP_BASELINES = ("group_mean", "leave_one_out")
 
 class SignalWatch:
     """See the module. Silent for SFT, for runs with a teacher, and when the tasks are nearly solved; warns of groups
-    only where the baseline compares the rewards of a group."""
+    only where the baseline compares the rewards of a group, and nothing else teaches (`has_terms`)."""
 
-    def __init__(self, config: PlannedConfig) -> None:
+    def __init__(self, config: PlannedConfig, *, has_terms: bool = False) -> None:
         algorithm = config.algorithm
         self._is_rl = isinstance(algorithm, RLConfig) and config.teacher is None
         self._compares = isinstance(algorithm, RLConfig) and algorithm.advantage in _GROUP_BASELINES
+        self._compares &= not has_terms
         self._threshold = (config.evaluation or EvaluationConfig()).threshold
         self._solved = SOLVED * self._threshold
         self._has_signal = signal_rule(algorithm) if isinstance(algorithm, RLConfig) else group_has_signal

@@ -32,7 +32,7 @@ from slipstream.trainer.credit_assignment import Credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.evaluations import Evaluates, Evaluations
 from slipstream.trainer.learner import Learner, Scorer
-from slipstream.trainer.loss import Objective
+from slipstream.trainer.loss import Objective, PolicyObjective
 from slipstream.trainer.metrics import (
     OTHER_BITS,
     explain_difference,
@@ -113,7 +113,8 @@ class Steps:
             self.evaluations.load(resumed.evaluations, self.step)
         if (watch := self.evaluations.early_stop).keeps_best:
             self.writer.store.best_step = watch.best_step
-        self._signal_watch = SignalWatch(self.config)
+        own = self.objective.algorithm if isinstance(self.objective, PolicyObjective) else None
+        self._signal_watch = SignalWatch(self.config, has_terms=own is not None and own.defines("terms"))
         self._trainer = BatchTrainer(
             self.config,
             self.learner,
@@ -161,7 +162,9 @@ class Steps:
 
     def _train(self, batch: records.Batch, objective: Objective | None) -> dict[str, float]:
         self._check_version(batch)
-        if batch.step == 0 and (judgement := self._signal_watch.judge_first(batch.rollouts)) is not None:
+        # With a loss of its own a session may not train on rewards.
+        is_judged = batch.step == 0 and objective is None
+        if is_judged and (judgement := self._signal_watch.judge_first(batch.rollouts)) is not None:
             self.log.event("readiness", verdict=judgement.verdict, text=judgement.text)
             text = f"first batch: {judgement.verdict}: {judgement.text}"
             if judgement.is_ready:
