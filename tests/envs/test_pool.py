@@ -35,7 +35,7 @@ def scorer(request, pool):
 
 async def test_a_planned_section_without_training_tasks_is_graded_by():
     """SFT on a file beside an environment: `num_train_tasks` has no effect and is 0."""
-    derived = {"apart": False, "max_turns": 1, "num_train_tasks": 0, "reward_workers": 1}
+    derived = {"max_turns": 1, "num_train_tasks": 0, "processes": 0, "reward_workers": 1}
     planned = PlannedEnvironment(**{**config().model_dump(), **derived})
     async with ScorerPool(planned) as pool:
         assert (await pool.score(task("4"), "4")).reward == 1.0

@@ -243,7 +243,7 @@ NAMED = {
 PLACES = {
     "alone": lambda given, first: given,
     "in a mixture apart": lambda given, first: (
-        {"name": "mixture", "mixture": {"first": {"name": first}, "second": given}} | {"apart": True}
+        {"name": "mixture", "mixture": {"first": {"name": first}, "second": given}} | {"processes": 1}
     ),
 }
 

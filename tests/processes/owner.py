@@ -107,7 +107,7 @@ async def hosted_environment(folder):
     from tests.envs.environments import config
 
     exclude = {"num_train_tasks", "reward_workers"}
-    own = config().model_copy(update={"apart": False}).model_dump_json(exclude=exclude)
+    own = config().model_copy(update={"processes": 0}).model_dump_json(exclude=exclude)
     host = await Host.start(sys.executable, {"module": "own", "section": own, "passed": "", "interrupt_s": None})
     yield host._process.pid
     host._frames["e"] = asyncio.Queue()
