@@ -95,8 +95,9 @@ def test_run_files_are_valid(page, tmp_path):
 
 @pytest.mark.parametrize(("page", "arguments"), [pytest.param(*c, id=" ".join([c[0], *c[1]])) for c in commands()])
 def test_commands_and_their_settings_exist(page, arguments, tmp_path):
-    """Parsed as they would be, with the run files that the page shows or the repository has."""
+    """Parsed as they would be, with the run files that the page shows, the repository has, or `init` writes."""
     from slipstream.cli.app import app
+    from slipstream.cli.init_files import FILES, write_files
 
     _, bound, unused, _ = app.parse_known_args(arguments)
     assert not unused
@@ -105,7 +106,9 @@ def test_commands_and_their_settings_exist(page, arguments, tmp_path):
     for name in (name for name in PAGES if name.name == page):
         for block in (block for block in blocks(name) if block.file):
             write_file(block, tmp_path)
-    folder = ROOT if page == "README.md" else tmp_path
+    folder = ROOT if (ROOT / bound.arguments["run_file"]).exists() else tmp_path
+    if page == "README.md" and folder == tmp_path:
+        folder = write_files(tmp_path / "first", FILES)
     algorithm = "sft" if arguments[0] == "sft" else None
     load_config(folder / bound.arguments["run_file"], bound.arguments.get("overrides", ()), algorithm=algorithm)
 
