@@ -39,7 +39,7 @@ run.checkpoint_every = 1000
 """
 GRPO_CASES, SFT_CASES = ("one host", "nodes", "network"), ("one host", "full", "hybrid")
 SERVER_PORTS, SERVER_START_S = (29451, 29452), 240.0
-"""Of its control address, and of its inference address."""
+"""The control port and the inference port."""
 
 
 @contextlib.contextmanager
@@ -55,6 +55,8 @@ def served(model: Path, max_length: int, environment: dict[str, str]) -> Iterato
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                 break
             time.sleep(0.5)
+        else:
+            raise SystemExit(f"the server was not ready after {SERVER_START_S:.0f} s: its output is above")
         yield ["--inference.servers", f'[{{url = "http://{control}"}}]']
     finally:
         server.terminate()

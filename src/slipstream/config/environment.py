@@ -94,11 +94,11 @@ class EnvironmentConfig(Section):
     """Environment variables that reward workers get, such as a judge's key. By themselves they get PATH, HOME, the
     locale, TMPDIR and the like, those of Python and its environments, CUDA and OpenMP, and no keys or tokens."""
     processes: bounds.EnvironmentProcesses | Auto = "auto"
-    """Processes that play episodes, so that code that blocks there holds up nothing else: it is named, and interrupted
-    after half of `run_timeout_s`. 0: the run's own process plays them. `auto`: 1 where the environment has a `run` (or
-    a `setup`, `close`, `setup_episode` or `close_episode`) of its own, one for 2 cores (at most 8) where a function is
-    the agent, otherwise 0. What these methods need must be in the task or follow from the settings, and `variables`
-    must name the environment variables that they read. With several processes, episodes do not share variables."""
+    """Processes for episodes. 0: the run's process plays them. Code that blocks in another process holds up its own
+    episodes only; it is named, and interrupted after half of `run_timeout_s`. `auto`: for a function as the agent one
+    for 2 cores, at most 8; 1 for an environment with a method `run`, `setup`, `close`, `setup_episode` or
+    `close_episode`; otherwise 0. Such methods see the task, the settings, and the environment variables in
+    `variables`. Several processes share no variables."""
     run_timeout_s: bounds.Seconds = 300.0
     """How long the environment may take between two turns; then the rollout is counted as `environment_error` and not
     trained on."""

@@ -76,12 +76,10 @@ def chat_page(found: ShownDeployment, messages: Sequence[dict[str, str]], text: 
         method="post",
         action=f"/deployments/{found.name}",
     )
-    ready, kind = (
-        found.state == "ready",
-        "whole model" if found.kind == "model" else f"adapter of rank {found.rank} on ",
-    )
-    facts = [_state(found), h("a", found.run, href=f"/runs/{found.run}"), f"step {found.step}"]
-    facts.append(kind if found.kind == "model" else join(kind, breakable(found.base)))
+    ready = found.state == "ready"
+    adapter = join(f"adapter of rank {found.rank} on ", breakable(found.base))
+    kind = "whole model" if found.kind == "model" else adapter
+    facts = [_state(found), h("a", found.run, href=f"/runs/{found.run}"), f"step {found.step}", kind]
     waits = "The chat appears here once it is ready." if found.state == "deploying" else ""
     return whole_page(
         found.name,
